@@ -104,7 +104,11 @@ def timed(function, *arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=10000)
-    parser.add_argument("--folder", type=Path, help="where the dumps go for the while: about 1.2 MB a tensor")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="write the dumps to this folder for the time of the benchmark: about 1.2 MB for each tensor",
+    )
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:

@@ -150,9 +150,14 @@ def table(title: str, rows: list[dict]) -> None:
 
 
 @click.command()
-@click.option("--prefix", default="output/data/stdlib", show_default=True, help="A corpus on disk, if it is there.")
-@click.option("--steps", default=4, show_default=True, help="Global batches of 16,384 samples.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable, on stdout.")
+@click.option(
+    "--prefix",
+    default="output/data/stdlib",
+    show_default=True,
+    help="Also use the corpus with this prefix, if it exists.",
+)
+@click.option("--steps", default=4, show_default=True, help="Plan this many steps of 16,384 samples each.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def main(prefix: str, steps: int, as_json: bool) -> None:
     """Measure plan time and quality against each baseline."""
     index = synthetic_index(steps * BATCH, LONGEST, SEED)

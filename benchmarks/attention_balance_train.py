@@ -238,11 +238,15 @@ def attention_share(flops: np.ndarray, pairs: np.ndarray) -> float:
 
 
 @click.command()
-@click.option("--steps", default=25, show_default=True, help=f"Steps of each run; the first {DROPPED} do not count.")
-@click.option("--pairs", default=2, show_default=True, help="How often both variants run.")
-@click.option("--length", default=2048, show_default=True, help="Tokens of a sample.")
-@click.option("--slots", default=6, show_default=True, help="Samples of a worker's step.")
-@click.option("--keep", type=click.Path(path_type=Path, exists=True), help="Empty folder for corpus and runs.")
+@click.option(
+    "--steps", default=25, show_default=True, help=f"Train this many steps; the first {DROPPED} do not count."
+)
+@click.option("--pairs", default=2, show_default=True, help="Run both variants this many times.")
+@click.option("--length", default=2048, show_default=True, help="Number of tokens in each sample.")
+@click.option("--slots", default=6, show_default=True, help="Give each worker this many samples in a step.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path, exists=True), help="Write corpus and runs to this empty folder."
+)
 def main(steps: int, pairs: int, length: int, slots: int, keep: Path | None) -> None:
     """Measure the time of a step without and with plugins/attention_balance."""
     with tempfile.TemporaryDirectory() as temporary:

@@ -70,8 +70,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @click.command()
-@click.option("--jobs", type=Number("workers"), default=2, help="Compiles at a time.")
-@click.option("--only", default="", help="Layouts whose name has this in it.")
+@click.option("--jobs", type=Number("workers"), default=2, help="Run this many compiles at a time.")
+@click.option("--only", default="", help="Use only layouts whose name contains this text.")
 def main(jobs: int, only: str) -> None:
     """Compile every layout both ways; a row for each stage."""
     print("| layout | stage | quick MiB | full MiB | difference | of it kept activations, quick / full |")

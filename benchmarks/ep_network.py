@@ -194,11 +194,16 @@ def stop(number: int, frame: object) -> None:
 
 
 @click.command()
-@click.option("--inter-mbit", default=200, show_default=True, help="Rate between nodes; inside a node ten times that.")
-@click.option("--tokens", default=512, show_default=True, help="Tokens of a rank.")
-@click.option("--hidden", default=1024, show_default=True, help="Width of a row, fp32.")
-@click.option("--chunks", default=4, show_default=True, help="Parts of the overlapped layer.")
-@click.option("--repetitions", default=5, show_default=True, help="How often everything runs.")
+@click.option(
+    "--inter-mbit",
+    default=200,
+    show_default=True,
+    help="Limit the rate between nodes to this; inside a node it is ten times as high.",
+)
+@click.option("--tokens", default=512, show_default=True, help="Give each rank this many tokens.")
+@click.option("--hidden", default=1024, show_default=True, help="Send rows of this width, in fp32.")
+@click.option("--chunks", default=4, show_default=True, help="Cut the overlapped layer into this many parts.")
+@click.option("--repetitions", default=5, show_default=True, help="Run everything this many times.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(inter_mbit: int, tokens: int, hidden: int, chunks: int, repetitions: int, as_json: bool) -> None:
     """Measure the three dispatch modes and print ratios beside the model's."""

@@ -254,12 +254,20 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, nargs="*", default=DATA, help="files of measurements; benchmarks/data")
-    parser.add_argument("--fit", action="store_true", help="write new sets, and errors of rows left out")
-    parser.add_argument("--cross", action="store_true", help="errors of rows left out, and what contradicts itself")
-    parser.add_argument("--calibrated", action="store_true", help="errors after calibration on the same machine")
-    parser.add_argument("--pairs", action="store_true", help="natural routing over forced even routing")
-    parser.add_argument("--unseen", action="store_true", help="runs that no fit has seen")
+    parser.add_argument(
+        "rows", type=Path, nargs="*", default=DATA, help="read these files of measurements; by default benchmarks/data"
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="fit and write new sets of efficiencies, and the errors of left-out rows"
+    )
+    parser.add_argument(
+        "--cross", action="store_true", help="print the errors of left-out rows, and rows that contradict each other"
+    )
+    parser.add_argument(
+        "--calibrated", action="store_true", help="print the errors after a calibration on the same machine"
+    )
+    parser.add_argument("--pairs", action="store_true", help="compare natural routing with forced even routing")
+    parser.add_argument("--unseen", action="store_true", help="predict the runs that no fit has seen")
     arguments = parser.parse_args()
     if arguments.unseen:
         print(unseen_table())

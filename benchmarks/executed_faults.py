@@ -161,10 +161,14 @@ def told(outcome: Outcome, sharding: Sharding) -> list[str]:
     "--recipe",
     default="tests/training/tiny.yaml",
     show_default=True,
-    help="Recipe to train; it must take only seconds.",
+    help="Train this recipe; a run must take only seconds.",
 )
-@click.option("--steps", default=2, type=click.IntRange(min=2), show_default=True, help="Steps of each run.")
-@click.option("--work", type=click.Path(path_type=Path), help="Folder for the runs; a temporary one by default.")
+@click.option(
+    "--steps", default=2, type=click.IntRange(min=2), show_default=True, help="Train this many steps in each run."
+)
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Keep the runs in this folder; by default in a temporary one."
+)
 def main(faults: tuple[str, ...], recipe: str, steps: int, work: Path | None) -> None:
     """Print a table of faults and what caught each; exit code 1 if one was not."""
     missed = 0

@@ -93,8 +93,8 @@ def main() -> None:
 
 @main.command()
 @click.option("--steps", default=50, show_default=True)
-@click.option("--case", "cases", multiple=True, type=click.Choice(list(CASES)), help="Default: all.")
-@click.option("--spare", default=0, show_default=True, help="Slots of a worker for copies.")
+@click.option("--case", "cases", multiple=True, type=click.Choice(list(CASES)), help="Run only these; by default all.")
+@click.option("--spare", default=0, show_default=True, help="Give each worker this many slots for copies.")
 def same(steps: int, cases: tuple[str, ...], spare: int) -> None:
     """Losses of shuffled experts against those of experts that stay."""
     heads = "case | steps | moves | experts in a move | copies | steps whose loss is bit-identical | losses | norms"
@@ -128,7 +128,9 @@ def worst(one: dict, two: dict, keys: tuple[str, ...] = KEYS) -> str:
 
 
 @main.command()
-@click.option("--point", "points", multiple=True, type=click.Choice(list(POINTS)), help="Default: all.")
+@click.option(
+    "--point", "points", multiple=True, type=click.Choice(list(POINTS)), help="Run only these; by default all."
+)
 def kill(points: tuple[str, ...]) -> None:
     """Kill before, inside and after a move, and resume."""
     click.echo("| killed | steps on record | saved | steps that equal those of a run without a kill |")
@@ -162,7 +164,7 @@ def same_placements(one: Record, two: Record) -> bool:
 @main.command()
 @click.option("--steps", default=120, show_default=True)
 @click.option("--every", default=5, show_default=True)
-@click.option("--untamed", is_flag=True, help="The router balances nothing itself: no auxiliary loss, no biases.")
+@click.option("--untamed", is_flag=True, help="Switch off the router's own balancing: no auxiliary loss, no biases.")
 def topic(steps: int, every: int, untamed: bool) -> None:
     """max/mean and step time where the topic changes in the middle."""
     with tempfile.TemporaryDirectory() as temporary:

@@ -115,7 +115,7 @@ def checked(context: click.Context, parameter: click.Parameter, value: str | Non
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path, exists=True))
-@click.option("--float32", is_flag=True, help="Compute in float32, dispatch by alltoall.")
+@click.option("--float32", is_flag=True, help="Compute in float32, and dispatch by alltoall.")
 @click.option("--steps", default=3, type=click.IntRange(min=2), show_default=True)
 @click.option("--data", type=click.Path(), help="Train on this Megatron prefix instead of a small made-up corpus.")
 @click.option("--workers", default=4, type=click.IntRange(min=2), show_default=True)

@@ -355,7 +355,9 @@ def compiled_step(recipe: Recipe) -> tuple[dict[str, Any], GraphText, Mesh, dict
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path, exists=True))
-@click.option("--at-most", default=8, show_default=True, help="Places for each kind of fault.")
+@click.option(
+    "--at-most", default=8, show_default=True, help="Plant each kind of fault at no more than this many places."
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE")
 def main(recipe: Path, at_most: int, overrides: tuple[str, ...]) -> None:
     """Plant each kind of fault in the graph of the first rank."""

@@ -223,16 +223,20 @@ def judged(bench: Bench, proofs: Proofs, draw: Draw, name: str) -> tuple[str, st
 
 
 @click.command()
-@click.option("--draws", "count", default=8, show_default=True, help="Random faults.")
-@click.option("--seed", default=0, show_default=True, help="Of the draws.")
+@click.option("--draws", "count", default=8, show_default=True, help="Draw this many random faults.")
+@click.option("--seed", default=0, show_default=True, help="Draw with this seed.")
 @click.option(
     "--recipe",
     default="tests/training/tiny.yaml",
     show_default=True,
-    help="Recipe to train; it must take only seconds.",
+    help="Train this recipe; a run must take only seconds.",
 )
-@click.option("--work", type=click.Path(path_type=Path), help="Folder for the runs; a temporary one by default.")
-@click.option("--layout", "layouts", multiple=True, type=click.Choice(LAYOUTS), help="Strategies; all by default.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Keep the runs in this folder; by default in a temporary one."
+)
+@click.option(
+    "--layout", "layouts", multiple=True, type=click.Choice(LAYOUTS), help="Use only these strategies; by default all."
+)
 @click.option("--known", is_flag=True, help="Plant the faults of executed_faults.py in graphs, and execute nothing.")
 def main(count: int, seed: int, recipe: str, work: Path | None, layouts: tuple[str, ...], known: bool) -> None:
     """Print a table of draws, and whether proof and execution agree; exit code 1 if one does not."""

@@ -109,8 +109,8 @@ def compare(found: list[dict], wanted: list[dict]) -> None:
 
 
 @click.command()
-@click.option("--kills", default=10, show_default=True, help="How many times all processes are killed.")
-@click.option("--seed", default=0, show_default=True, help="Draws the moments.")
+@click.option("--kills", default=10, show_default=True, help="Kill all processes this many times.")
+@click.option("--seed", default=0, show_default=True, help="Draw the moments of the kills with this seed.")
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs in this folder.")
 def main(kills: int, seed: int, work: Path | None) -> None:
     """Compare the killed run with the others."""

@@ -190,14 +190,14 @@ def _against_table_5(rows: Sequence[Case]) -> list[str]:
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Cluster for which the step is predicted.",
+    help="Predict the step on this cluster.",
 )
 @click.option(
     "--skew",
     default=DEFAULT_SKEW,
     show_default=True,
     type=Number("skew"),
-    help="Load of the busiest rank, divided by the mean load.",
+    help="Assume this load of the busiest rank, divided by the mean load.",
 )
 def main(cluster: str, skew: float) -> None:
     """Print the table as markdown."""

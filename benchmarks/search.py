@@ -42,7 +42,9 @@ def row(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--effort", type=float, default=EFFORTS["normal"], help="for each placement")
+    parser.add_argument(
+        "--effort", type=float, default=EFFORTS["normal"], help="effort of the solver for each placement"
+    )
     effort = parser.parse_args().effort
     recipe = load_recipe(RECIPE)
     request = request_of(recipe, CLUSTER)

@@ -232,11 +232,15 @@ def print_efforts(numbers: range, efforts: Sequence[float]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--first", type=int, default=0, help="number of the first problem")
-    parser.add_argument("--draw", type=int, help="problems; by default 40, or 30 with --efforts")
-    parser.add_argument("--effort", type=float, default=1.0, help="of the search; a larger one is never worse")
-    parser.add_argument("--solving", type=float, default=0.5, help="effort with which every strategy is placed")
-    parser.add_argument("--efforts", nargs="*", type=float, help="compare these efforts instead; by default the named")
+    parser.add_argument("--first", type=int, default=0, help="begin with the problem of this number")
+    parser.add_argument("--draw", type=int, help="draw this many problems; by default 40, or 30 with --efforts")
+    parser.add_argument(
+        "--effort", type=float, default=1.0, help="search with this effort; a larger one never gives a worse result"
+    )
+    parser.add_argument("--solving", type=float, default=0.5, help="place every strategy with this effort")
+    parser.add_argument(
+        "--efforts", nargs="*", type=float, help="compare these efforts instead; by default the efforts with names"
+    )
     parser.add_argument("--exact", action="store_true", help="try every placement of tiny problems instead")
     asked_for = parser.parse_args()
     by_effort = asked_for.efforts is not None

@@ -154,7 +154,7 @@ class Runs:
 
 @click.command()
 @click.argument("layouts", nargs=-1, type=click.Choice(LAYOUTS))
-@click.option("--across/--no-across", default=True, help="Whether checkpoints of one layout go on as another.")
+@click.option("--across/--no-across", default=True, help="Also resume checkpoints of one layout in another layout.")
 def main(layouts: tuple[str, ...], across: bool) -> None:
     """Print what agrees, row by row; the exit code is 1 where something does not."""
     wrong = 0

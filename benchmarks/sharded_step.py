@@ -40,7 +40,9 @@ def run(layout: str, steps: int) -> tuple[float, float]:
 
 @click.command()
 @click.argument("layouts", nargs=-1, type=click.Choice(LAYOUTS))
-@click.option("--steps", default=12, type=click.IntRange(min=4), show_default=True, help="Steps of each run.")
+@click.option(
+    "--steps", default=12, type=click.IntRange(min=4), show_default=True, help="Train this many steps in each run."
+)
 def main(layouts: tuple[str, ...], steps: int) -> None:
     """Print ratios of sharded layouts to the data-parallel baseline."""
     first, later = run(BASELINE, steps)

@@ -118,8 +118,8 @@ def where_the_time_goes(steps: int) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--steps", default=40, show_default=True, help="Steps of each run.")
-@click.option("--pairs", default=2, show_default=True, help="How often both variants run.")
+@click.option("--steps", default=40, show_default=True, help="Train this many steps in each run.")
+@click.option("--pairs", default=2, show_default=True, help="Run both variants this many times.")
 @click.option("--worker", type=click.Choice(VARIANTS), hidden=True)
 @click.option("--profile", is_flag=True, hidden=True)
 @click.option("--run-dir", type=click.Path(path_type=Path), hidden=True)

@@ -148,7 +148,7 @@ class LazyGroup(click.Group):
 
 
 def _command(place: str) -> click.Command:
-    """The command that stands at module:attribute."""
+    """Return the command that stands at module:attribute."""
     module, attribute = place.split(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -206,11 +206,11 @@ def main() -> None:
 
 
 def _run() -> int:
-    """The exit code of the command; what went wrong is on stderr."""
+    """Return the exit code of the command; what went wrong is on stderr."""
     for place, word in enumerate(sys.argv[1:], 1):
         if any("\udc80" <= letter <= "\udcff" for letter in word):  # how Python hands on bytes that it cannot decode
             shown = os.fsencode(word).decode("utf-8", "backslashreplace")
-            return _say(f"argument {place}, {shown}: is not UTF-8; give texts and names of files in UTF-8", 2)
+            return _say(f"argument {place}, {shown}, is not UTF-8; give texts and names of files in UTF-8", 2)
     try:
         # not click's standalone mode, in which an interrupt is exit code 1
         done = tc3(prog_name="tc3", standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
@@ -234,7 +234,7 @@ def _say(line: str, code: int) -> int:
 
 
 def _reason(error: OSError) -> str:
-    """An error of the system in words: what it was about, why."""
+    """Return an error of the system in words: what it was about, why."""
     try:
         os.getcwd()
     except OSError:

@@ -108,12 +108,14 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 
 
 @click.command()
-@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The recipe.")
+@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="Train this recipe.")
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="Folder of this run; default: the recipe's output_dir."
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Write this run to this folder.  [default: the recipe's output_dir]",
 )
 @click.option(
-    "--resume", type=click.Path(path_type=Path), help="Folder of the checkpoint (one iteration) from which to continue."
+    "--resume", type=click.Path(path_type=Path), help="Continue from the checkpoint (one iteration) in this folder."
 )
 @overrides_option
 @unverified_option

@@ -10,7 +10,10 @@ import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-UNRESOLVED = "auto is not resolved: `tc3 recipe show` prints the recipe with values, as launch/train.py resolves it"
+UNRESOLVED = (
+    "auto has not been replaced by a value yet: start the run with tc3 train, or write the value that `tc3 recipe "
+    "show` prints"
+)
 
 # in the error of a process that has lost another one; that one knows more
 OUT_OF_REACH = "is out of reach"

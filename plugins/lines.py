@@ -27,7 +27,7 @@ class Stepped(Protocol):
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """Return the number of the step."""
 
 
 Record = TypeVar("Record", bound=Stepped)
@@ -125,7 +125,7 @@ def spans_file(run_dir: str | Path) -> Path:
 
 
 def note(run_dir: str | Path, span: Span) -> None:
-    """Append one."""
+    """Append a span to the run's file of spans."""
     append_line(spans_file(run_dir), json.dumps(asdict(span)))
 
 

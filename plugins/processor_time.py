@@ -30,7 +30,9 @@ def thread_waited() -> float:
 
 
 def _read(path: str) -> tuple[float, float]:
-    """Of a hundred threads at every probe: without buffers and text, which take five times as long."""
+    """Return the two times of a thread; the file is read without buffers and text, which would take five times as long
+    for the many threads of a process.
+    """
     try:
         file = os.open(path, os.O_RDONLY)
         try:

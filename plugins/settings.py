@@ -107,7 +107,7 @@ class Section:
 
 
 def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
-    """A value without a form of its own: one of some words, or a number within limits."""
+    """Return a value without a form of its own: one of some words, or a number within limits."""
     if choices := limits.get("choices"):
         if value not in choices:
             near = f"is none of {', '.join(choices)}{did_you_mean(value, list(choices))}"
@@ -144,5 +144,5 @@ def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
     loader.
     """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
-        wrong = f"{key} is for graph mode; PyNative builds its loader another way; write 0"
+        wrong = f"{key} works only in graph mode, because PyNative mode builds its data loader in another way; write 0"
         raise RecipeError(wrong, "context.mode")

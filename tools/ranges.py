@@ -248,7 +248,7 @@ jobs_option = click.option(
 steps_option = click.option(
     "--steps",
     type=Number("steps"),
-    help="Total number of training steps; the recipe's number of samples is set to match.",
+    help="Train this many steps in total; the recipe's number of samples is changed to match.",
 )
 no_bind_option = click.option(
     "--no-bind", is_flag=True, help="Do not bind workers to cores, but let Linux and MindSpore choose the cores."

@@ -57,9 +57,9 @@ def losses(steps: list[dict]) -> list[tuple[float, float]]:
 
 @click.command()
 @click.argument("recipes", nargs=-1, required=True)
-@click.option("--steps", default=24, help="Of each run; restarts go on from half of them.")
+@click.option("--steps", default=24, help="Train this many steps in each run; restarts continue after half of them.")
 @click.option("--set", "overrides", multiple=True)
-@click.option("--stale/--no-stale", default=True, help="Also the three runs with another factor.")
+@click.option("--stale/--no-stale", default=True, help="Also make the three runs with another factor.")
 def main(recipes: tuple[str, ...], steps: int, overrides: tuple[str, ...], stale: bool) -> None:
     """Run and print."""
     for recipe in recipes:

@@ -117,8 +117,12 @@ def run(layout: str, steps: int, block: int) -> list[dict[str, float]]:
 
 @click.command()
 @click.argument("layouts", nargs=-1, type=click.Choice(["dp2", "pp2", "tp2", "cp2"]))
-@click.option("--steps", default=78, type=click.IntRange(min=20), show_default=True, help="Steps of each run.")
-@click.option("--block", default=6, type=click.IntRange(min=2), show_default=True, help="Steps in one placement.")
+@click.option(
+    "--steps", default=78, type=click.IntRange(min=20), show_default=True, help="Train this many steps in each run."
+)
+@click.option(
+    "--block", default=6, type=click.IntRange(min=2), show_default=True, help="Train this many steps in each placement."
+)
 def main(layouts: tuple[str, ...], steps: int, block: int) -> None:
     """Print ratios of a step with divided and with free cores to one as MindFormers leaves them."""
     for layout in layouts or ("dp2", "pp2"):

@@ -226,8 +226,10 @@ def apart(rounds: list[list[float]]) -> float:
 
 @click.command()
 @click.argument("what", nargs=-1, type=click.Choice(["clean", *FAULTS]))
-@click.option("--runs", default=100, show_default=True, help="Clean runs; faults are made a tenth as often.")
-@click.option("--rounds", default=run.ROUNDS, show_default=True, help="Rounds of each probe.")
+@click.option(
+    "--runs", default=100, show_default=True, help="Make this many clean runs, and a tenth as many with each fault."
+)
+@click.option("--rounds", default=run.ROUNDS, show_default=True, help="Measure this many rounds in each probe.")
 def main(what: tuple[str, ...], runs: int, rounds: int) -> None:
     """Print what the probe said of clean and of faulty workers."""
     for name in what or ("throttled", "stopped", "shaped", "clean"):

@@ -49,9 +49,11 @@ def row(result: Result, said: list[str]) -> str:
 def main() -> int:
     """Exit code 0 where every fault came out as it should."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("rows", nargs="*", help="default: all")
-    parser.add_argument("--recipe", default="", help="one of two workers, with options; run without a fault first")
-    parser.add_argument("--keep", type=Path, help="leave the runs' folders there")
+    parser.add_argument("rows", nargs="*", help="cause only these faults; by default all")
+    parser.add_argument(
+        "--recipe", default="", help="train this recipe of two workers, with options; it first runs without a fault"
+    )
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
     if reason := netns.missing():
         print(reason, file=sys.stderr)

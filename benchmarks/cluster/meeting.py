@@ -71,7 +71,7 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", default="16,128,512,2048")
-    parser.add_argument("--folder", type=Path, help="on the disk to be timed")
+    parser.add_argument("--folder", type=Path, help="use this folder, on the disk that is to be timed")
     arguments = parser.parse_args()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     heads = [

@@ -199,7 +199,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mini", action="store_true")
-    parser.add_argument("--keep", type=Path, help="leave the run's folder there")
+    parser.add_argument("--keep", type=Path, help="keep the run in this folder")
     parser.add_argument("--agent", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.agent:

@@ -69,8 +69,8 @@ def named(times: np.ndarray) -> dict[int, int]:
 
 @cli.command()
 @click.option("--every", multiple=True, type=int, default=(20, 5))
-@click.option("--clean", type=int, default=200, help="Runs in which nobody is slow.")
-@click.option("--trials", type=int, default=24, help="Runs of each slowness.")
+@click.option("--clean", type=int, default=200, help="Simulate this many runs without a slow rank.")
+@click.option("--trials", type=int, default=24, help="Simulate this many runs for each slowness.")
 def simulate(every, clean, trials):
     """512 simulated ranks."""
     print(f"{RANKS} ranks in {STAGES} stages, {STEPS} steps, floor {FLOORS['device']:.0%}")
@@ -89,7 +89,7 @@ def simulate(every, clean, trials):
 
 
 @cli.command()
-@click.option("--limit", type=float, help="Share of a core that worker 1 gets from step 10 on.")
+@click.option("--limit", type=float, help="From step 10 on, give worker 1 only this share of a core.")
 @click.option("--steps", type=int, default=100)
 @click.option("--recipe", default="recipes/mini/pretrain_dp2.yaml")
 def train(limit, steps, recipe):

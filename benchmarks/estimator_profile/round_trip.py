@@ -97,13 +97,15 @@ def predicted(name: str, cluster: Path, data: str) -> tuple[float, float]:
 
 
 @click.command()
-@click.option("--steps", default=30, show_default=True, help="Of each run.")
-@click.option("--data", default=str(ROOT / "output/data/stdlib"), help="Prefix of the corpus.")
-@click.option("--only", multiple=True, type=click.Choice(list(MINIS)), help="These minis, beside the reference.")
+@click.option("--steps", default=30, show_default=True, help="Train this many steps in each run.")
+@click.option("--data", default=str(ROOT / "output/data/stdlib"), help="Train on the corpus with this prefix.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(MINIS)), help="Predict only these minis, beside the reference."
+)
 @click.option(
     "--keep",
     type=click.Path(path_type=Path),
-    help="Folder in which all stays; a profile there serves again.",
+    help="Keep all files in this folder; a profile in it is used again.",
 )
 @click.option("--worker", "name", type=click.Choice(list(MINIS)), hidden=True)
 @click.option("--folder", type=click.Path(path_type=Path), hidden=True)

@@ -146,7 +146,12 @@ def step_seconds(run: Path, workers: int) -> float:
 
 @click.command()
 @click.option("--steps", default=6, type=click.IntRange(min=WARM + 1), show_default=True)
-@click.option("--bias", default=0.1, show_default=True, help="Of the experts of worker 0, when training begins.")
+@click.option(
+    "--bias",
+    default=0.1,
+    show_default=True,
+    help="Set the router biases of the experts of worker 0 to this when training begins.",
+)
 def main(steps: int, bias: float) -> None:
     """Print bytes of both runs, then seconds."""
     with tempfile.TemporaryDirectory() as place:

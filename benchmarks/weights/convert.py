@@ -87,7 +87,7 @@ def once(source: Path, target: Path, sizes: Sizes, workers: int = 1) -> None:
 
 
 @click.command()
-@click.option("--folder", type=click.Path(path_type=Path), help="Where to write.  [default: a temporary one]")
+@click.option("--folder", type=click.Path(path_type=Path), help="Write to this folder.  [default: a temporary one]")
 @click.option("--layers", default=3, show_default=True)
 @click.option("--peak", hidden=True, nargs=2, type=click.Path(path_type=Path))
 def main(folder: Path | None, layers: int, peak: tuple[Path, Path] | None) -> None:

@@ -60,8 +60,8 @@ def here(weights: Path, tokens: int, *more: str) -> list[list[int]]:
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--reference-python", default=sys.executable, help="Python that has torch and transformers.")
-@click.option("--tokens", default=64, help="Behind each prompt.")
+@click.option("--reference-python", default=sys.executable, help="Use this Python, which has torch and transformers.")
+@click.option("--tokens", default=64, help="Generate this many tokens after each prompt.")
 def main(run: Path, reference_python: str, tokens: int) -> None:
     """Compare, prompt by prompt."""
     with tempfile.TemporaryDirectory() as temporary:

@@ -97,7 +97,7 @@ def timed(work: Any) -> float:
 
 
 @click.command()
-@click.option("--folder", type=click.Path(path_type=Path), help="Where to write.  [default: a temporary one]")
+@click.option("--folder", type=click.Path(path_type=Path), help="Write to this folder.  [default: a temporary one]")
 @click.option("--layers", default=2, show_default=True)
 @click.option("--workers", default=1, show_default=True)
 @click.option("--peak", hidden=True, nargs=3)

@@ -114,7 +114,7 @@ class Start:
         return self.chosen
 
     def _begun_from(self, given: str) -> bool:
-        """Whether an attempt has been planned that goes on from the folder `given`."""
+        """Return whether an attempt has been planned that goes on from the folder `given`."""
         plans = [attempt.plan for attempt in read_attempts(self.run_dir)]
         return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
 
@@ -136,16 +136,24 @@ class Start:
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="File that lists the hosts, one on each line as NAME [WORKERS]; spare hosts come last.",
+    help="Read the hosts from this file, one on each line as NAME [WORKERS]; spare hosts come last.",
 )
-@click.option("--spares", type=Number("spares"), default=0, help="Number of spare hosts.  [default: 0]")
-@click.option("--host", help="This node's name in --nodes.  [default: found by its host name or address]")
+@click.option(
+    "--spares",
+    type=Number("spares"),
+    default=0,
+    help="Keep this many hosts of --nodes as spares, which replace hosts that fail.  [default: 0]",
+)
+@click.option(
+    "--host",
+    help="Use this name for this node; it must be in --nodes.  [default: found by its host name or address]",
+)
 @click.option(
     "--restarts",
     type=Number("restarts"),
     default=RESTARTS,
     help="Give up when the run fails more than this number of times without a newer checkpoint in between.  "
-    f"[{RESTARTS}]",
+    f"[default: {RESTARTS}]",
 )
 @overrides_option
 @steps_option
@@ -158,15 +166,21 @@ class Start:
         "from. If the option is given twice, with auto and with DIR, DIR is used until this run has a checkpoint."
     ),
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run, on a disk that all nodes share.")
-@click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Write the run to this folder, which must be on a disk that all nodes share.",
+)
+@click.option(
+    "--port", type=Number("port"), help="Use this port for the scheduler of the first attempt.  [default: a free one]"
+)
 @no_bind_option
 @click.option(
     "--lost-after",
     type=Number("seconds"),
     default=LOST_AFTER,
     show_default=True,
-    help="A node from which nothing was heard for this many seconds counts as lost.",
+    help="Treat a node as lost if nothing was heard from it for this many seconds.",
 )
 @click.option(
     "--patience",
@@ -192,7 +206,9 @@ def agent(**given: Any) -> None:
         return
     recipe, nodes, steps = asked.recipe, asked.nodes, asked.steps
     if nodes is None:
-        raise click.UsageError("--nodes FILE is missing: it lists the hosts; on one host use tc3 train --restarts")
+        raise click.UsageError(
+            "--nodes is missing: give a file that lists the hosts; on one host use tc3 train --restarts"
+        )
     hosts, slots = read_hosts(nodes)
     name = own_host(hosts, asked.host, nodes)
     folder = asked.run_dir or FULL_SIZE.run_dir(recipe)
@@ -268,7 +284,9 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     """
     if given is not None:
         if given not in hosts:
-            raise ClusterError(f"--host {given}: {file} does not list this host; it lists {', '.join(hosts[:5])}")
+            raise ClusterError(
+                f"--host {given}: {file} does not list this host; give one of its names: {', '.join(hosts[:5])}"
+            )
         return given
     name = socket.gethostname()
     addresses = [each.address.split("%")[0] for card in psutil.net_if_addrs().values() for each in card]
@@ -291,7 +309,7 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
         )
     if len(hosts) != count + spares:
         more = len(hosts) - count
-        hint = f"; {more} more than that: --spares {more}" if more > 0 else ""
+        hint = f": write --spares {more}" if more > 0 else f": list {count + spares} hosts"
         raise ClusterError(
             f"{file}: the file lists {len(hosts)} hosts of {slots} workers, but the recipe needs {count} hosts for its "
             f"{workers} workers, and --spares says {spares}{hint}"

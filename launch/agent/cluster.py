@@ -105,7 +105,7 @@ def sbatch_file(job: Allocation) -> str:
 
 
 def _head(job: Allocation) -> list[str]:
-    """What Slurm reads, and what a user does."""
+    """Return the head of the file: the options that Slurm reads, and comments that say what the user has to do."""
     return [
         "#!/usr/bin/env bash",
         f"# {job.size}. Written by: {one_line(job.made_by)}",
@@ -171,7 +171,7 @@ def pod_script(job: Allocation) -> str:
 
 
 def _options(job: Allocation) -> str:
-    """What each agent gets, as words of bash."""
+    """Return what each agent gets, as words of bash."""
     return shlex.join([*job.options, *["--spares", str(job.spares)] * bool(job.spares)])
 
 

@@ -98,7 +98,9 @@ def silent(attempt: Attempt, now: float) -> list[str]:
 
 
 def _of_all_hosts(attempt: Attempt, now: float) -> dict[str, End]:
-    """An end for each of the plan's hosts: lost, for those that are gone and nobody wrote so; told to end, if slow."""
+    """Return an end for each of the plan's hosts; a host that wrote none counts as lost if it is gone, and as told to
+    end if it is only slow.
+    """
     assert attempt.plan
     ends = {host: end for host, end in attempt.ends.items() if host in attempt.plan.hosts}
     latest = max((end.time for end in ends.values() if math.isfinite(end.time)), default=attempt.plan.time)
@@ -117,7 +119,7 @@ def _of_all_hosts(attempt: Attempt, now: float) -> dict[str, End]:
 
 
 def _complains(end: End) -> bool:
-    """Whether an end only speaks of other hosts."""
+    """Return whether an end only speaks of other hosts."""
     if end.cause == "hang":
         return end.rank is None
     told = end.code == -signal.SIGTERM or bool(_COMPLAINTS.search(end.message))
@@ -136,7 +138,9 @@ def is_sure(end: End) -> bool:
 
 
 def _time_of(attempt: Attempt, end: End) -> float:
-    """When it happened: for a lost host, as far back as its last beat; where it only stands still, as its last step."""
+    """Return the time at which an end began: for a lost host the time of its last sign of life, for a host that only
+    stands still the time of its last step.
+    """
     beat = attempt.beats.get(end.host)
     if beat is None or end.cause not in ("lost node", "hang"):
         return end.time
@@ -160,7 +164,7 @@ def _first_death(attempt: Attempt, deaths: dict[str, End]) -> Began:
 
 
 def _holding_up(known: dict[str, End]) -> Began:
-    """Of hosts that all wait the one with a worker that is stuck, or that is behind all others."""
+    """Return, of hosts that all wait, the one that has a stuck worker or that is behind all others."""
     stuck = [end for end in known.values() if end.rank is not None and end.outcome == "told to end"]
     if len(stuck) == 1:
         return Began(f"{stuck[0].host}: worker {stuck[0].rank} is stuck", stuck[0].host, stuck[0], "hang")
@@ -177,7 +181,7 @@ def _holding_up(known: dict[str, End]) -> Began:
 
 
 def _progress(end: End) -> tuple[int, int]:
-    """How far a host had come."""
+    """Return how far a host had come: (phase, step) as numbers that can be compared."""
     return _EARLY.index(end.phase) if end.phase in _EARLY else len(_EARLY), end.step
 
 
@@ -313,7 +317,7 @@ class _Failed:
         return decision, why, self.rules.wait(count)
 
     def _after_spike(self) -> tuple[Decision, str, float]:
-        """The run's guard has decided."""
+        """Return what happens after a spike, which the run's spike guard has already decided."""
         if self.began.end and NO_MORE in self.began.end.message:
             return "give up", "Given up, as the guard says", 0.0
         decision, why = self._who_goes_on()
@@ -333,7 +337,9 @@ class _Failed:
         return found
 
     def _who_goes_on(self) -> tuple[Decision, str]:
-        """Restart, spare or smaller, by the hosts that cannot take part or had better not; (decision, why)."""
+        """Return (decision, why) from the hosts that cannot or should not take part: restart, use a spare, or go on
+        with fewer hosts.
+        """
         plan = _plan(self.attempt)
         bad, gone = self._bad(), self._gone()
         spares = [host for host in plan.spares if host not in gone | bad]
@@ -366,13 +372,13 @@ class _Failed:
         return gone | set(silent(self.attempt, self.now))
 
     def _keeps_failing(self) -> bool:
-        """Whether one host of several began as many failures as a host may, without progress between them."""
+        """Return whether one host of several began as many failures as a host may, without progress between them."""
         own = [each for each in self.fruitless if each is self.attempt or _initiator(each) == self.began.host]
         return len(_plan(self.attempt).hosts) > 1 and len(own) >= self.rules.same_host
 
 
 def _after_notice(plan: Plan, ends: list[End], can: Can) -> tuple[Decision, str]:
-    """Hosts that were given notice leave; who is left goes on, if it can."""
+    """Return what happens after some hosts were told to leave: the hosts that are left go on if they can."""
     out = [end.host for end in ends if end.outcome == "preempted"]
     left = [host for host in [*plan.hosts, *plan.spares] if host not in out]
     why = f"{_names(ends, 'preempted')} had to leave"
@@ -387,13 +393,17 @@ def _after_notice(plan: Plan, ends: list[End], can: Can) -> tuple[Decision, str]
 
 
 def _repeated(attempts: Sequence[Attempt], rules: Rules) -> set[str]:
-    """Hosts that have begun `same_host` failures of the run, whatever progress was made between them."""
+    """Return the hosts that have caused `same_host` failures of the run, whatever progress was made between the
+    failures.
+    """
     began = Counter(_initiator(each) for each in attempts if each.verdict and each.verdict.cause not in _NOBODYS_FAULT)
     return {host for host, times in began.items() if host and times >= rules.same_host}
 
 
 def _at_same_step(attempts: Sequence[Attempt]) -> int:
-    """How many attempts in a row, the last one included, failed after the same step; 0 before training has begun."""
+    """Return how many attempts in a row, the last one included, failed after the same step; 0 before training has
+    begun.
+    """
     step, count = _newest_step(attempts[-1]), 0
     for each in reversed(attempts):
         if _spiked(each):
@@ -414,7 +424,7 @@ def _spiked(attempt: Attempt) -> bool:
 
 
 def _newest_step(attempt: Attempt) -> int:
-    """The newest step that any host has made."""
+    """Return the newest step that any host has made."""
     said = [*(end.step for end in attempt.ends.values()), *(beat.step for beat in attempt.beats.values())]
     return max(_plan(attempt).step, *said, 0)
 

@@ -177,7 +177,10 @@ class Disk:
             os.link(part, path)
         except OSError as error:
             if error.errno in NO_LINKS:
-                raise ClusterError(f"{path.parent}: agents need a disk with hard links; choose another disk") from None
+                raise ClusterError(
+                    f"{path.parent}: the disk of this folder has no hard links, which agents need; choose a "
+                    "folder on another disk"
+                ) from None
             if error.errno != errno.EEXIST:
                 raise
             return os.stat(part).st_nlink > 1  # ours after all: the server did it, and its answer got lost
@@ -210,7 +213,9 @@ class Disk:
             self.pause(AGAIN)
 
     def _ask(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:
-        """One call, by the thread that may hang; one after the other, whichever threads ask."""
+        """Return the answer of one call, made by the thread that may hang; calls of several threads are made one after
+        the other.
+        """
         if not self._turn.acquire(timeout=max(0.0, until - self.ticks())):
             raise LostDiskError(f"{path}: the shared disk does not respond (an earlier call has not returned yet)")
         try:

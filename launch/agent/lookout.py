@@ -92,7 +92,7 @@ class Around:
         return others[0 if self.host in self.plan.hosts else sum(self.host.encode()) % len(others)]
 
     def _after_us(self) -> list[str]:
-        """The others by rank, from the one after us and round."""
+        """Return the other hosts by rank, beginning with the host after this one and going round."""
         hosts = self.plan.hosts
         place = hosts.index(self.host) + 1 if self.host in hosts else 0
         return [host for host in [*hosts[place:], *hosts[:place]] if host != self.host]
@@ -129,7 +129,7 @@ def link_to(others: Iterable[str]) -> Link:
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface that has an address; loopback does not count, because it needs no link."""
+    """Return the interface that has an address; loopback does not count, because it needs no link."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == address for each in addresses) and not address.startswith("127."):
             return name
@@ -152,7 +152,7 @@ class Place:
         return "/mindspore/" in self.file and "/mindspore/dataset/" not in self.file
 
     def __str__(self) -> str:
-        """As a user would look for it."""
+        """Return the place in the form in which a user would look for it."""
         return f"{self.function} ({'/'.join(Path(self.file).parts[-2:])}:{self.line})"
 
 
@@ -205,7 +205,7 @@ def place_of(said: bytes) -> Place | None:
 
 
 def _can_say_stacks(pid: int) -> bool:
-    """Whether a process has a handler for the question: others would die of it."""
+    """Return whether a process handles the signal that asks for its stacks; the signal would end any other process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (ASK_STACKS - 1) & 1)
@@ -325,7 +325,9 @@ class Lookout(threading.Thread):
         return replace(failure, message=f"{failure.message}; msrun's scheduler says that {names} timed out before it")
 
     def _own_fault(self, places: bool = True) -> Failure | None:
-        """What keeps this node from going on, whatever the others do; `places`: ask its workers where they are, too."""
+        """Return the failure that keeps this node from going on, whatever other nodes do; `places`: ask its workers
+        where they are, too.
+        """
         if lost := self.link.lost():
             return Failure(lost[0], self._log, cause="lost node")
         if (rank := stopped_worker()) is not None:

@@ -68,7 +68,7 @@ class Agent:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """The others are met in the run's folder."""
+        """Prepare to meet the other agents in the run's folder."""
         self.meeting = Meeting(self.job.run_dir, self.job.host, lost_after=self.job.lost_after)
         self.link = link_to(host for host in self.job.hosts if host != self.job.host)
         self.notices: list[int] = []  # signals that came; while workers run the supervisor collects them instead
@@ -113,7 +113,7 @@ class Agent:
             time.sleep(min(NOTICE_POLL, left))
 
     def _attempt(self, number: int) -> Verdict | None:
-        """One attempt from here; None where we leave it before its verdict."""
+        """Take part in one attempt, and return its verdict; None if this node leaves before the verdict."""
         self.failed = self.leaving = False
         plan = self._planned(number)
         if plan is None:
@@ -138,7 +138,9 @@ class Agent:
             raise
 
     def _planned(self, number: int) -> Plan | None:
-        """Come to an attempt, and wait until it has a plan; None where it gets a verdict instead."""
+        """Announce this host for an attempt, wait for the plan and return it; None if the attempt gets a verdict
+        instead.
+        """
         planning = Planning(self.job, number, self._can, self.meeting, self.prepare)
 
         def wanted(there: list[str]) -> Plan | None:
@@ -183,7 +185,7 @@ class Agent:
             self._sleep(POLL)
 
     def _stand_by(self, plan: Plan) -> None:
-        """A spare beats, and looks after all others in turn, until the attempt is over."""
+        """Wait as a spare until the attempt is over: give signs of life, and watch all other hosts in turn."""
         around = Around(self.meeting, plan, self.job.host)
         place = folder_of(self.job.run_dir, plan.attempt) / VERDICT
         since = self.meeting.now()
@@ -218,7 +220,7 @@ class Agent:
         return smaller(self.job.recipe, len(hosts), self.job.slots, best.step if best else 0)
 
     def _say_plan(self, plan: Plan) -> None:
-        """One line for an attempt that follows another: why, and from where it goes on."""
+        """Print one line for an attempt that follows another: why it follows, and from which checkpoint it goes on."""
         if self.last is None:
             return
         number, verdict = self.last
@@ -229,7 +231,7 @@ class Agent:
         self.job.say(f"tc3: attempt {number} ended: {verdict.why}; attempt {plan.attempt}{hosts} {place}")
 
     def _final(self, number: int, verdict: Verdict | None) -> Outcome:
-        """What the run came to, as this node sees it."""
+        """Return the outcome of the run, as this node sees it."""
         if self.last is not None:
             restarts = number - self.job.first
             self.job.say(f"tc3: {restarts} restart{'s' * (restarts > 1)} in all")
@@ -244,7 +246,7 @@ class Agent:
 
 
 def _hosts(plan: Plan, before: Plan | None) -> str:
-    """The hosts of an attempt, and which of them were not in the one before."""
+    """Return the hosts of an attempt, and which of them were not in the attempt before."""
     new, old = set(plan.hosts), set(before.hosts if before else plan.hosts)
     came = [host for host in plan.hosts if host not in old]
     left = [host for host in (before.hosts if before else []) if host not in new]

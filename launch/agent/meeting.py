@@ -246,7 +246,7 @@ class Meeting:
         return waiting and waited >= SETTLE * self.lost_after
 
     def _attempt(self, number: int) -> Attempt:
-        """As `tools.runs.attempts.read_attempt`, from a disk that may be lost."""
+        """Return what `tools.runs.attempts.read_attempt` returns, read from a disk that may be lost."""
         folder = folder_of(self.run_dir, number)
         beats: dict[str, Beat] = {}
         ends: dict[str, End] = {}
@@ -274,7 +274,7 @@ class Meeting:
         return self._claims[number, what]
 
     def _due(self, number: int, what: str, times: int) -> bool:
-        """Whether something that is done `times` in the time after which somebody is lost is due."""
+        """Return whether something is due that this agent does `times` times within `lost_after` seconds."""
         now = self.disk.ticks()
         if now < self._next.get((number, what), now):
             return False
@@ -299,12 +299,14 @@ class Meeting:
         return _left(found) or self._quiet(number, holder) >= self.lost_after
 
     def _quiet(self, number: int, holder: Holder) -> float:
-        """Seconds for which an agent has given no sign of life, since we first looked."""
+        """Return for how many seconds an agent has given no sign of life, counted from this agent's first look."""
         sign = self._sign(number, holder)
         return self._watch.unchanged((number, holder), sign, self.disk.now(folder_of(self.run_dir, number)))
 
     def _sign(self, number: int, holder: Holder) -> object:
-        """Something that differs after each sign of life; None where another process took the host's place, or left."""
+        """Return something that differs after each sign of life; None where another process took the host's place, or
+        left.
+        """
         folder = folder_of(self.run_dir, number)
         there = self.disk.read(file_of(folder, THERE, holder.host))
         if Holder.of(there) != holder or _left(there):

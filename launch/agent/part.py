@@ -116,7 +116,7 @@ class Part:
         return folder_of(self.job.run_dir, self.plan.attempt)
 
     def _supervised(self, recipe: Recipe, logs: Path, ranks: range) -> Outcome:
-        """The workers, from their start to their end; the lookout beats already."""
+        """Start the workers, wait for their end and return the outcome; the lookout already gives signs of life."""
         assert self.lookout
         follow(self.job, self.plan)
         command = command_of(self.job, self.plan)
@@ -145,7 +145,9 @@ class Part:
         return prepare(recipe, self.job.run_dir, self.folder, world, ranks, over=lambda: self.signals or over())
 
     def _ends(self, number: int) -> bool:
-        """Whether a signal to us ends the workers at once; the first SIGTERM is notice of the end: they may save."""
+        """Return whether a signal to this process ends the workers at once; the first SIGTERM only announces the end,
+        so that the workers may save.
+        """
         if number != signal.SIGTERM or self.noticed or not self.job.watchful:
             return True
         self.noticed = True
@@ -158,7 +160,9 @@ class Part:
         return checkpoints.complete(self.job.recipe, CheckpointInfo(Path(self.plan.resume), self.plan.step))
 
     def _port_taken(self, logs: Path) -> Failure | None:
-        """msrun would take most of a minute to say so, vaguely."""
+        """Return a failure if the scheduler's port is in use; msrun would report this only after most of a minute, and
+        vaguely.
+        """
         if self.plan.hosts[0] != self.job.host:
             return None
         try:

@@ -134,7 +134,7 @@ class Phases:
     _workers: list[_Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Remember what is there already."""
+        """Begin to follow the metrics files of the workers and the file of held-out losses."""
         self.since, self.step = self.clock(), self.first_step
         for rank in self.ranks:
             metrics = Follower(self.run_dir / "metrics" / f"rank_{rank}.jsonl", newest=0)
@@ -192,20 +192,23 @@ class Phases:
         return "end" if done else "first step" if self._growing() else "step"
 
     def _saving(self) -> bool:
-        """Whether the checkpoint of the newest step is begun and a worker of ours has not sealed its part, or old ones
-        are being removed for it: rank 0 does so, and all wait."""
+        """Return whether the checkpoint of the newest step is begun and a worker of ours has not sealed its part, or
+        old ones are being removed for it: rank 0 does so, and all wait.
+        """
         saving = saving_folder(self.saves, self.name)
         folder = saving / f"iteration_{min(worker.step for worker in self._workers):08d}"
         begun = folder.is_dir() and not all(seal_file(folder, worker.rank).exists() for worker in self._workers)
         return begun or any(saving.glob(f"{REMOVING}*"))
 
     def _growing(self) -> bool:
-        """Whether the next step is the first of another batch, whose graph is compiled first (plugins/batch_ramp)."""
+        """Return whether the next step is the first of another batch, whose graph is compiled first
+        (plugins/batch_ramp).
+        """
         ramp, step = View(self.recipe).ramp, min(worker.step for worker in self._workers)
         return ramp.batch_at(step + 1) != ramp.batch_at(step)
 
     def _evaluating(self) -> bool:
-        """Whether the held-out loss is due after the newest step and not on record."""
+        """Return whether the held-out loss is due after the newest step and not on record."""
         settings = (self.recipe.get("plugins") or {}).get("held_out_loss")
         every = settings.get("every") if isinstance(settings, dict) else None
         for record in self.held_out.new_records():

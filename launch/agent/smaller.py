@@ -50,7 +50,7 @@ def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
 
 
 def _at(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
-    """How the run goes on with exactly `hosts` hosts, or why it cannot."""
+    """Return how the run goes on with exactly `hosts` hosts, or why it cannot."""
     view, workers = View(recipe), hosts * slots
     copy = view.tp * view.pp * view.cp
     if workers % copy:
@@ -75,7 +75,7 @@ def _at(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
 
 
 def _raised(view: View) -> list[KeyPath]:
-    """The keys that can make fewer ranks take the same global batch, the best first."""
+    """Return the keys that can make fewer ranks take the same global batch, the best first."""
     if view.parallel and view.pp > 1:
         return [_MICRO]
     return [_ACCUMULATION, _BATCH] if view.parallel and view.has(_ACCUMULATION) else [_BATCH]
@@ -88,7 +88,7 @@ def _words(view: View, hosts: int, dp: int, path: KeyPath, value: int) -> str:
 
 
 def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[KeyPath, Any]]:
-    """Every key that says the data-parallel size or what a rank takes: `path`, now `value`, and its like."""
+    """Yield every key that states the data-parallel size or the batch of a rank: `path`, now `value`, and its like."""
     yield _DP, dp
     if not view.parallel and dp == 1:
         yield ("use_parallel",), False
@@ -109,7 +109,7 @@ def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[
 
 
 def _refused(recipe: Recipe, overrides: list[str], step: int, dp: int) -> str:
-    """Why the recipe with `overrides` is none to go on with; empty when it is one."""
+    """Return why the run cannot go on with `overrides`; "" if it can."""
     try:
         after = apply_overrides(recipe, overrides)
     except RecipeError as error:

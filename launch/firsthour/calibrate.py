@@ -23,13 +23,13 @@ from tools.estimate.memory.model import all_stages
 from tools.hardware.units import GIB
 from tools.measured import MemoryTerms
 
-FACTOR = 2.0  # the gate of the rung `stage`: a worse prediction is not worth calibrating before it is explained
-NEAR = 0.01  # the gate of the rung `calibrate`
+FACTOR = 2.0  # the gate of the check `stage`: a worse prediction is not worth calibrating before it is explained
+NEAR = 0.01  # the gate of the check `calibrate`
 _ALIKE = 1e-6  # of the largest singular value: columns of the fit that cannot be told apart
 
 
 def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, float]:
-    """Return what is predicted for one stage of a run beside the peak that was measured there, in bytes."""
+    """Return the predicted memory of one stage of a run and the peak that was measured there, in bytes."""
     memory = all_stages(config)[stage]
     return {
         "stage": stage,

@@ -1,7 +1,7 @@
-"""This module is `tc3 firsthour`: from a cluster that nobody has trained on to a verdict and a bundle.
+"""This module is `tc3 firsthour`: it checks and measures a new cluster, and writes a verdict and a bundle.
 
-The exit code is 0 for go and go with, 1 for no go, 2 for a wrong input, 130 if interrupted. An hour that was
-interrupted resumes where it stopped when the same command is given again.
+The exit code is 0 for go and go with, 1 for no go, 2 for a wrong input, 130 if interrupted. If the command was
+interrupted, the same command continues where it stopped.
 
 `write_claim` writes what a bundle measured into the card of a recipe, as the claim `measured-DEVICE-N`. The claim is
 added as text below the recipe's `status:`, so that the comments and the order of the card stay. A claim of the same
@@ -53,7 +53,7 @@ class Budget(click.ParamType):
     name = "budget"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds.
+        """Return the time in seconds.
 
         Raises:
             click.BadParameter: it is not a time, or not between a minute and a day.
@@ -75,29 +75,39 @@ class Budget(click.ParamType):
 @click.option(
     "--nodes",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File that lists the hosts, one on each line as NAME [WORKERS]; they are asked by ssh.  [default: this host]",
+    help=(
+        "Read the hosts from this file, one on each line as NAME [WORKERS]; they are reached by ssh.  [default: this "
+        "host]"
+    ),
 )
 @click.option(
-    "--budget", type=Budget(), default="60m", show_default=True, help="Time for the whole ladder, such as 60m or 2h."
+    "--budget",
+    type=Budget(),
+    default="60m",
+    show_default=True,
+    help="Share this time out among all checks, such as 60m or 2h.",
 )
 @click.option(
     "--simulate",
     type=click.Path(path_type=Path),
     metavar="CLUSTER.yaml",
-    help="Play the cluster with planted defects that this file describes, instead of measuring.",
+    help="Simulate the cluster and the defects that this file describes, and measure nothing.",
 )
 @click.option(
-    "--work", type=click.Path(path_type=Path, file_okay=False), help="Folder of outcomes and runs.  "
-    "[default: output/firsthour/<folder>-<recipe>]",
-)  # fmt: skip
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the results of checks, and their runs, in this folder.  [default: output/firsthour/<folder>-<recipe>]",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Bundle to write.  [default: WORK/firsthour-DATE.zip]",
+    help="Write the bundle to this file.  [default: WORK/firsthour-DATE.zip]",
 )
 @click.option("--hash-names", is_flag=True, help="Replace the names of hosts in the bundle by digests.")
-@click.option("--force", is_flag=True, help="Forget earlier outcomes and start over; replace the file of --out.")
-@click.option("--dry-run", is_flag=True, help="Print the plan of the hour, and start nothing.")
+@click.option(
+    "--force", is_flag=True, help="Delete the results of earlier starts and start over; replace the file of --out."
+)
+@click.option("--dry-run", is_flag=True, help="Print which commands each check would run, and start nothing.")
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def climb_command(
@@ -112,11 +122,11 @@ def climb_command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Climb the ladder of RECIPE's first hour on this cluster, and write what was measured into one bundle.
+    """Check and measure a new cluster before RECIPE's first training, and write what was measured into one bundle.
 
-    The rungs go from single hosts to a calibrated search; each has a part of the budget, a gate and a remedy, and
-    trusts only the rungs below it (docs/first-hour.md). A rung that cannot be judged is unknown, never ok. On a host
-    without NPUs the CPU is the device: the rehearsal.
+    The checks go from single hosts to a calibrated search; each has a part of the budget, a limit that it judges by,
+    and a remedy (docs/first-hour.md). A check that cannot be judged is unknown, never ok. On a host without NPUs the
+    command is a rehearsal, in which the CPU is the device.
 
     Exit codes: 0 go, or go with remedies; 1 no go; 2 a wrong input; 130 interrupted, to be resumed by the same command.
     """
@@ -162,7 +172,7 @@ def climb_command(
 
 
 class ClimbOrCommand(RecipeOrCommand):
-    """This is the group whose recipes go to `tc3 firsthour RECIPE`."""
+    """This command group calls `tc3 firsthour RECIPE` if its first argument is a recipe."""
 
     of_recipe = climb_command
 
@@ -181,7 +191,7 @@ def _tell(as_json: bool, outcome: Outcome, kept: bool) -> None:
 def _bundle(
     recipe: Path, outcomes: Sequence[Outcome], about: dict[str, Any], hash_names: bool, names: Sequence[str],
 ) -> tuple[Manifest, dict[str, str]]:  # fmt: skip
-    """The manifest and the texts of the hour's bundle."""
+    """Return the manifest and the texts of the bundle."""
     rows = [one.as_json() for one in outcomes]
     calibrated: dict[str, Any] = next((row["evidence"] for row in rows if row["rung"] == "calibrate"), {})
     texts = {CLUSTER: calibrated.pop("cluster")} if "cluster" in calibrated else {}  # a file of its own
@@ -198,15 +208,26 @@ def _bundle(
 
 
 def _shown(recipe: Path) -> str:
-    """The recipe's path in the checkout, or else its name only: other paths are nobody's business."""
+    """Return the recipe's path in the checkout, or else only its name, so that a bundle does not show other paths of
+    this machine.
+    """
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 @firsthour.command("read")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--recipe", type=click.Path(path_type=Path), help="Refuse the bundle if it is of another recipe.")
-@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Also write an HTML page.")
+@click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="Refuse the bundle if it was made with another recipe than this one.",
+)
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write the results as an HTML page to this file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) -> None:
     """Check BUNDLE, and show what it holds.
@@ -264,7 +285,7 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
         for key, value in claim.items()
     )
     if added in text:
-        raise DataError(f"{card}: the card has this claim already")
+        raise DataError(f"{card}: the card already has this claim, so nothing was written")
     start = text.find(f"\n  {recipe.name}:\n")
     at = text.find("    status:\n", start)
     if start < 0 or at < 0 or not load_card(card):
@@ -284,14 +305,17 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
 @firsthour.command("card")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Print the claim, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the entry that the card would get, and write nothing.")
 def card(bundle: Path, recipe: Path, dry_run: bool) -> None:
-    """Write what BUNDLE measured as a claim into the card of RECIPE's folder.
+    """Add what BUNDLE measured to the card of RECIPE's folder, as a claim.
 
     Exit codes: 0 written; 2 a bundle that may not be claimed: of another recipe, simulated, or without a go.
     """
     found = read_bundle(bundle, recipe)
     if found.manifest.verdict == NO_GO:
-        raise ClusterError(f"{bundle}: its verdict is no go, which no card may claim; mend what it names first")
+        raise ClusterError(
+            f"{bundle}: the verdict of this bundle is no go, and only a go can be written into a card; solve the "
+            "problems that `tc3 firsthour read` lists, and measure again"
+        )
     claim = write_claim(found, recipe, dry_run)
     click.echo(claim)

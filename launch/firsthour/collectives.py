@@ -41,7 +41,7 @@ PORT = 8133  # of the scheduler on the first of several nodes
 
 
 def rows_of(config: Configuration, hardware: Hardware, devices: int, on_cpu: bool) -> list[dict[str, Any]]:
-    """Return the rows of a plan, as judge_collectives takes them but for what is measured.
+    """Return the rows of a plan in the form that judge_collectives takes, without the measured values.
 
     Args:
         devices: that are there; groups that need more are in no row's "groups".
@@ -58,7 +58,7 @@ def rows_of(config: Configuration, hardware: Hardware, devices: int, on_cpu: boo
 
 
 def words_of(row: Mapping[str, Any]) -> str:
-    """Return what a row measures in words, for the plan of the hour."""
+    """Return in words what a row measures, for the plan that --dry-run prints."""
     size = f"{row['bytes'] / 1e6:,.1f} MB"
     return f"{row['operator']} of {size}, {row['ranks']} ranks that are {row['stride']} apart ({row['group']})"
 
@@ -111,10 +111,13 @@ def _run(command: Sequence[str], folder: Path, workers: int, seconds: float) -> 
             code = process.wait(timeout=seconds)
         except TimeoutExpired:
             raise ClusterError(
-                f"the collectives were not measured within {seconds:.0f} s; give more by --budget"
+                f"the collectives were not measured within {seconds:.0f} s; give more time with --budget"
             ) from None
     if code:
-        raise ClusterError(f"{folder / 'msrun.log'}: the collectives were not measured: exit code {code}")
+        raise ClusterError(
+            f"{folder / 'msrun.log'}: msrun ended with exit code {code}, so the collectives were not measured; this "
+            "file holds its output"
+        )
 
 
 def _of_rank(folder: Path, rank: int) -> list[list[float]]:
@@ -122,7 +125,7 @@ def _of_rank(folder: Path, rank: int) -> list[list[float]]:
     try:
         return list(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        raise ClusterError(f"{file}: rank {rank} has measured nothing; its log is below {folder}") from None
+        raise ClusterError(f"{file}: rank {rank} has measured nothing; read its log below {folder}") from None
 
 
 def _seconds(groups: Sequence[Sequence[int]], ranks: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -167,7 +170,7 @@ def _slow_groups(
 
 
 def _as_predicted(row: Mapping[str, Any], place: str) -> Finding:
-    """The finding about groups of which none is slow beside the others."""
+    """Return the finding about groups of which none is slower than the others."""
     took = min(median(rounds) for rounds in row["seconds"])
     words = f"{row['operator']} of {row['bytes'] / 1e6:,.1f} MB took {1e3 * took:.3g} ms"
     words += f" in the fastest group of {len(row['groups'])}"

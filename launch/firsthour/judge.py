@@ -1,4 +1,4 @@
-"""This module turns what a rung measured into findings that name the host and the device. Its functions are pure, so
+"""This module turns what a check measured into findings that name the host and the device. Its functions are pure, so
 that a simulated cluster is judged by the same rules as a real one.
 
 Hosts are judged by `tools.doctor.compare`, workers and disks by `tools.doctor.outliers`; this module adds what those
@@ -24,7 +24,7 @@ from tools.hardware.units import GIB
 
 LINK = 0.25  # a device's link takes at least this share longer than others (assumed: no link of an NPU was measured)
 SAME_MEMORY = 1 << 26  # bytes by which the memory of equal devices may differ
-# facts and checks that the rung `versions` judges; all others are those of the rung `hosts`
+# facts and checks that the check `versions` judges; all others are those of the check `hosts`
 VERSIONS = (
     *("tc3", "code", "Python", "mindspore", "mindformers", "driver", "firmware", "CANN", "NPUs", "kernel", "recipe"),
     *("data", "clock", "disk", "disk_write", "free_ports", "python_packages", "checkpoint_room", "packet"),
@@ -46,7 +46,7 @@ def hosts_evidence(answers: Mapping[str, Answer]) -> dict[str, Any]:
 
 
 def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
-    """Return the answers that `hosts_evidence` holds."""
+    """Return the answers of the hosts from the plain values that `hosts_evidence` returned."""
     found = {}
     for host, one in evidence.items():
         told = Trouble(**one["trouble"]) if one["trouble"] else parsed(one["report"])
@@ -55,13 +55,13 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
 
 
 def of_versions(name: str) -> bool:
-    """Return whether the rung `versions` judges this check or fact of the doctor."""
+    """Return whether the check `versions` judges this check or fact of the doctor."""
     return name.startswith(VERSIONS)
 
 
 def judge_hosts(comparison: Comparison, hosts: Sequence[str], versions: bool) -> list[Finding]:
-    """Return the findings of the rung `versions`, or else those of the rung `hosts`. What sets hosts apart is named by
-    host; clocks of a single host agree with themselves.
+    """Return the findings of the check `versions`, or else those of the check `hosts`. A difference between hosts is
+    reported for each host; clocks of a single host agree with themselves.
     """
     alone = len(hosts) == 1
     found: list[Finding] = []
@@ -116,13 +116,13 @@ def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
 
 
 def _device(who: str) -> int | None:
-    """The number of the worker in the doctor's words "worker 3" or "worker 3 to worker 5"."""
+    """Return the number of the worker in the doctor's words "worker 3" or "worker 3 to worker 5"."""
     words = who.split()
     return int(words[1]) if len(words) > 1 and words[0] == "worker" and words[1].isdigit() else None
 
 
 def _memories(rows: Iterable[Sequence[Any]]) -> list[Finding]:
-    """Devices with less memory than most have."""
+    """Return devices with less memory than most have."""
     memory = {(host, int(device)): int(size) for host, device, size in rows}
     if not memory:
         words = "no device tells how much memory it has"
@@ -139,7 +139,9 @@ def _memories(rows: Iterable[Sequence[Any]]) -> list[Finding]:
 
 
 def _links(rows: Sequence[Mapping[str, Any]], on_cores: bool) -> list[Finding]:
-    """Ports that are slow on every link, then single links that are slow; inside nodes and between nodes apart."""
+    """Return ports that are slow on every link, then single links that are slow; inside nodes and between nodes
+    apart.
+    """
     found: list[Finding] = []
     for inside in (True, False):
         times = {}
@@ -178,7 +180,8 @@ def _place(value: Sequence[Any]) -> Place:
 
 
 def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return the findings about operators: those out of tolerance, and devices that compute otherwise than most.
+    """Return the findings about operators: those out of tolerance, and devices whose results differ from those of most
+    devices.
 
     Args:
         rows: of each host and device, "host", "device", "results": operator and check -> [status, error, detail], and
@@ -219,7 +222,9 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _golden(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Hosts whose own golden results differ from the shipped ones, so that their devices were judged by wrong ones."""
+    """Return hosts whose own golden results differ from the shipped ones, so that their devices were judged by wrong
+    ones.
+    """
     hosts = {row["host"]: row["shipped"] for row in rows if row["shipped"]}
     found = []
     for host, one in hosts.items():

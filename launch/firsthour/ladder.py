@@ -1,10 +1,10 @@
-"""This module is the ladder of a cluster's first hour: which rungs there are, in which order, what each needs, and what
-follows from their outcomes.
+"""This module lists the checks of a cluster's first hour (the ladder): their order, which earlier checks each one
+needs, and what follows from their outcomes.
 
-A rung trusts only the rungs that it needs, which stand below it. If one of these failed, or judged nothing, the rung is
-not run and its outcome is unknown, with the reason. Rungs that do not depend on each other go on. An outcome is written
-as soon as it is known, so a ladder that was interrupted resumes where it stopped: rungs that failed or judged nothing
-are run again, all others are kept.
+A check relies only on the earlier checks that it needs. If one of these failed, or judged nothing, the check is not run
+and its outcome is unknown, with the reason. Checks that do not depend on each other go on. An outcome is written as
+soon as it is known, so an interrupted command resumes where it stopped: checks that failed or judged nothing are run
+again, all others are kept.
 
 `verdict` gives go, go with, or no go. What could not be judged is unknown, never ok. The functions of this module start
 nothing.
@@ -29,10 +29,10 @@ GO, GO_WITH, NO_GO = "go", "go with", "no go"
 
 @dataclass(frozen=True)
 class Rung:
-    """A `Rung` is one step of the ladder.
+    """A `Rung` is one check of a cluster's first hour.
 
     Args:
-        share: of the budget. needs: rungs that it trusts. essential: no run may start while it is unknown.
+        share: of the budget. needs: checks that it trusts. essential: no run may start while it is unknown.
         asks: the question that it answers. gate: when it is ok. remedy: what to do where it is not.
     """
 
@@ -96,7 +96,7 @@ BY_NAME = {rung.name: rung for rung in LADDER}
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one thing that a rung saw.
+    """A `Finding` is one thing that a check saw.
 
     Args:
         where: the host; "" if it is about no single host. device: its number on the host, or None.
@@ -123,12 +123,12 @@ class Outcome:
 
     @property
     def told(self) -> bool:
-        """Return whether the rung judged anything at all."""
+        """Return whether the check has judged anything."""
         return any(item.verdict != "unknown" for item in self.findings)
 
     @property
     def bears(self) -> bool:
-        """Return whether rungs that need this one may trust it: nothing failed, and something was judged."""
+        """Return whether checks that need this one may trust it: nothing failed, and something was judged."""
         return self.verdict != "fail" and self.told
 
     def as_json(self) -> dict[str, Any]:
@@ -143,13 +143,13 @@ def outcome_of(content: Mapping[str, Any]) -> Outcome:
 
 
 def judged(rung: str, findings: Sequence[Finding], evidence: dict[str, Any], seconds: float = 0.0) -> Outcome:
-    """Return the outcome of a rung whose verdict is that of its worst finding; without findings it is unknown."""
+    """Return the outcome of a check whose verdict is that of its worst finding; without findings it is unknown."""
     verdict: Verdict = next((one for one in WORST if any(item.verdict == one for item in findings)), "unknown")
     return Outcome(rung, verdict, tuple(findings), evidence, seconds)
 
 
 def seconds_of(rung: Rung, budget: float) -> float:
-    """Return the seconds of a budget that a rung may take."""
+    """Return the seconds of a budget that a check may take."""
     return rung.share * budget
 
 
@@ -160,10 +160,10 @@ def climb(
     tell: Callable[[Outcome, bool], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Outcome]:
-    """Run the rungs in order, and return their outcomes.
+    """Run the checks in order, and return their outcomes.
 
     Args:
-        work: rung -> a function of (seconds that it may take, earlier outcomes) to findings and evidence. A rung
+        work: check -> a function of (seconds that it may take, earlier outcomes) to findings and evidence. A check
             without a function is unknown.
         state: folder in which each outcome is kept as soon as it is known.
         tell: called with each outcome, and whether it was kept from an earlier start.
@@ -192,10 +192,10 @@ def _run(
     done: Mapping[str, Outcome],
     clock: Callable[[], float],
 ) -> Outcome:
-    """The outcome of a rung; an error that a user can mend makes it unknown, with the error's words."""
+    """Return the outcome of a check; an error that a user can mend makes it unknown, with the error's words."""
     began = clock()
     if function is None:
-        return judged(rung.name, [Finding("unknown", rung.name, "nothing here can run this rung")], {})
+        return judged(rung.name, [Finding("unknown", rung.name, "nothing here can run this check")], {})
     try:
         findings, evidence = function(seconds, done)
     except (TC3Error, OSError) as error:
@@ -205,7 +205,7 @@ def _run(
 
 
 def _kept(state: Path, rung: Rung) -> Outcome | None:
-    """What an earlier start found, if it need not be looked at again."""
+    """Return what an earlier start found, if it need not be looked at again."""
     path = state / f"{rung.name}.json"
     if not path.is_file():
         return None
@@ -217,7 +217,7 @@ def _kept(state: Path, rung: Rung) -> Outcome | None:
 
 
 def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
-    """Make the folder of a ladder's outcomes, or check that it belongs to the same recipe and software.
+    """Make the folder for the outcomes of all checks, or make sure that it belongs to the same recipe and software.
 
     Args:
         key: what outcomes depend on. again: forget earlier outcomes.
@@ -230,11 +230,11 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
         try:
             known = dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
-            raise DataError(f"{path}: {not_json(error)}; start over with --force") from None
+            raise DataError(f"{path}: the file {not_json(error)}; start over with --force") from None
         for name in [*key, *(name for name in known if name not in key)]:
             if known.get(name) != key.get(name):
                 raise DataError(
-                    f"{state}: the folder holds a ladder with {name} {known.get(name)}, and this is {name} "
+                    f"{state}: the results in this folder are of {name} {known.get(name)}, but this start has {name} "
                     f"{key.get(name)}; choose another --work, or start over with --force"
                 )
         return
@@ -246,7 +246,7 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
 def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
     """Return go, go with, or no go, and a line for each finding that is not ok, the worst first.
 
-    A rung that failed, or an essential one that could not be judged, means no go.
+    A check that failed, or an essential one that could not be judged, means no go.
     """
     wanting = [(item, one) for one in outcomes for item in one.findings if item.verdict != "ok"]
     wanting.sort(key=lambda pair: WORST.index(pair[0].verdict))

@@ -1,4 +1,4 @@
-"""This module runs the rungs that train on a host with NPUs. None of it has run on an NPU: the small recipes were
+"""This module runs the checks that train on a host with NPUs. None of it has run on an NPU: the small recipes were
 checked and compiled for virtual devices, and the judging was tested on recorded losses.
 
 The small recipes are a family (`tools.recipe.mini_ascend`): one CPU process, one device, two devices, those of a node,
@@ -68,7 +68,7 @@ class NpuHour(Hour):
 
     @property
     def counts(self) -> list[int]:
-        """Return the numbers of devices of the small recipes beside the one for a single device."""
+        """Return the numbers of devices of the small recipes, without the recipe for a single device."""
         return rank_counts(self.each, self.node_count, min(MOST, self.view.devices))
 
     def of(self, devices: int) -> Path:
@@ -86,7 +86,7 @@ class NpuHour(Hour):
         return [*words, "--no-bind", *more]
 
     def commands(self) -> dict[str, list[list[str]]]:
-        """Return rung -> the commands that it runs."""
+        """Return check -> the commands that it runs."""
         saved = str(self.work / "one" / "checkpoint" / f"iteration_{SAVE:08d}")
         parallel = []
         for count in self.counts:
@@ -158,13 +158,13 @@ class NpuHour(Hour):
         names = self.names[: count // self.each]
         for name, told in call_each({name: ["bash", str(script)] for name in names}, seconds).items():
             if isinstance(told, Trouble):
-                raise ClusterError(f"{name}: bash {shlex.quote(str(script))}: {told.words}; {told.mend}")
+                raise ClusterError(f"{name}: `bash {shlex.quote(str(script))}` failed: {told.words}; {told.mend}")
 
     def losses(self, run: str, devices: int) -> dict[str, float]:
         """Return step -> loss of a run of a small recipe."""
         return self.read_losses(run, self.of(devices), LOSS)
 
-    # The rung `stage`: one stage at the recipe's own sizes.
+    # The check `stage`: one stage at the recipe's own sizes.
 
     no_memory = "the run does not record the peak memory of its devices"
 
@@ -175,7 +175,7 @@ class NpuHour(Hour):
 
     @cached_property
     def cut(self) -> Recipe:
-        """Return the recipe of one stage, on the devices that are there.
+        """Return the recipe of one stage, on the devices that this cluster has.
 
         Raises:
             RecipeError: these are too few.
@@ -201,7 +201,7 @@ class NpuHour(Hour):
             return []
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
-        """Run a training on this node; one of the stage on as many nodes as it takes."""
+        """Run a training on this node; a training of the stage runs on as many nodes as it takes."""
         devices = View(load_recipe(Path(words[1]))).devices
         if devices <= self.each:
             super().start(words, run, seconds)
@@ -212,7 +212,8 @@ class NpuHour(Hour):
 
 
 def hour_of(recipe: Path, work: Path, nodes: Path | None, planned: bool) -> Hour:
-    """Return the first hour of a recipe on this host: with NPUs that of NPUs, without them the rehearsal.
+    """Return the first hour of a recipe on this host: an `NpuHour` if the host has NPUs, otherwise the rehearsal on
+    CPU.
 
     Args:
         planned: the hour is not started, so a recipe for Ascend is planned for NPUs also on a host without them.
@@ -223,7 +224,7 @@ def hour_of(recipe: Path, work: Path, nodes: Path | None, planned: bool) -> Hour
     found = Hour(recipe, work, nodes)
     if found.view.on_cpu and found.npus:
         raise ClusterError(
-            f"{recipe}: context.device_target: this recipe trains on a CPU and would judge no NPU of this host; give a "
-            "recipe for Ascend"
+            f"{recipe}: context.device_target: this recipe trains on CPU, so it cannot check the NPUs of this host; "
+            "give a recipe for Ascend"
         )
     return NpuHour(recipe, work, nodes) if not found.view.on_cpu and (found.npus or planned) else found

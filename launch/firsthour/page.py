@@ -1,4 +1,4 @@
-"""This module makes the HTML page of a bundle: the verdict, the rungs with their gates, every finding, and what was
+"""This module makes the HTML page of a bundle: the verdict, the checks with their gates, every finding, and what was
 measured beside what was predicted.
 """
 
@@ -15,7 +15,7 @@ from tools.measured import Bundle, measured_memory
 
 _CLASSES = {"ok": "pass", "fail": "fail", "unknown": "note", "warn": "group"}
 _STYLE = "td:nth-child(-n+3) { white-space: nowrap }"
-_SHOWN = 200  # findings of a rung
+_SHOWN = 200  # findings of a check
 _LEGEND = {
     "ok": "judged, and as it should be",
     "warn": "costs speed, or may end some runs",
@@ -61,7 +61,7 @@ def _rungs(outcomes: Sequence[Outcome]) -> str:
          BY_NAME[one.rung].gate, ", ".join(BY_NAME[one.rung].needs) or "nothing")
         for one in outcomes
     ]  # fmt: skip
-    return markup.table(("rung", "verdict", "seconds", "question", "gate", "trusts"), rows)
+    return markup.table(("check", "verdict", "seconds", "question", "gate", "needs"), rows)
 
 
 def _findings(outcomes: Sequence[Outcome]) -> str:
@@ -70,7 +70,7 @@ def _findings(outcomes: Sequence[Outcome]) -> str:
     rows = [_row(rung, item) for rung, item in every[:_SHOWN]]
     if len(every) > _SHOWN:
         rows.append((f"{len(every) - _SHOWN} more in outcomes.json", "", "", "", "", ""))
-    return markup.table(("verdict", "rung", "host", "device", "seen", "remedy"), rows)
+    return markup.table(("verdict", "check", "host", "device", "seen", "remedy"), rows)
 
 
 def _row(rung: str, item: Finding) -> tuple[str | Cell, ...]:
@@ -80,7 +80,7 @@ def _row(rung: str, item: Finding) -> tuple[str | Cell, ...]:
 
 
 def _step(outcomes: Sequence[Outcome]) -> list[str]:
-    """The measured seconds of each term beside the predicted ones, before and after the calibration."""
+    """Return the measured seconds of each term beside the predicted ones, before and after the calibration."""
     seen: Mapping[str, Mapping[str, float]] = next((one.evidence for one in outcomes if one.rung == "stage"), {})
     if not seen:
         return []
@@ -100,7 +100,7 @@ def _step(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _groups(outcomes: Sequence[Outcome]) -> list[str]:
-    """The collectives of the recipe's groups: the fastest group's usual seconds beside the predicted ones."""
+    """Return the collectives of the recipe's groups: the fastest group's usual seconds beside the predicted ones."""
     seen = next((one.evidence for one in outcomes if one.rung == "collectives"), {})
     rows = [
         (

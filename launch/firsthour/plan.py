@@ -1,7 +1,7 @@
-"""This module makes the plan of an hour: for each rung the seconds that it may take, where it runs, its commands, and
-what is predicted for it. Nothing is started.
+"""This module makes the plan of a first hour: for each check the seconds that it may take, where it runs, its commands,
+and what is predicted for it. Nothing is started.
 
-The seconds are limits, which the ladder keeps by ending a rung's commands; they are shares of the budget.
+The seconds are limits and add up to at most the budget; when a check's limit is over, its commands are ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.recipe.load import load_recipe
 
 
 def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
-    """Return the plan: "nodes", "devices", "budget", and for each rung its limit, place, gate, remedy and commands."""
+    """Return the plan: "nodes", "devices", "budget", and for each check its limit, place, gate, remedy and commands."""
     view = hour.view
     nodes = hour.world // hour.each if isinstance(hour, NpuHour) else len(hour.names)
     commands = hour.commands()
@@ -50,7 +50,7 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
 
 
 def _where(hour: Hour, rung: str, nodes: int) -> str:
-    """The nodes and ranks that a rung uses."""
+    """Return the nodes and ranks that a check uses."""
     view = hour.view
     names = shorten(hour.names) if hour.nodes else f"{nodes} nodes"
     ranks = view.devices // view.pp
@@ -59,7 +59,7 @@ def _where(hour: Hour, rung: str, nodes: int) -> str:
         one, counts = "a CPU and one device of this node", ", ".join(map(str, hour.counts))
         trained = {"mini": one, "parallel": f"{counts} devices"}.get(rung, "one device of this node")
     places = {
-        "hosts": f"{names}, one process each", "versions": "no process: the reports of the rung hosts",
+        "hosts": f"{names}, one process each", "versions": "no process: the reports of the check hosts",
         "devices": f"{names}, ranks 0-{view.devices - 1}",
         "operators": f"{names}, one device of each after the other",
         "calibrate": "this node", "collectives": f"{hour.world} devices, msrun on each node",

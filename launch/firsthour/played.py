@@ -1,12 +1,12 @@
-"""This module plays the trainings of a simulated cluster: a small model that NumPy trains, on devices of which some
-compute wrong. The runs have the form of real ones (`tools.accuracy.equivalence.runs.Trained`), so the rules for real
-trainings judge them.
+"""This module simulates the trainings of a cluster: NumPy trains a small model on simulated devices, some of which
+compute wrong results. The runs have the form of real ones (`tools.accuracy.equivalence.runs.Trained`), so the rules for
+real trainings judge them.
 
 The model predicts the next token from the current one: logits = E[token] @ W^T, with the embedding E and the head W.
 AdamW trains it in float32, with gradients clipped by their global norm, and each rank takes its share of a step's
 tokens. Three defects can be planted:
 
-- wrong rounding: a device adds up its matrix products in float16 (the defect that the rung `operators` also sees);
+- wrong rounding: a device adds up its matrix products in float16 (the defect that the check `operators` also sees);
 - doubled gradient: the gradients of a device are counted twice when the ranks' gradients are summed;
 - lost moments: a checkpoint comes back without AdamW's moments.
 """
@@ -61,7 +61,7 @@ class State:
     smallest: Weights = field(default_factory=dict)  # smallest mean squares, which only the comparison needs
 
     def saved(self, whole: bool = True) -> State:
-        """Return a copy as a checkpoint gives it back; if it is not whole, the moments are zeros."""
+        """Return a copy as it comes back from a checkpoint; if the checkpoint is not `whole`, the moments are zeros."""
         moments = {
             name: {weight: array.copy() if whole else np.zeros_like(array) for weight, array in arrays.items()}
             for name, arrays in self.moments.items()
@@ -125,7 +125,7 @@ def train(ranks: Sequence[Rank], steps: int, state: State | None = None) -> tupl
 
 
 def _gradients(rank: Rank, weights: Weights, tokens: np.ndarray, targets: np.ndarray) -> tuple[float, Weights]:
-    """(loss, gradients) of a rank's tokens, both summed over the tokens."""
+    """Return (loss, gradients) of a rank's tokens, both summed over the tokens."""
     hidden = weights[EMBEDDING][tokens]
     logits = rank.product(hidden, weights[HEAD]).astype(np.float32)
     shifted = logits - logits.max(1, keepdims=True)

@@ -1,10 +1,10 @@
-"""This module runs the rungs of the ladder on the machine that we have, by the commands that a user would type.
+"""This module runs the checks of a first hour on this machine, by the commands that a user would type.
 
-`Hour.commands` lists the commands of each rung; the plan of `--dry-run` prints them, and the rungs start them, each
-with the rung's time limit and in processes that end with the rung. The results are judged by `launch.firsthour.judge`
+`Hour.commands` lists the commands of each check; the plan of `--dry-run` prints them, and the checks start them, each
+with the check's time limit and in processes that end with the check. The results are judged by `launch.firsthour.judge`
 and `launch.firsthour.calibrate`.
 
-The rungs from `mini` on train minis on the CPU; `launch.firsthour.npu` has those of a host with NPUs. No rung has run
+The checks from `mini` on train minis on the CPU; `launch.firsthour.npu` has those of a host with NPUs. No check has run
 on an NPU.
 """
 
@@ -56,7 +56,7 @@ NO_MEMORY = "a CPU worker's process holds MindSpore and the model together, so t
 
 @dataclass
 class Hour:
-    """An `Hour` is the first hour of a recipe on the machine at hand.
+    """An `Hour` runs the first hour of a recipe on this machine.
 
     Args:
         recipe: its file. work: folder of everything that the hour writes. nodes: file of hosts, or None for this host.
@@ -82,11 +82,11 @@ class Hour:
 
     @property
     def small(self) -> Path:
-        """Return the file of the small recipe that the rungs train."""
+        """Return the file of the small recipe that the checks train."""
         return self.work / "small.yaml"
 
     def commands(self) -> dict[str, list[list[str]]]:
-        """Return rung -> the commands that it runs."""
+        """Return check -> the commands that it runs."""
         recipe, json_ = str(self.recipe), "--json"
         nodes = ["--nodes", str(self.nodes)] if self.nodes else []
         workers = [] if self.nodes or self.device == "Ascend" else ["--workers", str(self.each)]
@@ -127,7 +127,7 @@ class Hour:
         return self.each
 
     def group_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the rung `collectives`, of which nothing is measured yet."""
+        """Return the rows of the check `collectives`, of which nothing is measured yet."""
         # its data is not checked here: no training starts, and the small recipe has data of its own
         run = from_recipe(resolve(load_recipe(self.recipe), layout="file"))
         return rows_of(run, cluster(DEFAULT_HARDWARE), self.world, self.device == "CPU")
@@ -142,13 +142,13 @@ class Hour:
         return [name for name, there in kinds.items() if there] or ["data_parallel_2"]
 
     def work_of(self) -> dict[str, Any]:
-        """Return rung -> the function that runs it."""
+        """Return check -> the function that runs it."""
         return {rung.name: getattr(self, rung.name) for rung in LADDER}
 
-    # The rungs of hosts and devices.
+    # The checks of hosts and devices.
 
     def _asked(self, rung: str, seconds: float) -> dict[str, Answer]:
-        """What tc3 doctor says on every node."""
+        """Return what tc3 doctor says on every node."""
         words = self.commands()[rung][0]
         if self.nodes:
             own = [word for word in words[2:] if word not in ("--nodes", str(self.nodes), "--json")]
@@ -161,10 +161,10 @@ class Hour:
         return judge_hosts(compared(evidence), self.names, versions=False), evidence
 
     def versions(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Judge the facts that the reports of the rung `hosts` hold."""
+        """Judge the facts that the reports of the check `hosts` hold."""
         evidence = done["hosts"].evidence
         if not evidence:
-            raise ClusterError("no node has reported its versions, because the rung hosts gave no evidence")
+            raise ClusterError("no node has reported its versions, because the check `hosts` gave no results")
         return judge_hosts(compared(evidence), self.names, versions=True), {}
 
     def devices(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
@@ -209,7 +209,7 @@ class Hour:
     def _operators(
         self, words: Sequence[str], chosen: Mapping[str, str], seconds: float
     ) -> Mapping[str, dict[str, Any] | Trouble]:  # fmt: skip
-        """Host -> what tc3 accuracy ops prints there, with `chosen` in its environment."""
+        """Return host -> what tc3 accuracy ops prints there, with `chosen` in its environment."""
         if not self.nodes:
             return {self.names[0]: ask(words, seconds, env={**os.environ, **chosen})}
         argv_ = ["env", *(f"{name}={value}" for name, value in chosen.items()), *argv(words)]
@@ -221,7 +221,7 @@ class Hour:
                 found[host] = Trouble("operators", f"the output {not_json(error)}", "run tc3 accuracy ops there")
         return found
 
-    # The rungs that train.
+    # The checks that train.
 
     def mini(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
         """Train the recipe's mini in one process, and compare it with the golden numbers."""
@@ -291,7 +291,7 @@ class Hour:
     no_memory = NO_MEMORY
 
     def write_measured(self) -> None:
-        """Write the recipe that the rung `stage` trains, and the same with a profile of some steps."""
+        """Write the recipe that the check `stage` trains, and the same with a profile of some steps."""
         self.write_small()
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
@@ -314,7 +314,7 @@ class Hour:
         return [*words, "--no-bind", "--json", "--run-dir", str(self.work / one.name)]
 
     def compare_variants(self, until: float) -> tuple[list[Finding], dict[str, float | None]]:
-        """Train each variant until a moment of the clock, and write the winners into an overlay."""
+        """Train each variant until its time limit, and write the fastest values into an overlay."""
         variants, file = self.variants(), self.work / "overlay.yaml"
         seconds: dict[str, float | None] = {}
         for name, one in {one.name: one for one in variants}.items():
@@ -358,8 +358,11 @@ class Hour:
                         return last
                 time.sleep(_LOOK)
             if process.poll() is None:
-                raise ClusterError(f"tc3 {shlex.join(words)}: no step {SAVE + 1} within {seconds:.0f} s")
-        raise ClusterError(f"tc3 {shlex.join(words)}: the training ended before it could be killed")
+                raise ClusterError(
+                    f"`tc3 {shlex.join(words)}` did not reach step {SAVE + 1} within {seconds:.0f} s; give more time "
+                    "with --budget"
+                )
+        raise ClusterError(f"`tc3 {shlex.join(words)}` ended before this check could kill it")
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
         """Judge the fit of the stage, and search again with the calibrated cluster."""
@@ -378,7 +381,8 @@ def argv(words: Sequence[str]) -> list[str]:
 
 
 def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the JSON that a command of tc3 prints; exit codes 0 and 1 judge, others mean that it could not.
+    """Return the JSON that a command of tc3 prints; exit codes 0 and 1 mean that the command has judged, all others
+    that it could not.
 
     Raises:
         ClusterError: it was not finished in time, or failed; the message ends with its last words.
@@ -390,7 +394,7 @@ def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = No
         return dict(json.loads(out[max(start, 0) :]))
     except ValueError as error:
         reason = not_json(error) if start >= 0 else f"holds no JSON: {last}"
-        raise ClusterError(f"{shown}: its output {reason}") from None
+        raise ClusterError(f"the output of `{shown}` {reason}") from None
 
 
 def text_of(words: Sequence[str], seconds: float) -> str:
@@ -403,14 +407,16 @@ def text_of(words: Sequence[str], seconds: float) -> str:
 
 
 def _output(words: Sequence[str], seconds: float, env: Mapping[str, str] | None) -> tuple[str, str]:
-    """(standard output, last line of standard error) of a command of tc3."""
+    """Return (standard output, last line of standard error) of a command of tc3."""
     shown = f"tc3 {shlex.join(words)}"
     with terminate_as_interrupt(), child(argv(words), GRACE, text=True, stdout=PIPE, stderr=PIPE, env=env) as process:
         try:
             out, errors = process.communicate(timeout=seconds)
         except TimeoutExpired:
-            raise ClusterError(f"{shown}: not finished within {seconds:.0f} s; give more by --budget") from None
+            raise ClusterError(
+                f"`{shown}` did not finish within {seconds:.0f} s; give more time with --budget"
+            ) from None
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no message")
     if process.returncode not in (0, 1):
-        raise ClusterError(f"{shown}: exit code {process.returncode}: {last}")
+        raise ClusterError(f"`{shown}` ended with exit code {process.returncode}: {last}")
     return out, last

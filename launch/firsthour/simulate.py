@@ -1,5 +1,5 @@
-"""This module plays a cluster with planted defects, so that the rungs that need many nodes can be rehearsed without
-any: `tc3 firsthour RECIPE --simulate CLUSTER.yaml`.
+"""This module simulates a cluster with planted defects, so that the checks that need many nodes can be rehearsed
+without any node: `tc3 firsthour RECIPE --simulate CLUSTER.yaml`.
 
 The simulated nodes answer in the forms of the real ones: a report of tc3 doctor with its facts and its clock, a probe
 of each node's workers, the memory of each device, and the seconds of each link. The operators are computed: a device is
@@ -7,7 +7,7 @@ NumPy that rounds its results, and a device with the defect "wrong rounding" add
 seconds of a stage come from the estimator with planted efficiencies, and its peaks of memory from the memory model with
 planted terms. Everything is judged by the rules for real clusters.
 
-The rungs `mini`, `parallel` and `resume` train a small model in NumPy on the simulated devices
+The checks `mini`, `parallel` and `resume` train a small model in NumPy on the simulated devices
 (`launch.firsthour.played`); MindSpore trains nothing in a simulated cluster.
 """
 
@@ -108,7 +108,7 @@ class Cluster:
         return [one for one in self.defects if one["what"] == what]
 
     def factor(self, what: str, host: str, device: int | None = None) -> float:
-        """Return the factor on a speed that the defects of one kind have at a place; 1 without a defect."""
+        """Return the factor by which defects of one kind change a speed at a place; 1 without a defect."""
         found = 1.0
         for one in self.of(what):
             if one["node"] == host and (device is None or one["device"] == device):
@@ -124,7 +124,7 @@ def read_cluster(path: Path) -> Cluster:
     """
     content = read_yaml(path, ClusterError)
     if not isinstance(content, dict):
-        raise ClusterError(f"{path}: a cluster is a mapping with the keys {', '.join(_KEYS)}")
+        raise ClusterError(f"{path}: this is not a cluster; write a mapping with the keys {', '.join(_KEYS)}")
     refuse_unknown(f"{path}: ", content, _KEYS, ClusterError)
     for name, span in _NUMBERS.items():
         if name in content and (wrong := span.refusal(content[name])):
@@ -140,20 +140,24 @@ def read_cluster(path: Path) -> Cluster:
 
 def _check_defect(place: str, defect: Any, found: Cluster) -> None:
     if not isinstance(defect, dict) or "what" not in defect:
-        raise ClusterError(f"{place}: a defect is a mapping with `what`, one of {', '.join(DEFECTS)}")
+        raise ClusterError(
+            f"{place}: this is not a defect; write a mapping whose key `what` is one of {', '.join(DEFECTS)}"
+        )
     refuse_unknown(f"{place}.what: ", [defect["what"]], DEFECTS, ClusterError, "defect")
     wanted = ("what", "node", *DEFECTS[defect["what"]])
     refuse_unknown(f"{place}.", defect, wanted, ClusterError)
     if missing := [key for key in wanted if key not in defect]:
-        raise ClusterError(f"{place}.{missing[0]}: the key is missing")
+        raise ClusterError(f"{place}.{missing[0]}: the key is missing, but a defect of this kind needs it")
     if "group" in defect:
         refuse_unknown(f"{place}.group: ", [defect["group"]], GROUPS, ClusterError, "group")
     if defect["node"] not in found.hosts:
-        raise ClusterError(f"{place}.node: {defect['node']!r} is not one of {found.hosts[0]} to {found.hosts[-1]}")
+        raise ClusterError(
+            f"{place}.node: there is no node {defect['node']!r}; the nodes are {found.hosts[0]} to {found.hosts[-1]}"
+        )
 
 
 class Play:
-    """A `Play` runs the rungs of the ladder on a simulated cluster."""
+    """A `Play` runs the checks of a first hour on a simulated cluster."""
 
     def __init__(self, found: Cluster, config: Configuration):
         self.cluster, self.config = found, config
@@ -166,16 +170,16 @@ class Play:
         return self.cluster.hosts
 
     def work_of(self) -> dict[str, Any]:
-        """Return rung -> the function that plays it."""
+        """Return check -> the function that simulates it."""
         return {rung.name: getattr(self, rung.name) for rung in LADDER}
 
     def hosts(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Play the reports of all nodes."""
+        """Simulate the reports of all nodes."""
         evidence = hosts_evidence({host: self._answer(host) for host in self.cluster.hosts})
         return judge_hosts(compared(evidence), self.cluster.hosts, versions=False), evidence
 
     def versions(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Judge the facts of the reports that the rung `hosts` kept."""
+        """Judge the facts of the reports that the check `hosts` stored."""
         return judge_hosts(compared(done["hosts"].evidence), self.cluster.hosts, versions=True), {}
 
     def _answer(self, host: str) -> Answer:
@@ -197,7 +201,7 @@ class Play:
         return [float(speed * rate) for rate in np.exp(self.random.normal(0, self.cluster.noise, ROUNDS))]
 
     def devices(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Play the probes of all nodes, the memory of the devices, and their links."""
+        """Simulate the probes of all nodes, the memory of the devices, and their links."""
         small = {(one["node"], one["device"]): one["gib"] for one in self.cluster.of("less memory")}
         whole = self.cluster.memory_gib
         evidence = {
@@ -226,7 +230,9 @@ class Play:
         return Probe(device="Ascend", rounds=ROUNDS, folder="/", workers=workers, links=links, notes=[])
 
     def _links(self) -> list[dict[str, Any]]:
-        """Each device with the next one of its node, and with the same device of the nodes 1, 2, 4, ... further."""
+        """Return the links of each device: with the next device of its node, and with the same device of the nodes 1,
+        2, 4, ... further on.
+        """
         each, hosts = self.cluster.devices_per_node, self.cluster.hosts
         ends = [((host, one), (host, other)) for host in hosts for one in range(each) for other in range(one)]
         steps = [1 << power for power in range(len(hosts).bit_length()) if 1 << power <= len(hosts) // 2]
@@ -247,7 +253,7 @@ class Play:
         return found
 
     def collectives(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Play the collectives of the recipe's groups: the predicted seconds with noise, and slow groups."""
+        """Simulate the collectives of the recipe's groups: the predicted seconds with noise, and slow groups."""
         each, hosts = self.cluster.devices_per_node, self.cluster.hosts
         rows = rows_of(self.config, self.hardware, each * len(hosts), on_cpu=False)
         late = {
@@ -260,7 +266,7 @@ class Play:
         return judge_collectives(rows, hosts, each, on_cpu=False), {"rows": rows}
 
     def operators(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Compute the operators as healthy devices and as those with a defect do, and judge every device."""
+        """Compute the operators as healthy and as defective devices compute them, and judge every device."""
         right, wrong = _results(narrow=False), None
         bad = {(one["node"], one["device"]) for one in self.cluster.of("wrong rounding")}
         if bad:
@@ -278,7 +284,9 @@ class Play:
         return judge_operators(rows), {"devices": rows}
 
     def stage(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Play a stage: the seconds of its terms, and the peaks of all stages for two sizes of a micro-batch."""
+        """Simulate a stage: the seconds of its terms, and the memory peaks of all stages for two sizes of a
+        micro-batch.
+        """
         truth = replace(efficiency_of(self.hardware), **self.cluster.efficiency)
         terms = modelled(self.config, self.hardware, truth, None)
         planted = self.cluster.memory
@@ -298,7 +306,7 @@ class Play:
         return judge_stage(evidence), evidence
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Fit the efficiencies and the terms of memory to the stage that was played."""
+        """Fit the efficiencies and the terms of memory to the simulated stage."""
         seen = done["stage"].evidence
         measured = Measured(seen["seconds"], seen["terms"], {}, scoped=True)
         profile = Profile("the simulated stage", self.cluster.device, Step((), measured.seconds), 1)
@@ -316,7 +324,7 @@ class Play:
         return judge_fit(measured.seconds, found.after, found.fitted, memory, why), evidence
 
     def _rank(self, number: int) -> Rank:
-        """The device of a rank, counted through the nodes, with its planted defects."""
+        """Return the device of a rank, counted through the nodes, with its planted defects."""
         node, device = divmod(number, self.cluster.devices_per_node)
         place = (self.cluster.hosts[node], device)
         product, counted = (
@@ -370,7 +378,7 @@ class _Device:
 
 @cache
 def _results(narrow: bool) -> dict[str, list[Any]]:
-    """Operator, type and check -> status, error and detail."""
+    """Return operator, type and check -> status, error and detail."""
     device: Any = _Device(narrow)
     specs = [(replace(SPECS[name], special=""), dtype) for name, dtype in OPERATORS]
     return results_of(asdict(row) for spec, dtype in specs for row in verify(spec, dtype, device, reruns=2))

@@ -1,6 +1,6 @@
-"""This module judges what trainings of a first hour did: losses beside golden ones, kinds of parallelism beside one
-device, and a resumed run beside one that was not killed. Its functions are pure, so that the trainings that a simulated
-cluster plays (`launch.firsthour.played`) are judged by the same rules as real ones.
+"""This module judges the trainings of a first hour: it compares losses with golden losses, kinds of parallelism with
+one device, and a resumed run with one that was not killed. Its functions are pure, so that the trainings that a
+simulated cluster plays (`launch.firsthour.played`) are judged by the same rules as real ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rank_counts(node: int, nodes: int, most: int) -> list[int]:
 
 
 def judge_golden(content: Mapping[str, Any], known: str) -> list[Finding]:
-    """Return the findings about a training beside golden numbers.
+    """Return the findings of the comparison of a training with golden losses.
 
     Args:
         content: "golden": a line for each number that differs, "without_golden_numbers": runs that have none, "steps",

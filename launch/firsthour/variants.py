@@ -28,7 +28,7 @@ FUSED = ("apply_rope_fusion", "bias_swiglu_fusion", "moe_permute_fusion")  # swi
 
 @dataclass(frozen=True)
 class Variant:
-    """A `Variant` is one value of a key: `own` if it is the recipe's value."""
+    """A `Variant` is one value of a key; it is the `own` variant if it is the recipe's value."""
 
     path: tuple[str, ...]
     value: Any
@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Return the name of the variant's run; all own values are those of one run."""
+        """Return the name of the variant's run; one run has the recipe's own values of all keys."""
         return "own" if self.own else f"{self.path[-1]}_{self.value}".lower()
 
     @property
@@ -97,7 +97,7 @@ def judge_variants(variants: Sequence[Variant], seconds: Mapping[str, float | No
 
 
 def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) -> Variant | None:
-    """Return the fastest of the values of one key if it is surely faster than the recipe's own; else None."""
+    """Return the fastest value of a key if it is faster than the recipe's own by more than `SURE`; else None."""
     known = {one: time for one in variants if (time := seconds.get(one.name)) is not None}
     own = next((one for one in known if one.own), None)
     if own is None:

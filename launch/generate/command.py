@@ -34,7 +34,7 @@ from tools.weights.source import Source, open_source
 
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
 RECIPE = "recipe.yaml"  # of a run, in its folder
-PROMPT_HELP = "Text that the model continues; the option may be repeated. An empty text ('') begins a new document."
+PROMPT_HELP = "Let the model continue this text; the option may be repeated. An empty text ('') begins a new document."
 TEMPERATURE_HELP = (
     "Divide the logits by this number before a token is drawn; 0 always takes the likeliest token.  [default: 1]"
 )
@@ -85,7 +85,7 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
 
 
 def _newest_checkpoint(run: Path) -> Path:
-    """The newest complete checkpoint of a run, wherever it saves; its folder may have moved since."""
+    """Return the newest complete checkpoint of a run, wherever it saves; its folder may have moved since."""
     saves = look(load_recipe(run / RECIPE), ("checkpoint", "save_path"))
     roots = [run / "checkpoint", *([Path(saves)] if isinstance(saves, str) and saves else [])]
     for root in roots:
@@ -98,7 +98,7 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def _recipe_beside(weights: Path) -> Path:
-    """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
+    """Return RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
     file = weights.absolute().parent.parent / RECIPE
     if not file.is_file():
         raise RecipeError(
@@ -131,7 +131,9 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
 
 
 def _weights_held(source: Source) -> int | None:
-    """Trained numbers in MindFormers' names; Hugging Face's are compared tensor by tensor."""
+    """Return the number of trained elements of weights in MindFormers' names; None for a Hugging Face folder, which is
+    compared tensor by tensor.
+    """
     if source.form == "Hugging Face":
         return None
     return sum(math.prod(each.shape) for name, each in source.headers.items() if kind_of(name) == "weights")
@@ -172,7 +174,11 @@ class Text:
 @click.argument("weights", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help=PROMPT_HELP)
 @click.option(
-    "--tokens", type=Number("generated"), default=64, show_default=True, help="Largest number of tokens to generate."
+    "--tokens",
+    type=Number("generated"),
+    default=64,
+    show_default=True,
+    help="Generate at most this many tokens for each prompt.",
 )
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
 @click.option("--top-k", type=Number("top_k"), help="Draw each token only from the K likeliest ones.")
@@ -181,10 +187,20 @@ class Text:
     type=Number("top_p"),
     help="Draw each token only from the likeliest ones whose probabilities together reach this number.",
 )
-@click.option("--seed", type=Number("seed"), help="Seed of the draws; the same seed gives the same text.  [default: 0]")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: the run's recipe]")
 @click.option(
-    "--tokenizer", type=click.Path(path_type=Path), help="Folder of the tokenizer.  [default: the corpus's tokenizer]"
+    "--seed",
+    type=Number("seed"),
+    help="Draw tokens with this random seed; the same seed gives the same text.  [default: 0]",
+)
+@click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    help="Read the model's sizes from this recipe.  [default: the run's recipe]",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="Use the tokenizer in this folder.  [default: the corpus's tokenizer]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print prompts, texts and token ids as JSON at the end.")
 @unverified_option
@@ -284,12 +300,12 @@ class Voice:
             sys.stdout.flush()
 
     def _known(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits of the ids that stand for text; a model may have more, to fill its embedding."""
+        """Return the logits of the ids that stand for text; a model may have more ids, which fill up its embedding."""
         return self.logits(ids)[: self.tokenizer.vocab_size]
 
 
 def _print_end(chosen: Chosen, how: Sampling | None, seed: int, texts: list[Text], as_json: bool) -> None:
-    """What it was made by: on stderr, or all of it as JSON."""
+    """Print which weights and settings made the texts on stderr, or everything as JSON."""
     if as_json:
         drawn = {**asdict(how), "seed": seed} if how else None
         made: dict[str, Any] = {"checkpoint": str(chosen.weights), "step": chosen.source.step, "sampling": drawn}

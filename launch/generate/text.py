@@ -97,7 +97,7 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
 
 
 def _instructions_tokenizer(recipe: Recipe) -> Path | None:
-    """The folder that the first handler with a tokenizer reads it from."""
+    """Return the folder that the first handler with a tokenizer reads it from."""
     for handler in look(recipe, (*LOADER, "handler")) or []:
         folder = look(handler, ("tokenizer", "pretrained_model_dir"))
         if isinstance(folder, str) and folder:

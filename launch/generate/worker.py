@@ -95,8 +95,10 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
             continue  # counters of training
         array = read(parameter.name)
         if array.shape != tuple(parameter.shape):
-            shapes = f"{list(array.shape)}, but {list(parameter.shape)} in the recipe's model"
-            raise CheckpointError(f"{weights}: {parameter.name} is {shapes}: these are weights of another model")
+            shapes = f"has shape {list(array.shape)}, but {list(parameter.shape)} in the recipe's model"
+            raise CheckpointError(
+                f"{weights}: {parameter.name} {shapes}; name the recipe of these weights with --recipe"
+            )
         parameter.set_data(Tensor(array))
 
 
@@ -116,7 +118,9 @@ def reader(weights: Path, recipe: Recipe) -> Reader:
 def _from_mindformers(source: Source) -> Reader:
     def read(name: str) -> np.ndarray:
         if name not in source.headers:
-            wrong = f"holds no {name}, which the recipe's model has: these are weights of another model"
+            wrong = (
+                f"the weight {name} of the recipe's model is missing; name the recipe of these weights with --recipe"
+            )
             raise CheckpointError(f"{source.path}: {wrong}")
         array, differing = source.read(name)
         if differing:

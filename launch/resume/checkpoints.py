@@ -101,12 +101,13 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     if number and own and number != own:
         raise CheckpointError(
             f"{folder}: the checkpoint holds {number:,} weights, but the recipe's model has {own:,}: "
-            "this is a checkpoint of another model"
+            "this is a checkpoint of another model; go on with the recipe that saved it (recipe.yaml in its run's "
+            "folder)"
         )
 
 
 def _shapes_in(stored: Stored) -> Shapes:
-    """The tensors of a checkpoint, of any number of ranks, each of whose slices is there.
+    """Return the shapes of the tensors of a checkpoint of any number of ranks; raise an error if a slice is missing.
 
     Raises:
         CheckpointError: one is not, or has another shape than metadata.json says.
@@ -116,7 +117,9 @@ def _shapes_in(stored: Stored) -> Shapes:
 
 
 def _shapes_of(recipe: Recipe) -> Shapes | None:
-    """The weights that MindFormers gives the recipe's model, and the routers' biases; None where that is not known."""
+    """Return the weights that MindFormers gives the recipe's model, and the routers' biases; None where that is not
+    known.
+    """
     try:
         fields = convert(View(recipe), load_schema()).fields
         entries = table(weights_model_of(recipe))
@@ -149,7 +152,9 @@ def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
 
 
 def _say_lost_biases(stored: Stored) -> None:
-    """See plugins/sealed_checkpoint/router_state.py, which lists them in what is saved here."""
+    """Print that the routers' biases will not be loaded if a checkpoint does not list them;
+    plugins/sealed_checkpoint/router_state.py lists them in what this repository saves.
+    """
     lost = sorted(name for name in stored.unlisted if name.endswith(".expert_bias"))
     if lost:
         more = f", and of {len(lost) - 1} more routers" * (len(lost) > 1)
@@ -161,7 +166,7 @@ def _say_lost_biases(stored: Stored) -> None:
 
 
 def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer: str) -> None:
-    """MindFormers would train on with moments of zero where it finds none."""
+    """Raise CheckpointError if moments are missing, because MindFormers would go on with moments of zero."""
     weights = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights"}
     if adapters := {name: shape for name, shape in weights.items() if is_adapter(name)}:
         weights = adapters  # the others are frozen
@@ -175,8 +180,8 @@ def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer:
     if wrong:
         raise CheckpointError(
             f"{folder}: moments of the optimizer are missing or have another shape: {_listed(wrong)}; was it saved "
-            "with checkpoint.no_save_optim, or with another optimizer? For a new run that needs only weights: "
-            f"--set checkpoint.load_path={folder}, without --resume"
+            "with checkpoint.no_save_optim, or with another optimizer? To start a new run from its weights only, "
+            f"write --set checkpoint.load_path={folder}, without --resume"
         )
 
 
@@ -213,7 +218,7 @@ def weights_in(folder: Path) -> int | None:
 
 
 def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
-    """Numbers in the model's parameters, which training changes but where they are frozen for adapters."""
+    """Return the number of elements in the model's own weights, without adapters."""
     return sum(math.prod(shape) for name, shape in shapes if kind_of(name) == "weights" and not is_adapter(name))
 
 
@@ -296,16 +301,17 @@ def say_reading(folder: Path | None) -> None:
 
 
 def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
-    """The iteration that --resume names; one that nobody has sealed is taken on the user's word."""
+    """Return the iteration that --resume names; an iteration without seals is accepted, because the user named it."""
     folder = one_iteration(resume, ["auto", *map(str, root.glob("iteration_*"))])
     say_reading(folder)
     reason = fault(folder)
     if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
         raise CheckpointError(
-            f"--resume {resume}: this is not a complete checkpoint: {reason}; --resume auto takes the newest one"
+            f"--resume {resume}: this is not a complete checkpoint: {reason}; --resume auto takes the newest complete "
+            "one"
         )
     if reason:
-        click.echo(f"{folder}: has no seals, so whether it is complete cannot be told", err=True)
+        click.echo(f"{folder}: this checkpoint has no seals, so nothing shows whether it is complete", err=True)
     return CheckpointInfo(folder, iteration(folder), named=True)
 
 
@@ -315,12 +321,12 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
     try:
         if not folder.is_dir():
             known = [*known, *map(str, Path(resume).parent.glob("iteration_*"))]
-            kind = "a file; name the folder that it is in" if folder.exists() else "no such folder"
+            kind = "this is a file; name the folder that it is in" if folder.exists() else "there is no such folder"
             raise CheckpointError(f"--resume {resume}: {kind}{did_you_mean(resume, known)}")
         inside = [*iterations(folder), *iterations(folder / "checkpoint")]
         names = {path.name for path in folder.iterdir()}
     except OSError as error:
-        raise CheckpointError(f"--resume {resume}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"--resume {resume}: this folder cannot be read ({error.strerror})") from None
     if inside:
         raise CheckpointError(
             f"--resume {resume}: the folder holds several checkpoints; name one of them, such as {inside[0]}"
@@ -335,7 +341,7 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
 
 
 def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
-    """Where the run that saved `checkpoint`, this one or another, keeps its effective recipe."""
+    """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another."""
     if real_path(checkpoint).parent != real_path(save_path(recipe)):
         return checkpoint.parent.parent / "recipe.yaml"
     return run_dir / "recipe.yaml"
@@ -433,7 +439,7 @@ def _refuse_other_base(recipe: Recipe, folder: Path) -> None:
     if wrong:
         raise CheckpointError(
             f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model, of which {LORA} trains "
-            f"only adapters: {_listed(wrong)}; tc3 weights convert writes them from Hugging Face's"
+            f"only adapters: {_listed(wrong)}; tc3 weights convert makes the right weights from a Hugging Face folder"
         )
 
 

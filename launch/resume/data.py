@@ -167,7 +167,7 @@ def tokenizer_folders(recipe: Recipe) -> list[str]:
 
 
 def _tokenizers(recipe: Recipe) -> list[str]:
-    """What each tokenizer folder says about ids; hidden files and the model's are not part."""
+    """Return what each tokenizer folder says about ids; hidden files and the model's are not part."""
     files = [file for folder in tokenizer_folders(recipe) for file in sorted(Path(folder).glob("tokenizer*"))]
     return [str(file) for file in files if file.is_file()]
 
@@ -176,7 +176,9 @@ def _digest_of_file(path: Path) -> dict[str, Any]:
     try:
         return {"prefix": str(path), "bytes": path.stat().st_size, "sample_sha256": sampled_digest(path)}
     except OSError as error:
-        raise DataError(f"{dotted((*LOADER, 'data_files'))}: {path}: cannot be read ({error.strerror})") from None
+        raise DataError(
+            f"{dotted((*LOADER, 'data_files'))}: {path}: this file cannot be read ({error.strerror})"
+        ) from None
 
 
 def _digest(prefix: str) -> dict[str, Any]:
@@ -188,7 +190,7 @@ def _digest(prefix: str) -> dict[str, Any]:
         content = {"idx_sha256": whole_digest(index), "bin_sample_sha256": sampled_digest(tokens)}
         return {"prefix": prefix, **sizes, **content}
     except OSError as error:
-        raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: this file cannot be read ({error.strerror})") from None
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
@@ -217,7 +219,7 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
 
 
 def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Which file is another one."""
+    """Return in words which file differs."""
     if "bytes" in new:
         sizes = f" ({old['bytes']:,} bytes then, {new['bytes']:,} now)" if old.get("bytes") != new["bytes"] else ""
         return f"{new['prefix']} is not what it was{sizes}: the data was prepared anew or replaced"
@@ -272,14 +274,14 @@ def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
 
 
 def _training_share(split: str) -> float:
-    """The first of `split`'s shares, normalised as MindFormers does."""
+    """Return the first of `split`'s shares, normalised as MindFormers does."""
     shares = [float(text) for text in re.findall(r"[.0-9]+", split)] or [1.0]
     return shares[0] / sum(shares)
 
 
 @lru_cache
 def _training_tokens(prefix: str, share: float) -> int:
-    """Tokens of the training documents, which are the first ones of a corpus."""
+    """Return the number of tokens of the training documents, which are the first documents of a corpus."""
     lengths = map_lengths(prefix)
     return int(np.sum(lengths[: round(share * len(lengths))], dtype=np.int64))
 
@@ -301,7 +303,7 @@ def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
 
 
 def _changed_keys(before: View, after: View) -> Iterator[str]:
-    """Keys that order depends on, whatever the number of samples."""
+    """Yield in words the changed keys on which the order depends, whatever the number of samples."""
     if before.get((*LOADER, "type")) != after.get((*LOADER, "type")):
         yield _difference((*LOADER, "type"), before.get((*LOADER, "type")), after.get((*LOADER, "type")))
         return
@@ -319,7 +321,9 @@ def _changed_keys(before: View, after: View) -> Iterator[str]:
 
 
 def _changed_loader(before: View, after: View) -> Iterator[str]:
-    """Loaders of other kinds must stay as they are; of files that have moved, and of more samples, the order stays."""
+    """Yield in words what changed in a loader of another kind, which must stay the same; files may move, and more
+    samples keep the order.
+    """
     if _order_of(before) != _order_of(after):
         yield _difference(LOADER, before.get(LOADER), after.get(LOADER))
     old, new = before.instruction_files, after.instruction_files
@@ -329,7 +333,9 @@ def _changed_loader(before: View, after: View) -> Iterator[str]:
 
 
 def _order_of(view: View) -> Any:
-    """A loader's section without the number of samples, and without files, which are compared by what they hold."""
+    """Return a loader's section without the number of samples, and without files, which are compared by what they
+    hold.
+    """
     loader = copy.deepcopy(view.get(LOADER))
     if view.instruction_files:
         loader.pop("data_files")
@@ -345,7 +351,9 @@ def _difference(path: tuple[str, ...], old: Any, new: Any) -> str:
 
 
 def _same_corpora(old: Any, new: Any) -> bool:
-    """Whether two `data_path` have the same weights and corpora; a corpus that has moved is recognised by its index."""
+    """Return whether two `data_path` have the same weights and corpora; a corpus that has moved is recognised by its
+    index.
+    """
     if old == new or not (isinstance(old, list) and isinstance(new, list)):
         return bool(old == new)
     before, after = read_blend(old), read_blend(new)
@@ -356,14 +364,16 @@ def _same_corpora(old: Any, new: Any) -> bool:
 
 
 def _same_corpus(old: Path, new: Path) -> bool:
-    """Same file or same content; what is gone was moved, and where to, the user says."""
+    """Return whether two paths are the same file or have the same content; a file that no longer exists is assumed to
+    have moved to the user's new path.
+    """
     if os.path.abspath(old) == os.path.abspath(new) or not old.exists():
         return True
     return new.exists() and filecmp.cmp(old, new, shallow=False)
 
 
 def _changed_ramp(before: View, after: View, step: int) -> Iterator[str]:
-    """Where a batch grows, the next step begins with the sample that the same number of steps has led to."""
+    """Yield in words why a growing batch would begin the next step with another sample."""
     if not (before.ramp.stages or after.ramp.stages):
         return
     done, would = (view.ramp.samples_until(step) for view in (before, after))
@@ -375,7 +385,9 @@ def _changed_ramp(before: View, after: View, step: int) -> Iterator[str]:
 
 
 def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
-    """MindFormers skips whole steps of the new size, and repeats what is over."""
+    """Yield a message if the trained samples are not a whole number of steps of the new size: MindFormers skips whole
+    steps, and would repeat the rest.
+    """
     if before.ramp.stages or after.ramp.stages:
         return  # then the size does not change
     done = step * before.global_batch
@@ -385,7 +397,9 @@ def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
 
 
 def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
-    """Samples that attention_balance moves within a window of steps: one that is begun must be finished as it was."""
+    """Yield a message if plugins.attention_balance changes inside a window of steps, because a window must be finished
+    as it was begun.
+    """
     *section, _ = path = (*_BALANCE, "window")
     windows = [view.number(path, 1) for view in (before, after)]
     blocks = [window * view.global_batch for window, view in zip(windows, (before, after), strict=True)]
@@ -407,7 +421,7 @@ def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
 
 
 def _changed_skips(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
-    """Samples that plugins.spike_guard leaves out: of those that are trained, the same ones."""
+    """Yield a message if plugins.spike_guard leaves other samples out of the steps that are already trained."""
     done = View(before).ramp.samples_until(step)
     old, new = left_out(before), left_out(after)
     if not same_until(done, old, new):
@@ -419,7 +433,7 @@ def _changed_skips(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
 
 
 def _changed_samples(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
-    """The number of samples, where it changes how they are shuffled, or where a pass over them ends."""
+    """Yield a message if another number of samples changes how they are shuffled, or where a pass over them ends."""
     views = View(before), View(after)
     passes = [view.number((*RUNNER, "epochs"), 1) for view in views]
     old, new = (view.samples for view in views)

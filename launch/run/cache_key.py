@@ -110,7 +110,7 @@ def _text(found: Any) -> str:
 
 
 def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf that may be seen in the graph; empty mappings are leaves."""
+    """Yield (dotted key, value) of every leaf that may be seen in the graph; empty mappings are leaves."""
     if path in NOT_IN_THE_GRAPH:
         return
     if isinstance(value, Mapping) and value:
@@ -121,13 +121,15 @@ def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _files_of_tokenizers(recipe: Recipe) -> list[Path]:
-    """All files but weights of the tokenizer folders: how many packed samples conversations make depends on these."""
+    """Return all files of the tokenizer folders except weights, because the number of packed samples depends on these
+    files.
+    """
     files = [file for folder in data.tokenizer_folders(recipe) for file in sorted(Path(folder).rglob("*"))]
     return [file for file in files if file.is_file() and file.suffix not in WEIGHTS]
 
 
 def _files_named(value: Any) -> Iterator[str]:
-    """Files that the recipe names: a table or a placement may decide what is computed."""
+    """Yield files that the recipe names: a table or a placement may decide what is computed."""
     if isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _files_named(each)
@@ -136,7 +138,7 @@ def _files_named(value: Any) -> Iterator[str]:
 
 
 def _digest(files: Iterable[Path], above: Path) -> str:
-    """One digest of the names and contents of files, but of what is compiled from others."""
+    """Return one digest of the names and contents of files, without compiled files."""
     digest = hashlib.sha256()
     for path in files:
         if path.suffix not in (".pyc", ".so", ".o") and "__pycache__" not in path.parts and path.is_file():
@@ -146,7 +148,7 @@ def _digest(files: Iterable[Path], above: Path) -> str:
 
 
 def _package(name: str) -> str | None:
-    """One digest of an installed package's Python sources; it is not imported."""
+    """Return one digest of an installed package's Python sources; it is not imported."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return None
@@ -155,5 +157,7 @@ def _package(name: str) -> str | None:
 
 
 def _value(value: str) -> str:
-    """A variable's value; of one that names a folder the real one, for `latest` may point elsewhere tomorrow."""
+    """Return a variable's value; for a folder, return its real path, because a link such as `latest` may point
+    elsewhere tomorrow.
+    """
     return os.path.realpath(value) if value.startswith("/") and os.path.isdir(value) else value

@@ -97,10 +97,13 @@ class Asked:
 @click.option(
     "--parallel",
     is_flag=True,
-    help="With --mini: also keep the recipe's parallel strategy, scaled down to as many CPU workers as --workers says.",
+    help=(
+        "With --mini: also keep the recipe's parallel strategy, scaled down to the number of CPU workers that "
+        "--workers gives."
+    ),
 )
 @click.option(
-    "--workers", type=Number("workers"), help=f"Number of CPU workers that --parallel starts.  [default: {WORKERS}]"
+    "--workers", type=Number("workers"), help=f"With --parallel: start this many CPU workers.  [default: {WORKERS}]"
 )
 @click.option(
     "--resume",
@@ -109,7 +112,9 @@ class Asked:
     "to continue from.",
 )
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="Folder of the run.  [default: output/<folder>-<recipe>]"
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Write the run to this folder.  [default: output/<folder>-<recipe>]",
 )
 @click.option(
     "--force", is_flag=True, help="If the run's folder already holds a run, remove its checkpoints and start over."
@@ -120,13 +125,13 @@ class Asked:
     default=0,
     help="Restart the run after a failure, at most this many times without a newer checkpoint in between.",
 )
-@click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
+@click.option("--port", type=Number("port"), help="Use this port for msrun's scheduler.  [default: a free one]")
 @no_bind_option
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="File that lists the hosts for --script, one on each line as NAME [WORKERS].",
+    help="With --script: read the hosts from this file, one on each line as NAME [WORKERS].",
 )
 @click.option(
     "--compile-cache",
@@ -135,7 +140,7 @@ class Asked:
     help="Load the graph that an earlier start of the same recipe compiled; if there is none, store this start's "
     "graph for later starts.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the exact msrun command, and start and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start nothing, and write nothing.")
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, everything else on stderr.")
 def train(**given: Any) -> None:
@@ -186,7 +191,9 @@ def train(**given: Any) -> None:
 
 
 def _job(asked: Asked, recipe: Recipe, run_dir: Path) -> Job:
-    """What the agent of this one host is to train, from the checkpoint to go on from; `recipe` learns what it skips."""
+    """Return what the agent of this one host is to train, from the checkpoint to go on from; `recipe` learns what it
+    skips.
+    """
     resume = asked.resume
     data.apply_ledger(recipe, run_dir)
     saves = checkpoints.save_path(recipe)

@@ -79,7 +79,7 @@ def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None
 
 
 def _has_key(value: Any, key: str) -> bool:
-    """Whether a mapping within `value` has `key`."""
+    """Return whether a mapping within `value` has `key`."""
     if isinstance(value, Mapping):
         return key in value or any(_has_key(each, key) for each in value.values())
     return isinstance(value, list | tuple) and any(_has_key(each, key) for each in value)
@@ -131,7 +131,9 @@ class CompileCache:
             _publish(self.own / f"rank_{rank}", self.key, rank, self.parts)
 
     def _is_due(self, rank: int) -> bool:
-        """Not published yet, and the last step began when all of it had been written: whatever writes it has ended."""
+        """Return whether a graph can be published: it is not published yet, and all of it was written before the last
+        step began.
+        """
         if rank in self._kept:
             return False
         steps = self.metrics / f"rank_{rank}.jsonl"
@@ -175,7 +177,7 @@ def prepare(
 def _prepare(
     recipe: Recipe, run_dir: Path, attempt: Path, world: int, ranks: Sequence[int], environ: Mapping[str, str]
 ) -> CompileCache:
-    """As `prepare`, as far as this node can tell by itself."""
+    """Return what `prepare` returns, as far as this node can tell by itself."""
     if why := unfit(recipe, environ):
         return CompileCache(f"no compile cache: {why}")
     own = attempt / "compile_cache"
@@ -227,7 +229,7 @@ def _empty(own: Path, ranks: Sequence[int]) -> None:
 
 
 def _all_load(folder: Path, world: int, ranks: Sequence[int], can: str, over: Callable[[], object]) -> bool:
-    """Whether all nodes of an attempt load, and from one key; each node gets the same answer.
+    """Return whether all nodes of an attempt load, and from one key; each node gets the same answer.
 
     Each node writes the key that it `can` load ("": none) into `folder`. The first node answers when all have written;
     any node answers that cannot load, or that has waited for `AGREE` seconds. The first published answer is valid.
@@ -252,7 +254,7 @@ def _all_load(folder: Path, world: int, ranks: Sequence[int], can: str, over: Ca
 
 
 def _votes(folder: Path, firsts: Sequence[int]) -> set[str] | None:
-    """The keys that the nodes with these first ranks can load; None while one has not said so."""
+    """Return the keys that the nodes with these first ranks can load; None while a node has not reported its keys."""
     try:
         return {(folder / f"rank_{first}").read_text(encoding="utf-8") for first in firsts}
     except FileNotFoundError:

@@ -82,7 +82,7 @@ def of_host(workers: int, on_cpu: bool, file: Path, root: Root = Root()) -> Core
 
 
 def _applied(plan: Plan, by_worker: bool, file: Path) -> Cores:
-    """The plan by msrun, or by the workers themselves where msrun cannot."""
+    """Return the binding that applies the plan by msrun, or by the workers themselves if msrun cannot."""
     said = tuple(f"cores: {note}" for note in plan.notes)
     if not plan.binds:
         return Cores(said=said)

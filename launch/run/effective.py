@@ -137,8 +137,9 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
     view = View(recipe)
     if not (view.samples_key and view.samples and view.has((*RUNNER, "batch_size"))):
         raise RecipeError(
-            f"{recipe.source}: --steps needs the keys that it sets: runner_config.batch_size and "
-            "train_dataset.data_loader.sizes (for HFDataLoader: a last handler of type `take`)"
+            f"{recipe.source}: --steps cannot work, because the recipe lacks a key that it needs: add "
+            "runner_config.batch_size and train_dataset.data_loader.sizes (for HFDataLoader: a last handler of type "
+            "`take`), or leave --steps out"
         )
     found = [f"{dotted(view.samples_key)}={view.ramp.samples_until(steps)}"]  # stays the first
     if view.number((*RUNNER, "epochs"), 1) > 1:
@@ -208,7 +209,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
 
 
 def _conversation_handler(view: View) -> dict[str, Any] | None:
-    """The handler that makes conversations, with the number of its place, where its samples can be counted."""
+    """Return the handler that makes conversations, with the number of its place, where its samples can be counted."""
     handlers = view.get(("train_dataset", "data_loader", "handler"))
     if view.get(tuple(PACKED.split("."))) in (None, False) or not isinstance(handlers, list) or len(handlers) < 2:
         return None

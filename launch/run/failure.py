@@ -115,7 +115,7 @@ def telling_lines(lines: list[str]) -> list[str]:
 
 
 def _calls(lines: list[str]) -> list[str]:
-    """Of the calls of a traceback the last one outside of installed packages, and the innermost ones."""
+    """Return, of the calls of a traceback, the last one outside installed packages and the innermost ones."""
     begins = [number for number, line in enumerate(lines) if line.lstrip().startswith("File ")]
     calls = [lines[begin:end] for begin, end in pairwise([*begins, len(lines)])]
     own = [number for number, call in enumerate(calls) if "site-packages" not in call[0]][-1:]
@@ -124,7 +124,9 @@ def _calls(lines: list[str]) -> list[str]:
 
 
 def _for_users(lines: list[str]) -> list[str]:
-    """MindSpore's message without the parts that are of C++; a part begins with its title and ends at an empty line."""
+    """Return MindSpore's message without the parts about C++; a part begins with its title and ends at an empty
+    line.
+    """
     kept, skips = [], False
     for line in lines:
         if title := _PART.match(line):

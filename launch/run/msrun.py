@@ -49,7 +49,7 @@ def worker_count(recipe: Mapping[str, Any]) -> int:
     for name in PARALLEL_SIZES:
         size = (recipe.get("parallel_config") or {}).get(name, 1)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise RecipeError(f"parallel_config.{name}: a positive integer is needed, but {size!r} was given")
+            raise RecipeError(f"parallel_config.{name}: {size!r} is not a positive integer; write 1 or more")
         count *= size
     return count
 
@@ -99,7 +99,7 @@ def msrun_command(
 
 
 def msrun_of() -> Path:
-    """Return the msrun of the environment we run in, whatever PATH says.
+    """Return the path of the msrun that belongs to this Python environment, whatever PATH says.
 
     Raises:
         ClusterError: there is none.

@@ -112,7 +112,9 @@ def check_data(recipe: Mapping[str, Any]) -> None:
 
 
 def _check_instructions(recipe: Mapping[str, Any]) -> None:
-    """HFDataLoader's files where the recipe names them one by one; what else `datasets` can read is left to it."""
+    """Check the files of HFDataLoader if the recipe names them one by one; everything else that `datasets` can read is
+    not checked.
+    """
     files = View(Recipe(recipe)).instruction_files
     if not files:
         return
@@ -144,7 +146,7 @@ def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
 
 
 def _fingerprint(prefix: str) -> str | None:
-    """What tells a dataset's tokenizer from others; None where nobody noted it."""
+    """Return the fingerprint of a dataset's tokenizer; None if the dataset does not record it."""
     try:
         return str(read_sidecar(prefix)["tokenizer"]["fingerprint"])
     except (DataError, OSError, KeyError, TypeError):
@@ -168,14 +170,18 @@ def data_prefixes(data_path: Any) -> list[str]:
 
 
 def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
-    """The `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on it."""
+    """Return the `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on
+    it.
+    """
     corpus = "stdlib" if Path(prefix).name == "stdlib" else "YOUR_TEXT"
     own = os.path.normpath(f"{prefix}_heldout") in map(os.path.normpath, held_out(recipe))
     return f"tc3 data prepare --input {corpus}{' --held-out 0.05' * own} --output {os.path.normpath(prefix)}"
 
 
 def _hold_out(prefix: str, training: list[str], recipe: Mapping[str, Any]) -> str:
-    """The command that makes a held-out prefix: with the training data, or of other text; or how to do without."""
+    """Return the command that makes a held-out prefix, with the training data or from other text, or how to train
+    without it.
+    """
     if prefix.endswith("_heldout"):
         make = _prepare(prefix.removesuffix("_heldout"), recipe)
     else:  # its name is not what `--held-out` would give it
@@ -213,7 +219,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
         raise CheckpointError(
-            f"--run-dir {run_dir}: this is not a folder that can be read ({error.strerror})"
+            f"--run-dir {run_dir}: this is not a folder that can be read ({error.strerror}); choose another one"
         ) from None
     if not {*names} - {LOCK}:
         return
@@ -227,14 +233,16 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
         saved = saves is None or any(fault(folder, checksums=False) is None for folder in iterations(saves))
         ways = ["go on with --resume auto"] * saved
         ways += ["start over with --force (removes its logs, metrics and checkpoints)"] * (force is not None)
-        holds = "holds a run already" + ("" if saved else ", which has saved nothing to go on from")
+        holds = "this folder already holds a run" + ("" if saved else ", which has saved no checkpoint")
         raise CheckpointError(
             f"{run_dir}: {holds}; {', '.join([*ways, 'or ' * bool(ways) + 'choose another --run-dir'])}"
         )
 
 
 def clear_run_dir(run_dir: Path) -> None:
-    """Remove the files of an earlier run from its folder, and nothing else; a lock stays, because it is held."""
+    """Remove the files of an earlier run from its folder, and nothing else; the lock file stays, because this process
+    holds it.
+    """
     for name in PARTS:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():

@@ -74,7 +74,7 @@ def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path
 
 
 def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> Iterator[tuple[str, str]]:
-    """(what it is, path), in the order of a launch."""
+    """Yield (what it is, path), in the order of a launch."""
     view = View(recipe)
     yield "the recipe", str(recipe_file.absolute())
     if run_dir:
@@ -195,7 +195,7 @@ def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
 
 
 def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -> tuple[int, Cluster, int]:
-    """Workers, their cluster and the port of msrun's scheduler.
+    """Return the number of workers, their cluster and the port of msrun's scheduler.
 
     Raises:
         ClusterError: as `launch_script`.
@@ -217,7 +217,7 @@ def one_line(command: Sequence[str]) -> str:
 
 
 def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
-    """What the script is and how it is started."""
+    """Return what the script is and how it is started."""
     settings = [word for setting in launch.settings for word in ("--set", setting)]
     command = ["tc3", "train", launch.recipe, *settings, "--script"]
     command += ["--nodes", cluster.source] * bool(cluster.source) + ["--no-bind"] * (not launch.bind)
@@ -240,7 +240,7 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
 
 
 def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cluster, port: int) -> list[str]:
-    """The assignments that set this script apart from others."""
+    """Return the assignments that set this script apart from others."""
     settings = [f"{INDENT}--set {shlex.quote(setting)}" for setting in launch.settings]
     lines = [
         f"RECIPE={shlex.quote(launch.recipe)}",
@@ -268,13 +268,17 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
 
 
 def _fusion_flags(recipe: Mapping[str, Any]) -> list[str]:
-    """What plugins.operator_fusion sets on every node; a node that exports other flags starts nothing."""
+    """Return the lines that set the flags of plugins.operator_fusion on every node; a node that exports other flags
+    starts nothing.
+    """
     flags = operator_fusion.environment(recipe, {}).get(operator_fusion.VARIABLE)
     return [f"FUSION_FLAGS={shlex.quote(flags)} # {operator_fusion.KEY}, see docs/fusion.md"] if flags else []
 
 
 def _hosts(cluster: Cluster) -> list[str]:
-    """The list of nodes by rank, and whether the names that Slurm knows take its place: names to be edited do."""
+    """Return the list of nodes by rank, and whether Slurm's own names replace it, which is so if the user would have to
+    edit the list.
+    """
     if cluster.nodes == 1:
         return [f"HOSTS=({cluster.names})", "HOSTS_OF_SLURM=no"]
     if not cluster.source:

@@ -84,14 +84,14 @@ class TrainingProgress:
             )
 
     def _say_something(self) -> None:
-        """A line that shows that the run lives, or for how long it has not made a step."""
+        """Print a line that shows that the run goes on, or for how long it has made no step."""
         if self.readings.steps:
             self._print_step(self.readings.last)
         else:
             self._print(f"{COMPILING} {time.monotonic() - self.started:.0f} s")
 
     def _print_tenth(self, record: dict[str, Any]) -> None:
-        """One line for the first step, for each tenth of the way, and for the last step."""
+        """Print one line for the first step, for each tenth of the run, and for the last step."""
         total = self.readings.total_steps
         tenth = 10 * record["step"] // total if total else record["step"] // 10
         if tenth > self.shown:
@@ -141,14 +141,14 @@ def draw_loss_curve(
 
 
 def _draw_curve(axes: Any, steps: Mapping[int, Mapping[str, Any]], key: str, label: str, linewidth: float) -> None:
-    """One curve over the steps that have `key`; none when no step has."""
+    """Draw one curve over the steps that have `key`; draw nothing if no step has it."""
     numbers = [step for step in sorted(steps) if steps[step].get(key) is not None]
     if numbers:
         axes.plot(numbers, [steps[step][key] for step in numbers], linewidth=linewidth, label=label)
 
 
 def _corpora(evaluations: Mapping[int, Evaluation]) -> list[str]:
-    """The names of the corpora, in their order."""
+    """Return the names of the corpora, in their order."""
     return list(dict.fromkeys(name for step in sorted(evaluations) for name in evaluations[step].corpora))
 
 
@@ -207,7 +207,7 @@ def summarize(
 
 
 def _evaluated(losses: Sequence[float]) -> dict[str, float | None]:
-    """What the summary says of the held-out losses of all evaluations."""
+    """Return what the summary says of the held-out losses of all evaluations."""
     return {
         "first_held_out_loss": _finite(losses[0]) if losses else None,
         "final_held_out_loss": _finite(losses[-1]) if losses else None,
@@ -216,7 +216,7 @@ def _evaluated(losses: Sequence[float]) -> dict[str, float | None]:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON knows neither NaN nor infinity."""
+    """Return the number; None for NaN and infinity, which JSON does not have."""
     return value if value is None or math.isfinite(value) else None
 
 
@@ -239,7 +239,8 @@ def words_to_go_on(
 
 
 def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: ResumeCommand) -> list[str]:
-    """What goes on with a run that has ended: to twice its steps, or to as many as keep its data's order.
+    """Return the command that continues a finished run: to twice its steps, or to as many steps as keep its data's
+    order.
 
     After the last such step the command starts a new run from the weights, because GPTDataset would shuffle trained
     samples anew.
@@ -281,7 +282,7 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def _fall(evaluated: Mapping[str, Any]) -> str:
-    """From which loss to which, and the perplexity at the end."""
+    """Return in words from which loss to which the run went, and the perplexity at the end."""
     return f"{_loss(evaluated['first_held_out_loss'])} -> {loss_in_words(evaluated['final_held_out_loss'])}"
 
 

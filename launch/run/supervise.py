@@ -137,7 +137,9 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Exit code of a zombie that its parent has not collected yet, negative for a signal; None when it is gone."""
+    """Return the exit code of a zombie that its parent has not collected yet, negative for a signal; None when it is
+    gone.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -207,7 +209,9 @@ def supervise(
 
 
 def _how_telling(failure: Failure) -> tuple[bool, bool, bool, bool]:
-    """Of several failures the one to show is the largest by this; who lost another worker comes behind the lost one."""
+    """Return a key by which the failure to show is the largest of several; a worker that lost another worker ranks
+    below the lost one.
+    """
     killed = failure.code is not None and failure.code < 0
     lost = any(words in failure.message for words in (OUT_OF_REACH, CLOSED))
     return failure.user_error and not lost, failure.stopped, failure.has_traceback, killed
@@ -255,7 +259,7 @@ class _Watch:
             self.family.scan()
 
     def _failure(self, ended: list[Member]) -> Failure | None:
-        """The failure of the first worker that ended badly; of several at once the one whose log tells most."""
+        """Return the failure of the first worker that ended badly; of several at once the one whose log tells most."""
         logged = self._ask_msrun(ended)
         if set(logged) - set(self.family.members):  # it ended before we had seen it; msrun kills the others for it
             logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: log.stat().st_mtime)
@@ -273,7 +277,9 @@ class _Watch:
         return None
 
     def _ask_msrun(self, ended: list[Member]) -> dict[int, int]:
-        """Codes that msrun has logged; fills in those of members it collected before we could look."""
+        """Return the exit codes that msrun has logged, and set those of members that msrun collected before this
+        process could look.
+        """
         unknown = [member for member in self.family.workers() if member.ended and member.code is None]
         if not (ended or unknown or len(self.family.workers()) < self.workers):
             return {}
@@ -285,14 +291,16 @@ class _Watch:
         return logged
 
     def _msrun_failed(self) -> Failure | None:
-        """msrun itself has ended: badly, or while workers still run."""
+        """Return a failure if msrun itself has ended badly, or while workers still run."""
         code = self.root.poll()
         if code is None or (code == 0 and not self._running()):
             return None
         return self._from_log("msrun.log", f"msrun ended with code {code}")
 
     def _straggling(self) -> Failure | None:
-        """Some workers have finished, and the others show no sign of life: they wait for the gone ones."""
+        """Return a failure if some workers have finished and the others show no sign of life, because these wait for
+        the finished ones.
+        """
         running = self._running()
         done = [member for member in self.family.workers() if member.ended]
         if not (running and done):
@@ -306,7 +314,7 @@ class _Watch:
         return Failure(message, self._log(done[0]), tuple(telling_lines(last_lines(self._log(done[0])))))
 
     def _sign(self) -> object:
-        """Something that differs after each write to a log or a metrics file.
+        """Return something that differs after each write to a log or a metrics file.
 
         Times of files come from a file server, whose clock may be hours off, so they are compared only with each other.
         """
@@ -314,7 +322,7 @@ class _Watch:
         return {file: (status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]}
 
     def _finished(self) -> bool:
-        """msrun has ended well, or all workers have and it takes too long to."""
+        """Return whether msrun has ended, or all workers have ended and msrun takes too long."""
         if self.root.poll() is not None:
             return True
         if self._running() or len(self.family.workers()) < self.workers:
@@ -323,7 +331,7 @@ class _Watch:
         return time.monotonic() - self.all_done > FINISH
 
     def _running(self) -> list[Member]:
-        """Workers that have not ended; looks again, for some may have since the last look."""
+        """Return the workers that have not ended, after looking again."""
         return [member for member in self.family.workers() if not (member.ended or has_ended(member.process))]
 
     def _log(self, member: Member) -> Path:

@@ -55,7 +55,7 @@ class AccuracyDump(Callback):
         self._dump_weights(train_step(run_context.original_args()).network)
 
     def _dump_weights(self, network):
-        """Of now: what the next step would start from. Where msprobe shows weights, they are one step more."""
+        """Dump the present weights, from which the next step would start, as those of step number `steps`."""
         folder = self.run_dir / WEIGHTS_FOLDER if self.level in WITHOUT_WEIGHTS else self.run_dir
         dump_weights(network, folder / f"step{self.steps}" / f"rank{get_real_rank()}", self.level, self.task)
 

@@ -27,14 +27,14 @@ DEBUGGER = "msprobe_debugger"
 
 
 @click.command()
-@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The recipe.")
+@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="Train this recipe.")
 @click.option(
     "--run-dir", required=True, type=click.Path(path_type=Path), help="Write this run and its dump into this folder."
 )
 @click.option(
     "--level",
     required=True,
-    help=("Level of msprobe: L0 dumps cells, L1 dumps functions, mix dumps both, and L2 dumps kernels."),
+    help="Use this level of msprobe: L0 dumps cells, L1 dumps functions, mix dumps both, and L2 dumps kernels.",
 )
 @click.option("--task", required=True, help="Dump each tensor's statistics (statistics) or all its values (tensor).")
 @unverified_option

@@ -55,7 +55,7 @@ def call_of(row: Mapping[str, Any], ranks: Sequence[int], rank: int, name: str) 
 
 
 def _nothing() -> None:
-    """What a rank outside all groups does."""
+    """Do nothing, as a rank outside all groups does."""
 
 
 def measure(plan: Mapping[str, Any], rank: int) -> list[list[float]]:

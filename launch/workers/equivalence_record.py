@@ -95,7 +95,7 @@ class EquivalenceRecord(Callback):
         write_atomically(self.folder / f"rank_{rank}.json", json.dumps(record))
 
     def _state(self, run_context):
-        """name -> copy of each moment of the optimizer, float32."""
+        """Return name -> copy of each moment of the optimizer, float32."""
         optimizer = run_context.original_args().train_network.optimizer
         return {
             param.name: np.array(param.asnumpy())  # a view of a buffer that the next step overwrites

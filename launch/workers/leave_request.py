@@ -112,7 +112,7 @@ def saved_at(attempt: Path) -> int | None:
 
 
 def _began(attempt: Path) -> Path:
-    """A file that this host has touched when its part began: its time and that of its metrics are by one clock.
+    """Return a file that this host has touched when its part began: its time and that of its metrics are by one clock.
 
     Some disks (Lustre, GPFS) take the times of files from the host that writes.
     """
@@ -127,7 +127,8 @@ def _decide(decision: Path, word: str, rank: int) -> None:
 
 
 def _ahead(since: float, seconds: float) -> int:
-    """How many steps after the newest one known: the first that cannot have ended `AHEAD` seconds from now.
+    """Return how many steps after the newest known step lies the first step that cannot have ended `AHEAD` seconds from
+    now.
 
     Args:
         since: seconds since that step ended; `seconds`: of the shortest of the last steps.
@@ -136,7 +137,9 @@ def _ahead(since: float, seconds: float) -> int:
 
 
 def _newest(metrics: Path, began: float) -> tuple[int, float, float] | None:
-    """(newest step, seconds of the shortest of the last ones, when it was made); None where this attempt has none."""
+    """Return (newest step, seconds of the shortest of the last ones, when it was made); None where this attempt has
+    none.
+    """
     made = metrics.stat().st_mtime if metrics.exists() else 0.0
     if made <= began:
         return None

@@ -131,7 +131,9 @@ class RecordingLossMonitor(MFLossMonitor):
         })  # fmt: skip
 
     def _cpu_seconds(self):
-        """Processor time of this worker since the last record: without what it waited for others, or for a core."""
+        """Return processor time of this worker since the last record: without what it waited for others, or for a
+        core.
+        """
         before, self.cpu_before = self.cpu_before, time.process_time()
         return self.cpu_before - before
 
@@ -148,13 +150,15 @@ def software() -> dict[str, str]:
 
 
 def _held_bytes(network):
-    """Bytes of this rank's parameters by kind, as they are in memory: what `tc3 dryrun` says beforehand."""
+    """Return bytes of this rank's parameters by kind, as they are in memory: what `tc3 dryrun` says beforehand."""
     kinds = kinds_of(network)
     return added({kinds[item.name]: item.nbytes} for item in network.get_parameters())
 
 
 def _samples(columns, batch):
-    """Digests of the rows that this rank was given, by column; None in sink mode, where the data pass by Python."""
+    """Return digests of the rows that this rank was given, by column; None in sink mode, where the data pass by
+    Python.
+    """
     if not isinstance(batch, (list, tuple)) or not batch or not all(hasattr(each, "asnumpy") for each in batch):
         return None
     names = columns if len(columns) == len(batch) else [f"column_{place}" for place in range(len(batch))]
@@ -162,7 +166,7 @@ def _samples(columns, batch):
 
 
 def _scalar(value):
-    """A float for whatever MindFormers hands over: None, a number, an array or a tensor of one element."""
+    """Return a float for whatever MindFormers hands over: None, a number, an array or a tensor of one element."""
     if value is None:
         return None
     array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value, dtype=np.float64).reshape(-1)

@@ -41,7 +41,7 @@ def enable() -> None:
 
 
 def _heeding(monitor: Any, file: Path) -> Any:
-    """A subclass of the checkpoint monitor class `monitor` that looks into `file` at the end of each step."""
+    """Return a subclass of the checkpoint monitor class `monitor` that looks into `file` at the end of each step."""
 
     class HeedingCheckpointMonitor(monitor):
         answered = False

@@ -128,7 +128,7 @@ def index_of(dataset: Any) -> GPTIndex:
 
 
 def _of_items(source: Any, values: list[np.ndarray]) -> np.ndarray:
-    """[items of `source`] from [items] of each of its data sets."""
+    """Return [items of `source`] from [items] of each of its data sets."""
     if not hasattr(source, "datasets"):
         return values[0]
     return blended(values, source.dataset_index, source.dataset_sample_index)
@@ -142,7 +142,7 @@ def _check_ends(part: Any) -> None:
 
 
 def _report(costs: np.ndarray, plan: np.ndarray, schedule: Schedule) -> None:
-    """One line in MindFormers' log."""
+    """Write one line into MindFormers' log."""
     found = balance(costs, plan, schedule.layout)
     logger.info(
         "plugins.attention_balance: time of a step over that of an evenly loaded one, mean of %d steps: "

@@ -103,7 +103,7 @@ def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bo
 
 
 def _lightest_part(rounds: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Step 1 item by item. Arguments and results as in `_greedy`."""
+    """Do step 1 item by item, with the arguments and results of `_greedy`."""
     rows, size, parts = rounds.shape
     rounds, weight = rounds.reshape(rows, -1), weight.reshape(rows, -1)
     loads, room = np.zeros((rows, parts), np.int64), np.full(rows * parts, size)
@@ -121,7 +121,7 @@ def _lightest_part(rounds: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _greedy(rounds: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Step 1 round by round. rounds, weight: [rows, size, parts], items and their weights, heaviest first.
+    """Do step 1 round by round. rounds, weight: [rows, size, parts], items and their weights, heaviest first.
 
     Returns both as [rows, parts, size].
     """
@@ -145,7 +145,7 @@ def _greedy(rounds: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _swap(chosen: np.ndarray, weight: np.ndarray) -> None:
-    """Step 2, in place. chosen, weight: [rows, parts, size]."""
+    """Do step 2 in place. chosen, weight: [rows, parts, size]."""
     parts = chosen.shape[1]
     pairs = parts // 2
     loads = weight.sum(2)
@@ -175,7 +175,7 @@ def _swap(chosen: np.ndarray, weight: np.ndarray) -> None:
 
 
 def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each pair of parts the items whose weights differ by close to `wanted`.
+    """Return, for each pair of parts, the items whose weights differ by nearly `wanted`.
 
     heavy, light: int64 [pairs, size]; wanted: int64 [pairs], at least 0.
     Returns give (of heavy), take (of light), and the difference: int64 [pairs].
@@ -249,13 +249,17 @@ def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
 
 
 def _integers(costs: np.ndarray) -> np.ndarray:
-    """Costs [rows, n] as int64 of 32 bits: exact sums, so that every rank of a mixed cluster finds the same plan."""
+    """Return costs [rows, n] as int64 of 32 bits: exact sums, so that every rank of a mixed cluster finds the same
+    plan.
+    """
     largest = costs.max(1, keepdims=True)
     return np.rint(costs * (_SCALE / np.where(largest > 0, largest, 1.0))).astype(np.int64)
 
 
 def _ranks_alone(weights: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Plain data parallelism: each rank's total counts, and with a pipeline how even its micro-batches are."""
+    """Return the assignment for plain data parallelism, where each rank's total counts, and with a pipeline also how
+    even its micro-batches are.
+    """
     rows = len(weights)
     parts = partition(weights, ranks)
     if objective.stages > 1 and slots > 1:
@@ -265,7 +269,9 @@ def _ranks_alone(weights: np.ndarray, ranks: int, micro_batches: int, slots: int
 
 
 def _groups(weights: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Barriers inside groups of ranks: blocks of samples that run together, then blocks to groups."""
+    """Return the assignment for barriers inside groups of ranks: it forms blocks of samples that run together, then
+    assigns blocks to groups.
+    """
     rows, together = len(weights), objective.ranks_per_barrier
     groups = ranks // together
     plans = []
@@ -281,7 +287,7 @@ def _groups(weights: np.ndarray, ranks: int, micro_batches: int, slots: int, obj
 
 
 def _sorted_inside(weights: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    """The items of each part [rows, parts, size] in falling order."""
+    """Return the items of each part [rows, parts, size] in falling order."""
     rows, count, size = parts.shape
     order = falling_order(taken(weights, parts).reshape(-1, size))
     return taken(parts.reshape(-1, size), order).reshape(rows, count, size)
@@ -309,7 +315,7 @@ def _blocks(weights: np.ndarray, together: int, slots: int):
 
 
 def _ordered(weights: np.ndarray, plan: np.ndarray, objective: Objective) -> np.ndarray:
-    """The same plan with each group's micro-batches in an order that suits the pipeline."""
+    """Return the same plan with each group's micro-batches in an order that suits the pipeline."""
     micro_batches, slots = plan.shape[2:]
     together = objective.ranks_per_barrier
     times = taken(weights, plan).sum(-1).reshape(-1, together, micro_batches).max(1)
@@ -319,7 +325,7 @@ def _ordered(weights: np.ndarray, plan: np.ndarray, objective: Objective) -> np.
 
 
 def _fastest(weights: np.ndarray, plans: list[np.ndarray], objective: Objective) -> np.ndarray:
-    """For each row the fastest of the plans, the first of equals."""
+    """Return, for each row, the fastest of the plans, and of equal ones the first."""
     times = objective.step_time(np.stack([taken(weights, plan).sum(-1) for plan in plans]))
     best = times.argmin(0)
     if (best == best[0]).all():

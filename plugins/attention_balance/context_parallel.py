@@ -84,7 +84,9 @@ def balanced(segments: np.ndarray, ranks: int, smallest_piece: int = 128) -> Con
 
 
 def _dealt(runs: np.ndarray, segments: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Step 2 of `balanced`: runs int64 [n, 2] of tokens -> ranges int64 [m, 2] and the rank of each."""
+    """Do step 2 of `balanced`: return the ranges int64 [m, 2], and the rank of each, for runs int64 [n, 2] of
+    tokens.
+    """
     if not len(runs):
         return runs, np.zeros(0, np.int64)
     size = runs[:, 1] - runs[:, 0]
@@ -109,7 +111,9 @@ def _dealt(runs: np.ndarray, segments: np.ndarray, ranks: int) -> tuple[np.ndarr
 
 
 def _rank_of_strip(work: np.ndarray) -> np.ndarray:
-    """In each round of work [rounds, ranks] the heaviest strip goes to the rank with least so far, and so on."""
+    """Return the rank of each strip: in each round of work [rounds, ranks] the heaviest strip goes to the rank that has
+    the least work so far, and so on.
+    """
     loads = np.zeros(work.shape[1], np.int64)
     owner = np.empty_like(work)
     for row, own in zip(work, owner, strict=True):
@@ -119,7 +123,7 @@ def _rank_of_strip(work: np.ndarray) -> np.ndarray:
 
 
 def _strided(segments: np.ndarray, ranks: int, owner: np.ndarray) -> ContextPlan:
-    """The sample in as many equal parts as `owner` [parts] has entries."""
+    """Return the sample in as many equal parts as `owner` [parts] has entries."""
     segments = np.asarray(segments, np.int64)
     tokens = int(segments.sum())
     assert tokens % len(owner) == 0
@@ -142,7 +146,7 @@ def _plan(segments: np.ndarray, ranks: int, ranges: np.ndarray, owner: np.ndarra
 
 
 def _pairs(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """int64 [n], pairs of ranges [n, 2] that lie inside one document each."""
+    """Return int64 [n], pairs of ranges [n, 2] that lie inside one document each."""
     ends = np.cumsum(segments)
     document = np.searchsorted(ends, ranges[:, 0], side="right")
     start, stop = (ranges - (ends - segments)[document, None]).T
@@ -150,7 +154,7 @@ def _pairs(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
 
 
 def _pairs_across(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Pairs of all ranges together; a range may hold several documents."""
+    """Return pairs of all ranges together; a range may hold several documents."""
     ends = np.cumsum(segments)
     total = np.concatenate(([0], np.cumsum(segments * (segments + 1) // 2)))
 

@@ -34,7 +34,7 @@ from plugins.pipeline_layout import FORWARD, one_forward_one_backward
 
 @lru_cache(maxsize=16)
 def _levels(stages: int, micro_batches: int) -> list[np.ndarray]:
-    """Operations in levels that depend only on earlier ones, at most one a stage in each.
+    """Return operations in levels that depend only on earlier ones, at most one a stage in each.
 
     A level is int64 [4, operations]: the stage; its duration's row, in forwards and then backwards by micro-batch; the
     row where its input's end stands; the row where its own end goes. Rows of ends: (direction, stage + 1, micro-batch),

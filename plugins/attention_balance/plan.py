@@ -102,7 +102,7 @@ def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | N
     stop = steps if count is None else first + count
     if not 0 <= first <= stop <= steps:
         raise DataError(
-            f"steps {first} to {stop - 1} are asked for, but the dataset of {len(costs):,} samples has only "
+            f"steps {first} to {stop - 1} were requested, but the dataset of {len(costs):,} samples has only "
             f"{steps:,} steps"
         )
     # windows begin at multiples of their size, counted from step 0: the same ones wherever a run resumes
@@ -363,12 +363,12 @@ def _flat(rows: Any) -> list[Any]:
 
 
 def _eod_pad_length(data: Mapping[str, Any]) -> int:
-    """As MindFormers reads it: two spellings, 128 where none is written."""
+    """Return the value as MindFormers reads it, under either of two spellings; 128 if none is written."""
     return data.get("eod_pad_length", data.get("compressed_eod_mask_length", 128))
 
 
 def _number(recipe: Mapping[str, Any], path: str) -> int:
-    """A positive integer; 1, as in MindFormers, for what is not written (and for what `tc3 check` refuses)."""
+    """Return a positive integer; 1, as in MindFormers, for what is not written (and for what `tc3 check` refuses)."""
     value = value_at(recipe, path)
     return value if type(value) is int and value > 0 else 1
 

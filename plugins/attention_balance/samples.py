@@ -77,8 +77,8 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
     per_epoch = int(np.sum(lengths, dtype=np.int64))
     if per_epoch <= sequence_length:
         raise DataError(
-            f"the corpus has {per_epoch:,} tokens, which is too short for one sample: it needs {sequence_length:,} "
-            "tokens and one more"
+            f"the corpus has only {per_epoch:,} tokens, but one sample needs {sequence_length + 1:,} (the sequence "
+            "length and one more); use a longer corpus"
         )
     wanted = 0 if samples is None else samples * sequence_length + 1
     epochs = max(1, -(-wanted // per_epoch))
@@ -119,7 +119,7 @@ def blended(values: list[np.ndarray], dataset_index: np.ndarray, dataset_sample_
 
 
 def _shuffled_documents(count: int, epochs: int, last_apart: bool, random: np.random.RandomState) -> np.ndarray:
-    """int32 [epochs * count]; the epochs are shuffled together, the last one by itself if `last_apart`."""
+    """Return int32 [epochs * count]; the epochs are shuffled together, the last one by itself if `last_apart`."""
     order = np.tile(np.arange(count, dtype=np.int32), epochs)
     together = (epochs - 1) * count if last_apart else epochs * count
     random.shuffle(order[:together])
@@ -129,7 +129,7 @@ def _shuffled_documents(count: int, epochs: int, last_apart: bool, random: np.ra
 
 
 def _sample_starts(lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, count: int) -> np.ndarray:
-    """int64 [count + 1, 2]: the document that holds token i * sequence_length, and the offset in it."""
+    """Return int64 [count + 1, 2]: the document that holds token i * sequence_length, and the offset in it."""
     starts = np.empty((count + 1, 2), np.int64)
     tokens = done = 0
     for begin in range(0, len(document_index), _CHUNK):
@@ -163,7 +163,7 @@ class Segments:
         return len(self.offsets) - 1
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """int64 [segments of one sample], tokens of each."""
+        """Return int64 [segments of one sample], tokens of each."""
         return self.values[self.offsets[sample] : self.offsets[sample + 1]]
 
     def counts(self) -> np.ndarray:
@@ -199,7 +199,7 @@ def segments_in_stream_order(index: GPTIndex):
 
 
 def _of_items(index: GPTIndex, of: Callable[[Segments], np.ndarray], dtype: type) -> np.ndarray:
-    """[items] of a number for each sample, in the dataset's own order."""
+    """Return [items] of a number for each sample, in the dataset's own order."""
     in_stream: np.ndarray = np.empty(len(index), dtype)
     for start, segments in segments_in_stream_order(index):
         in_stream[start : start + len(segments)] = of(segments)

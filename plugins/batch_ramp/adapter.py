@@ -172,7 +172,7 @@ def _begin_in(stage: Stage, ramp: Ramp) -> None:
 
 
 def _ramping(monitor: type[MFLossMonitor], ramp: Ramp, stage: Stage):
-    """A subclass of the loss monitor class `monitor` that changes the stage before the first step of each."""
+    """Return a subclass of the loss monitor class `monitor` that changes the stage before the first step of each."""
 
     class RampingLossMonitor(monitor):
         def on_train_step_begin(self, run_context):
@@ -211,7 +211,7 @@ class BySamples(LearningRateSchedule):
 
 
 def _by_samples(schedule: type[LearningRateSchedule], ramp: Ramp):
-    """A class whose instances are `BySamples` of an instance of the class `schedule`."""
+    """Return a class whose instances are `BySamples` of an instance of the class `schedule`."""
 
     class OfSamples:
         def __new__(cls, **arguments):

@@ -218,10 +218,10 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     _check_loader(recipe, division)
     _check_others(recipe, division)
     if settings.learning_rate == SAMPLES and not value_at(recipe, "lr_schedule.type"):
-        wrong = f"{SAMPLES} is an axis for lr_schedule, which the recipe has not"
-        raise RecipeError(f"{wrong}; write {STEPS}, or a schedule", f"{KEY}.learning_rate")
+        wrong = f"{SAMPLES} works only with lr_schedule, which this recipe lacks"
+        raise RecipeError(f"{wrong}; write {STEPS}, or add lr_schedule", f"{KEY}.learning_rate")
     if settings.learning_rate == SAMPLES and value_at(recipe, "grouped_lr_schedule"):
-        wrong = f"{SAMPLES} is an axis for one lr_schedule, not for schedules by groups of weights"
+        wrong = f"{SAMPLES} works only with one lr_schedule for all weights, not with schedules for groups of weights"
         raise RecipeError(f"{wrong}; write {STEPS}", f"{KEY}.learning_rate")
     return settings
 
@@ -235,7 +235,9 @@ def _check_loader(recipe: Mapping[str, Any], division: Division) -> None:
             f"{_LOADER}.type",
         )
     if value_at(recipe, f"{_LOADER}.shuffle"):
-        raise RecipeError(f"if the data is shuffled, {KEY} cannot deal it in order; write False", f"{_LOADER}.shuffle")
+        raise RecipeError(
+            f"{KEY} cannot divide shuffled data among its steps in order; write False", f"{_LOADER}.shuffle"
+        )
     graph_mode_only(recipe, KEY)
     if (value_at(recipe, "runner_config.epochs") or 1) != 1:
         wrong = f"{KEY} counts steps from the run's beginning, so a second epoch has no stages"

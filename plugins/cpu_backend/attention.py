@@ -103,12 +103,14 @@ def document_gradients(
 
 
 def _heads_first(x: np.ndarray, sample: int) -> np.ndarray:
-    """A view of one sample: [S, B, N, D] -> [N, S, D]; BLAS takes its strides as they are."""
+    """Return a view of one sample: [S, B, N, D] -> [N, S, D]; BLAS takes its strides as they are."""
     return x[:, sample].transpose(1, 0, 2)
 
 
 def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scale: float) -> np.ndarray:
-    """Scores [N, queries, keys] of one block, -inf where a key comes after its query: only in the last square."""
+    """Return scores [N, queries, keys] of one block, -inf where a key comes after its query: only in the last
+    square.
+    """
     scores = with_keys(q[:, first:end], k[:, start:end])
     scores *= scale
     size = end - first
@@ -227,7 +229,7 @@ class CoreAttention(nn.Cell):
         return ops.reshape(out, (length, batch, -1))
 
     def _heads_first(self, x, heads):
-        """[S, B, heads * D] or [S, B, heads, D] -> [B, heads, S, D]."""
+        """Return [S, B, heads * D] or [S, B, heads, D] -> [B, heads, S, D]."""
         x = ops.reshape(x, (x.shape[0], x.shape[1], heads, -1))
         return ops.transpose(x, (1, 2, 0, 3))
 
@@ -291,7 +293,7 @@ class WithinDocuments(nn.Cell):
 
 
 def _operators(scale):
-    """Forward and backward of `WithinDocuments`."""
+    """Return the forward and the backward operator of `WithinDocuments`."""
     scale = float(scale)
 
     def forward(query, key, value, breaks):

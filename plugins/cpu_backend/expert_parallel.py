@@ -25,7 +25,7 @@ _tags = itertools.count()
 
 
 def _operator(function, shape):
-    """A host function as an operator of the graph; the result has the dtype of the first input."""
+    """Return a host function as an operator of the graph; the result has the dtype of the first input."""
 
     def dtype(*dtypes):
         return dtypes[0]
@@ -34,7 +34,9 @@ def _operator(function, shape):
 
 
 def _moving(group):
-    """The operator of an all-to-all-v: (rows, send, receive, like) -> the arrived rows, zeros up to `like`'s shape."""
+    """Return the operator of an all-to-all-v: (rows, send, receive, like) -> the arrived rows, zeros up to `like`'s
+    shape.
+    """
     # every rank, and every start of a run, builds the same operators in the same order, so tags agree
     group, tag = tuple(map(int, group)), next(_tags)
 
@@ -52,7 +54,7 @@ def _moving(group):
 
 
 def _gathering(group):
-    """The operator of an all-gather: [m, ...] -> [n * m, ...]."""
+    """Return the operator of an all-gather: [m, ...] -> [n * m, ...]."""
     group, tag, size = tuple(map(int, group)), next(_tags), len(group)
 
     def gather(rows):
@@ -65,7 +67,7 @@ def _gathering(group):
 
 
 def _scattering(group):
-    """The operator of a reduce-scatter: [n * m, ...] -> [m, ...]; added up in group order."""
+    """Return the operator of a reduce-scatter: [n * m, ...] -> [m, ...]; added up in group order."""
     group, tag, size = tuple(map(int, group)), next(_tags), len(group)
 
     def scatter(rows):
@@ -306,7 +308,7 @@ class CpuRoutedExperts(RoutedExperts):
 
 
 def _part(weight, first, end, experts):
-    """Experts first .. end - 1 of a weight [experts * n, ...], as a parameter of this worker alone."""
+    """Return experts first .. end - 1 of a weight [experts * n, ...], as a parameter that only this worker has."""
     value = weight.asnumpy().reshape(experts, -1, weight.shape[-1])[first:end]
     value = np.ascontiguousarray(value.reshape(-1, weight.shape[-1]))
     return Parameter(Tensor(value, ms.float32), name=weight.name, layerwise_parallel=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 
 def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
-    """[heads, rows, n] -> [groups, heads of a group * rows, n]; a view where each head has keys of its own."""
+    """Return [heads, rows, n] -> [groups, heads of a group * rows, n]; a view where each head has keys of its own."""
     return x if len(x) == groups else x.reshape(groups, -1, x.shape[-1])
 
 

@@ -146,7 +146,7 @@ def check(file: Path, known: Collection[int]) -> None:
 
 
 def _text(value: Any, what: str) -> str:
-    """`repr` of a value that nobody can change and whose `repr` says all of it."""
+    """Return the `repr` of an immutable value; this text identifies the value completely."""
     if isinstance(value, tuple) and type(value) is tuple:
         return f"({', '.join(_text(each, what) for each in value)})"
     if type(value) in (type(None), bool, int, float, str):
@@ -158,5 +158,5 @@ def _text(value: Any, what: str) -> str:
 
 
 def _varint(octets: bytes) -> int:
-    """A number of Protocol Buffers: seven bits an octet, the lowest first."""
+    """Return a number of Protocol Buffers: seven bits an octet, the lowest first."""
     return sum((octet & 0x7F) << 7 * place for place, octet in enumerate(octets))

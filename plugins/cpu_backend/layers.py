@@ -161,7 +161,7 @@ class GroupedMatMul(PrimitiveLike):
 
 
 def _rank_in(ends, count):
-    """For each i < count, how many of `ends` are <= i: int32 [count]."""
+    """Return, for each i < count, how many of `ends` are <= i: int32 [count]."""
     index = Tensor(np.arange(count).reshape(-1, 1), ms.int32)
     return ops.cast(ops.reduce_sum(ops.cast(index >= ops.reshape(ends, (1, -1)), ms.float32), 1), ms.int32)
 

@@ -36,7 +36,9 @@ def stand_ins() -> list[Hook]:
 
 
 def _call_morph(self, *args):
-    """`ops.Morph` is a function that the graph compiler keeps whole until it has sharded the graph; here nothing is."""
+    """Call the function of `ops.Morph`, which the graph compiler keeps whole until it has sharded the graph; in
+    PyNative nothing is sharded.
+    """
     return self.__morph_fn__(*args)
 
 
@@ -151,5 +153,5 @@ class Trace:
         return note
 
     def _note(self, name, tensor):
-        """[S, B, ...] -> [B, S, ...]."""
+        """Return [S, B, ...] -> [B, S, ...]."""
         self.out.setdefault(name, tensor.asnumpy().swapaxes(0, 1).copy())

@@ -144,7 +144,9 @@ class Mesh:
         if rows is not None and [len(result) for result in results] != list(rows):
             wrong = [(peer, n, len(r)) for peer, n, r in zip(group, rows, results, strict=True) if n != len(r)]
             told = "; ".join(f"rank {peer} sent {got} rows where {due} were planned" for peer, due, got in wrong)
-            raise ClusterError(f"rank {self.rank}, exchange with tag {tag}: the numbers of rows are wrong: {told}")
+            raise ClusterError(
+                f"rank {self.rank}, exchange with tag {tag}: other ranks sent wrong numbers of rows: {told}"
+            )
         return results
 
     def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:
@@ -324,7 +326,7 @@ def connect(timeout: float = 120.0) -> None:
 
 
 def _own_address() -> str:
-    """The address by which other workers reach this one: the interface that leads to msrun's scheduler."""
+    """Return the address by which other workers reach this one: the interface that leads to msrun's scheduler."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         probe.connect((os.environ.get("MS_SCHED_HOST", "127.0.0.1"), 9))
         return probe.getsockname()[0]

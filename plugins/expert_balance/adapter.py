@@ -84,7 +84,9 @@ def _add_callback(config, ours: Settings, kind: str, devices: int, samples: int)
 
 
 def _nodes(config) -> int:
-    """Nodes of an EP group that plans balance first: those to each of which a token goes once."""
+    """Return the number of nodes of an EP group that a plan balances first, because a token goes to each node only
+    once.
+    """
     from plugins.hierarchical_ep import adapter as hierarchical_ep
 
     if not (config.get("plugins") or {}).get("hierarchical_ep"):

@@ -151,11 +151,13 @@ class ExpertBalance(ExpertMigrateCallback):
         return Moved(new, experts, sent, planned - began, time.perf_counter() - planned, self._told(copies))
 
     def _placements(self):
-        """[layers, E] as the layers have them."""
+        """Return the placements [layers, E] that the layers have."""
         return np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
 
     def _take_copies(self, slots, copies):
-        """Have these copies from the next step on: all ranks the same, or every rank stops. No checkpoint has them."""
+        """Use these copies from the next step on; if the ranks' copies differ, every rank stops. No checkpoint holds
+        copies.
+        """
         if self.settings.spare:
             agree(self.ranks, "copies", copies.astype(np.int64).tobytes())
             for layer, *held in zip(self.layers, slots, copies, strict=True):
@@ -163,7 +165,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self.held = copies
 
     def _told(self, copies):
-        """As the record has them."""
+        """Return copies in the form of the record; None without spare slots."""
         return copies if self.settings.spare else None
 
     def _watch(self, step, tokens):

@@ -35,7 +35,7 @@ def _first(*dtypes):
 
 
 def _fetching(group, layer, each, spare):
-    """The operators of `with_copies` and `added_up`."""
+    """Return the operators of `with_copies` and `added_up`."""
     there, back = next(_tags), next(_tags)
 
     def fetch(own):

@@ -209,7 +209,7 @@ def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
 
 
 def _shuffled(slots: np.ndarray, devices: int, spare: int, seed: list[int]) -> np.ndarray:
-    """Other devices' experts in every spare slot, none of them twice on a device."""
+    """Return other devices' experts in every spare slot, none of them twice on a device."""
     random, each = np.random.default_rng(seed), len(slots) // devices
     found = np.full((devices, spare), NOTHING, np.int64)
     for device in range(devices):

@@ -178,7 +178,7 @@ def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray
 
 
 def _stage(tensor: Slice, old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, int]:
-    """The new value of a tensor's slice, beside the old one, and the bytes that this rank sent.
+    """Return the new value of a tensor's slice, beside the old one, and the bytes that this rank sent.
 
     What travels are the largest pieces that make up both an expert and a slice: experts, or equal parts of them.
     """
@@ -196,7 +196,7 @@ def _stage(tensor: Slice, old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray,
 
 
 def _in_pieces(slots: np.ndarray, each: int) -> np.ndarray:
-    """The placement of equal parts of experts: [E] -> [E x each]."""
+    """Return the placement of equal parts of experts: [E] -> [E x each]."""
     return (slots[:, None] * each + np.arange(each)).reshape(-1)
 
 

@@ -116,8 +116,9 @@ class CollectiveRanks:
         return [_rows(part, count, shape, dtype) for part, count in zip(arrived, rows, strict=True)]
 
     def _swap(self, parts: list[np.ndarray], due: list[int]) -> list[np.ndarray]:
-        """Words [any] for each rank -> words from each. What is a rank's own stays; a spare word goes in its place, for
-        AlltoAllV of nothing returns no array."""
+        """Return words [any] for each rank -> words from each. What is a rank's own stays; a spare word goes in its
+        place, for AlltoAllV of nothing returns no array.
+        """
         own = parts[self.rank]
         sent = [np.zeros(1, np.int32) if place == self.rank else parts[place] for place in self.ascending]
         come = [1 if place == self.rank else due[place] for place in self.ascending]
@@ -129,12 +130,14 @@ class CollectiveRanks:
 
 
 def _group(members: list[int]) -> str:
-    """The communication group of ranks, which is created where it is not there; all members call this at once."""
+    """Return the communication group of ranks, which is created where it is not there; all members call this at
+    once.
+    """
     return GlobalComm.WORLD_COMM_GROUP if len(members) == get_real_group_size() else get_group(members)
 
 
 def _words(part: np.ndarray, each: int) -> np.ndarray:
-    """[rows, ...] of any type -> int32 [rows x each], the rows filled up with zeros."""
+    """Return [rows, ...] of any type -> int32 [rows x each], the rows filled up with zeros."""
     octets = (
         np.ascontiguousarray(part).view(np.uint8).reshape(len(part), -1) if part.size else np.zeros((0, 0), np.uint8)
     )
@@ -144,7 +147,7 @@ def _words(part: np.ndarray, each: int) -> np.ndarray:
 
 
 def _rows(words: np.ndarray, count: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """What `_words` made, back: [count, *shape]."""
+    """Return the array [count, *shape] from which `_words` made its words."""
     size = int(np.prod(shape)) * dtype.itemsize
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(count, -1)[:, :size] if count else np.zeros(0, np.uint8)
     return np.ascontiguousarray(octets).reshape(-1).view(dtype).reshape(count, *shape)

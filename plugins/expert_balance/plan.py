@@ -101,7 +101,9 @@ Exchange = tuple[np.ndarray, np.ndarray]  # slots whose experts go, and where ea
 
 
 def _best(held: np.ndarray, on: np.ndarray, fullest: int, width: int, aligned: bool, left: int) -> Exchange | None:
-    """The best exchange with devices of the same node, `width` devices wide; None: nothing helps, or is left to do."""
+    """Return the best exchange with devices of the same node, `width` devices wide; None: nothing helps, or is left to
+    do.
+    """
     each = held.shape[1]
     first = fullest // width * width
     held, on, fullest = held[first : first + width], on[first : first + width], fullest - first
@@ -113,12 +115,12 @@ def _best(held: np.ndarray, on: np.ndarray, fullest: int, width: int, aligned: b
 
 @lru_cache(maxsize=64)
 def _subsets(each: int, size: int) -> np.ndarray:
-    """[S, size] all choices of `size` of the places 0 .. each - 1."""
+    """Return [S, size] all choices of `size` of the places 0 .. each - 1."""
     return np.array(list(combinations(range(each), size)), np.int64).reshape(-1, size)
 
 
 def _best_swap(held: np.ndarray, on: np.ndarray, fullest: int, places: np.ndarray, aligned: bool) -> Exchange | None:
-    """The swap after which the fuller of the two devices is least full; None: none makes the fullest emptier.
+    """Return the swap after which the fuller of the two devices is least full; None: none makes the fullest emptier.
 
     Args:
         held: [D, n] tokens of each slot; on: [D] their sums. places: [S, k] that may be swapped with as many.
@@ -246,7 +248,7 @@ def node_limited(
 def _swap_groups(
     loads: np.ndarray, old: np.ndarray, nodes: int, groups: int, most: int | None, near: float
 ) -> np.ndarray:
-    """Groups change nodes whole, and take over each other's slots in order."""
+    """Return the placement after groups have changed nodes as a whole, each taking over the other's slots in order."""
     size = len(loads) // groups
     slots = old.reshape(groups, size)
     node = slots // (len(loads) // nodes)

@@ -187,9 +187,13 @@ def _record(content: Any, place: str) -> Record:
             copies=_copies(content),
         )
     except KeyError as error:
-        raise DataError(f"{place}: not a record of expert loads: {error.args[0]} is missing") from None
+        raise DataError(
+            f"{place}: this line is not a record of expert loads, because the key {error.args[0]} is missing"
+        ) from None
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{place}: not a record of expert loads: {' '.join(str(error).split())[:120]}") from None
+        raise DataError(
+            f"{place}: this line is not a record of expert loads: {' '.join(str(error).split())[:120]}"
+        ) from None
     _check(record, place)
     return record
 
@@ -201,7 +205,7 @@ def _whole(value: Any) -> int:
 
 
 def _table(value: Any) -> np.ndarray:
-    """int64 of lists of lists; NumPy by itself would round 1.5 to 1."""
+    """Return lists of lists as an int64 array; a conversion by NumPy would round 1.5 to 1."""
     found = np.array(value)
     if found.dtype != np.int64:
         raise ValueError("all rows of a table must be equally long and hold integers of 64 bits")
@@ -228,7 +232,7 @@ def _check(record: Record, place: str) -> None:
     elif not record.tokens.sum(axis=1).all():
         wrong = f"layer {record.layers[int(record.tokens.sum(axis=1).argmin())]} has no token: no step leaves one out"
     elif record.step < 1:
-        wrong = f"step {record.step}: the first one is 1"
+        wrong = f"step {record.step}: the first step is 1"
     elif not all(ratio is None or 0.99 <= ratio <= 1.01 * record.devices for ratio in record.micro_batch):
         wrong = (
             f"micro_batch {list(record.micro_batch)}: the busiest device's load over the mean is 1 to {record.devices}"
@@ -238,7 +242,7 @@ def _check(record: Record, place: str) -> None:
     elif record.moved and min(record.moved.experts, record.moved.sent_bytes) < 0:
         wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: there must be 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
-        wrong = "the slots do not form a placement, which has every slot of a layer exactly once"
+        wrong = "the slots are not a placement, in which each slot of a layer occurs exactly once"
     else:
         held = [(record.slots, record.copies)]
         held += [(record.moved.slots, record.moved.copies)] if record.moved else []
@@ -248,7 +252,7 @@ def _check(record: Record, place: str) -> None:
 
 
 def _strange(slots: np.ndarray, copies: np.ndarray | None, devices: int) -> str:
-    """What is wrong with the copies of a step; "" if nothing is."""
+    """Return what is wrong with the copies of a step; "" if nothing is."""
     if copies is None:
         return ""
     layers, experts = slots.shape
@@ -293,7 +297,7 @@ def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -
             own.rename(own.with_name(f"{own.stem}_until_step_{step}.jsonl"))
     absent = sorted({*range(1, step + 1)} - {record.step for record in records})
     if absent and not missing:
-        missing = f"{source}: has no record of {len(absent)} of the steps up to {step}, such as {absent[0]}"
+        missing = f"{source}: the file has no record of {len(absent)} of the steps up to {step}, such as {absent[0]}"
     if records or own.exists():
         _write(own, records)
     return records, missing
@@ -305,7 +309,7 @@ def loads(records: list[Record], form: tuple[int, int, int]) -> np.ndarray:
 
 
 def _write(path: Path, records: list[Record]) -> None:
-    """The whole file, or the one before: never half of it."""
+    """Write the file completely, or leave the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text("".join(line(record) + "\n" for record in records), "utf-8")

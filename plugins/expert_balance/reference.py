@@ -72,7 +72,7 @@ def least_by_program(loads: np.ndarray, devices: int, seconds: float = 60.0) -> 
 
 
 def _held(slots: list[int], copies: list[int], devices: int) -> list[list[int]]:
-    """The experts of each device, its own and then its copies."""
+    """Return the experts of each device, its own and then its copies."""
     each, spare = len(slots) // devices, len(copies) // devices
     own = [[expert for expert, slot in enumerate(slots) if slot // each == device] for device in range(devices)]
     more = [
@@ -82,7 +82,9 @@ def _held(slots: list[int], copies: list[int], devices: int) -> list[list[int]]:
 
 
 def _counted(loads: list[int], held: list[list[int]]) -> list[int]:
-    """The tokens of each device, if each expert's are dealt to all devices that hold it, in whole parts rounded up."""
+    """Return the tokens of each device, if each expert's are dealt to all devices that hold it, in whole parts rounded
+    up.
+    """
     devices = [sum(expert in here for here in held) for expert in range(len(loads))]
     return [sum((loads[expert] + devices[expert] - 1) // devices[expert] for expert in here) for here in held]
 

@@ -158,12 +158,14 @@ def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
 
 
 def _packed(loads: np.ndarray, packs: int) -> np.ndarray:
-    """[items] the pack of each item, equally many in each: the heaviest first, to the lightest pack that has room."""
+    """Return [items] the pack of each item, equally many in each: the heaviest first, to the lightest pack that has
+    room.
+    """
     return greedy(loads, packs) // (len(loads) // packs)
 
 
 def _slots(device: np.ndarray) -> np.ndarray:
-    """The placement of a device for each expert."""
+    """Return the placement of a device for each expert."""
     slots = np.empty(len(device), np.int64)
     slots[np.argsort(device, kind="stable")] = np.arange(len(device))
     return slots

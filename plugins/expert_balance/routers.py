@@ -127,7 +127,9 @@ class Watcher:
         return Measures(step, self.layers, **now, idle=idle, streak=streak, alarms=raised)
 
     def _count(self, tokens: np.ndarray, sign: np.ndarray) -> None:
-        """Steps in a row without tokens, and steps in a row above (positive) or below (negative) the mean."""
+        """Count the steps in a row without tokens, and the steps in a row above (positive) or below (negative) the
+        mean.
+        """
         if self.side.shape != tokens.shape:
             self.unused, self.side = np.zeros((2, *tokens.shape), np.int64)
         self.unused = np.where(tokens == 0, self.unused + 1, 0)
@@ -150,7 +152,7 @@ class Watcher:
         return found
 
     def _drifting(self) -> dict[tuple[int, str], str]:
-        """Experts whose bias has moved by 1 in one direction."""
+        """Return experts whose bias has moved by 1 in one direction."""
         if not self.rate or self.before is None:
             return {}
         steps, found = math.ceil(1 / self.rate - 1e-9), {}
@@ -165,7 +167,7 @@ class Watcher:
         return found
 
     def _departed(self, name: str) -> dict[tuple[int, str], str]:
-        """Layers whose newest values are all far from those of the window before them."""
+        """Return layers whose newest values are all far from those of the window before them."""
         hold = 1 if name == "similarity" else HOLD  # routers that have changed are like themselves in the next step
         values = np.array([each[name] for each in self.window])  # [steps, layers]
         known, newest = values[:-hold], values[-hold:]

@@ -73,7 +73,7 @@ def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
 
 
 def _watching(monitor: Any, watch, end):
-    """A subclass of the loss monitor class `monitor` that ends the run when `watch` says so."""
+    """Return a subclass of the loss monitor class `monitor` that ends the run when `watch` says so."""
 
     class FiniteLossMonitor(monitor):
         parts = None
@@ -138,7 +138,9 @@ def way_on(saver):
 
 
 def _withholding(watch, end):
-    """A class of checkpoint monitors that saves no step which is not finite, and seals no weights that are not."""
+    """Return a class of checkpoint monitors that saves no step which is not finite, and seals no weights that are
+    not.
+    """
 
     class FiniteCheckpointMonitor(SealingCheckpointMonitor):
         def _save_megatron_ckpt_file_format(self, cb_params):
@@ -159,20 +161,24 @@ def _withholding(watch, end):
 
 
 def _anywhere(flag, stop_after):
-    """Whether `flag` is set on any rank: they all save, or none does. With 1 step nobody gets here with it set."""
+    """Return whether `flag` is set on any rank: all ranks save, or none does. With `stop_after: 1` this is never called
+    with the flag set.
+    """
     if stop_after == 1 or get_real_group_size() == 1:
         return flag
     return sum_over_ranks(float(flag)) > 0
 
 
 def _scale_falls(network):
-    """Whether the train step's loss scale follows overflows: a manager that is not a fixed one."""
+    """Return whether the train step's loss scale follows overflows: a manager that is not a fixed one."""
     manager = getattr(network, "loss_scaling_manager", None)
     return manager is not None and not isinstance(manager, nn.FixedLossScaleUpdateCell)
 
 
 def _number(value):
-    """A float for whatever MindFormers hands over: None, a flag, a number, an array or a tensor of one element."""
+    """Return a float for whatever MindFormers hands over: None, a flag, a number, an array or a tensor of one
+    element.
+    """
     if value is None:
         return None
     array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value, dtype=np.float64).reshape(-1)

@@ -144,6 +144,6 @@ def not_finite(file: Path) -> str | None:
 
 
 def _holds(bits: np.ndarray, exponent: int) -> bool:
-    """Whether a number of `bits` [count] has all bits of its exponent set."""
+    """Return whether a number of `bits` [count] has all bits of its exponent set."""
     mask = bits.dtype.type(exponent)
     return any(bool(np.any((bits[i : i + _CHUNK] & mask) == mask)) for i in range(0, len(bits), _CHUNK))

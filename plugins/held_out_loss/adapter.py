@@ -150,7 +150,7 @@ class HeldOutLoss(Callback):
             note(self.run_dir, Span("evaluation", step, began, time.time()))
 
     def _losses(self, step):
-        """Mean language-model loss over the tokens of each corpus's batches, the same on every rank.
+        """Return the mean language-model loss over the tokens of each corpus's batches; it is the same on every rank.
 
         The forward pass of training counts the experts' load, and a whole step more; these are put back. What a pass
         leaves alone, such as where experts live, is not written; weights that plugins.lora freezes are not even read.
@@ -179,7 +179,9 @@ class HeldOutLoss(Callback):
         return _number(loss) / (_number(tokens) if step.calculate_per_token_loss else self.micro)
 
     def _of_step(self, step, batch):
-        """MindFormers adds up the losses of the micro-batches, or divides their sum by all their tokens."""
+        """Return the mean loss of a step, for which MindFormers adds up the losses of the micro-batches, or divides
+        their sum by all their tokens.
+        """
         parameter_register.clear(_LOSS)
         step(*batch)
         return _number(parameter_register.get(_LOSS)) / (1 if step.calculate_per_token_loss else self.micro)

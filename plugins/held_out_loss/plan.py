@@ -19,7 +19,7 @@ KEY = "plugins.held_out_loss"
 
 
 def _data_path(written: Any) -> str | tuple[str, ...]:
-    """The prefix, or the prefixes, of a recipe; a list has no weights, which would mean nothing here."""
+    """Return the prefix, or the prefixes, of a recipe; a list has no weights, which would mean nothing here."""
     if isinstance(written, str):
         return written
     if not isinstance(written, Sequence) or not written:
@@ -148,8 +148,8 @@ class Batches:
 
 
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the stages of the pipeline and the micro-batches of a rank's step; 1 where a recipe, which may be a wrong
-    one, has no such number.
+    """Return the stages of the pipeline and the micro-batches of a rank's step; a number that the recipe lacks counts
+    as 1.
     """
 
     def count(path: str) -> int:
@@ -226,8 +226,8 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
     for path in ours.paths:
         for suffix in ("",) if instructions else (".bin", ".idx"):
             if not Path(path + suffix).is_file():
-                make = f"`tc3 data {command} --held-out 0.05 ...` writes one"
-                wrong = f"there is no {path}{suffix}; {make}, `held_out_loss: False` leaves the plugin off"
+                make = f"`tc3 data {command} --held-out 0.05 ...` writes such a file"
+                wrong = f"there is no {path}{suffix}; {make}, or `held_out_loss: False` leaves the plugin out"
                 raise DataError(wrong, f"{KEY}.data_path")
     return ours
 

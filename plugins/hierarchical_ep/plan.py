@@ -155,7 +155,7 @@ def step_bytes(
 
 
 def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
-    """[ep, ep] bytes of the counts that tell a receiver what will come; zero outside the groups."""
+    """Return [ep, ep] bytes of the counts that tell a receiver what will come; zero outside the groups."""
     if transfer.kind != "all_to_all_v" or transfer.step.startswith("combine"):
         return np.zeros((topology.ep, topology.ep), int)
     member = np.zeros((topology.ep, topology.ep), int)
@@ -292,13 +292,13 @@ def _row_step(mode: str, topology: Topology, routing: list[np.ndarray]) -> tuple
 
 
 def _visits(topology: Topology, ids: np.ndarray) -> np.ndarray:
-    """[nodes, N] True where a token has an expert on a node."""
+    """Return [nodes, N] True where a token has an expert on a node."""
     node = topology.node_of(topology.owner(ids))
     return (node[None] == np.arange(topology.nodes)[:, None, None]).any(-1)
 
 
 def _held_rows(topology, inter, send_tokens, rank) -> tuple[np.ndarray, np.ndarray]:
-    """(source rank, token) of the rows that `rank` holds after step 1, in group order."""
+    """Return (source rank, token) of the rows that `rank` holds after step 1, in group order."""
     group = topology.inter_group(rank)
     parts = []
     for source in group:
@@ -308,7 +308,7 @@ def _held_rows(topology, inter, send_tokens, rank) -> tuple[np.ndarray, np.ndarr
 
 
 def _copies(mode, topology, routing, row_rank, row_token, rank) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(held row, choice, expert) of the copies that `rank` sends, by expert, then row, then choice."""
+    """Return (held row, choice, expert) of the copies that `rank` sends, by expert, then row, then choice."""
     group = topology.inter_group(rank)  # the order of the held rows
     experts = np.concatenate([routing[source][row_token[row_rank == source]] for source in group])
     first, last = (0, topology.experts) if mode == "global" else topology.experts_of_node(topology.node_of(rank))
@@ -319,12 +319,14 @@ def _copies(mode, topology, routing, row_rank, row_token, rank) -> tuple[np.ndar
 
 
 def _count_copies(topology: Topology, copies) -> np.ndarray:
-    """[ep, ep] copies that rank s sends to rank d."""
+    """Return [ep, ep] copies that rank s sends to rank d."""
     return np.array([np.bincount(topology.owner(expert), minlength=topology.ep) for _, _, expert in copies])
 
 
 def _arrivals(topology, group, copies, rank) -> tuple[np.ndarray, np.ndarray]:
-    """Expert order of the copies that arrive at `rank` (they come by source rank), and rows of each local expert."""
+    """Return expert order of the copies that arrive at `rank` (they come by source rank), and rows of each local
+    expert.
+    """
     first, last = topology.expert_bounds[rank : rank + 2]
     arrived = np.concatenate([copies[source][2] for source in group])
     arrived = arrived[(arrived >= first) & (arrived < last)]

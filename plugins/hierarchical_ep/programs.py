@@ -110,7 +110,9 @@ def check_groups(orders: Sequence[Sequence[tuple[int, ...]]]) -> None:
     for rank, groups in enumerate(orders):
         for index, group in enumerate(groups):
             if group in groups[:index]:
-                raise ClusterError(f"rank {rank}, group {index}: {group} is created twice; create it once and keep it")
+                raise ClusterError(
+                    f"rank {rank}, group {index}: {group} is created twice; create it once and use it again"
+                )
     check_programs([[Call("create_group", tuple(group)) for group in groups] for groups in orders])
 
 
@@ -147,7 +149,7 @@ def _check_membership(rank: int, index: int, call: Call, ranks: int) -> None:
 
 
 def _calls_by_group(program: Program) -> dict[frozenset[int], list[int]]:
-    """Indices of the calls on each set of ranks."""
+    """Return indices of the calls on each set of ranks."""
     calls: dict[frozenset[int], list[int]] = {}
     for index, call in enumerate(program):
         calls.setdefault(frozenset(call.group), []).append(index)
@@ -170,7 +172,7 @@ def _check_pair(programs, calls, members: frozenset[int], rank: int, other: int)
         more, index, fewer = (rank, mine, other) if len(mine) > len(theirs) else (other, theirs, rank)
         call = programs[more][index[min(len(mine), len(theirs))]]
         raise ClusterError(
-            f"rank {more}, call {index[min(len(mine), len(theirs))]} ({call}): no call of rank {fewer} meets this "
+            f"rank {more}, call {index[min(len(mine), len(theirs))]} ({call}): no call of rank {fewer} matches this "
             f"call; rank {fewer} makes {min(len(mine), len(theirs))} calls on this group, and rank {more} makes "
             f"{max(len(mine), len(theirs))}"
         )
@@ -184,7 +186,7 @@ def _check_match(rank: int, index: int, call: Call, other: int, their_index: int
             f"{where}: {there} lists the group's ranks in the order {theirs.group}; all members must use one order"
         )
     if (call.op, call.tag) != (theirs.op, theirs.tag):
-        raise ClusterError(f"{where} meets a call of another kind, or with another tag: {there} ({theirs})")
+        raise ClusterError(f"{where} is matched with a call of another kind, or with another tag: {there} ({theirs})")
     me, them = call.group.index(rank), call.group.index(other)
     for send, recv, sender, receiver, at, to in (
         (call.send, theirs.recv, rank, other, them, me),

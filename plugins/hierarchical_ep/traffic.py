@@ -119,19 +119,20 @@ def check_routing(topology: Topology, top_k: int, skew: float) -> None:
         )
     if skew < 1:
         raise RecipeError(
-            f"hierarchical_ep: skew is {skew}, but the busiest rank's load over the mean is always 1 or more"
+            f"hierarchical_ep: skew is {skew}, but it is the load of the busiest rank divided by the mean load; write "
+            "1 or more"
         )
 
 
 def _expected_copies(mode: str, topology: Topology, tokens: float, top_k: int) -> np.ndarray:
-    """[ep, ep] expected copies of the All-to-All(V)."""
+    """Return [ep, ep] expected copies of the All-to-All(V)."""
     share = topology.experts_per_rank / topology.experts
     copies = np.broadcast_to(tokens * top_k * share, (topology.ep, topology.ep))
     return copies if mode == "global" else copies * topology.nodes * topology.same_node
 
 
 def _expected_rows(mode: str, topology: Topology, tokens: float, top_k: int) -> np.ndarray:
-    """[ep, ep] expected token rows between the ranks of inter-node groups."""
+    """Return [ep, ep] expected token rows between the ranks of inter-node groups."""
     on_node = [hit_probability(topology.experts, int(experts), top_k) for experts in topology.experts_per_node]
     share = np.repeat(on_node, topology.devices_per_node) if mode == "deduplicated" else np.ones(topology.ep)
     local = topology.local_of(np.arange(topology.ep))
@@ -139,7 +140,9 @@ def _expected_rows(mode: str, topology: Topology, tokens: float, top_k: int) -> 
 
 
 def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
-    """The Step of expected rows; `busy` holds, rank by rank, what its loaded end would see as the busiest rank."""
+    """Return the Step of expected rows; `busy` holds, rank by rank, what its loaded end would see as the busiest
+    rank.
+    """
     loaded = "sent" if transfer.step.startswith("combine") else "received"
     other = "received" if loaded == "sent" else "sent"
 
@@ -183,7 +186,7 @@ def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradient: dict[str, float]) -> Step:
-    """A Step from the busiest rank's bytes, with and without what has no gradient."""
+    """Return a Step from the busiest rank's bytes, with and without what has no gradient."""
     group = transfer.groups[0]
     peers = {"intra": sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group) - 1}
     peers["inter"] = len(group) - 1 - peers["intra"]

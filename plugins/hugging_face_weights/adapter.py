@@ -73,7 +73,10 @@ class TeleChat3MoeTemplate(WeightTemplate):
         if hf_name in copies(self.model):
             return [""]  # of no parameter of its own: MindFormers goes on without it
         if hf_name not in self.parameters:
-            raise CheckpointError(f"{KEY}: {hf_name} is not a weight of the recipe's model")
+            raise CheckpointError(
+                f"{KEY}: the folder holds {hf_name}, which is not a weight of the recipe's model; name the folder of "
+                "that model's weights"
+            )
         return [self.parameters[hf_name]]
 
     def check_weights_for_experts(self, weight_name: str) -> bool:
@@ -112,7 +115,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
         if missing:  # looked at here: MindFormers' own words of it end in a TypeError
             raise CheckpointError(
                 f"{KEY}: the folder lacks weights for {len(missing)} parameters of the recipe's model, such as "
-                f"{missing[0]}"
+                f"{missing[0]}; name the folder of that model's weights"
             )
         for name in wanted:
             cuts = tuple(self.network_tensor_info[name].axis_fragmentations or ())
@@ -133,7 +136,7 @@ def enable(config: Any) -> None:
     """
     if config.checkpoint.get("no_load_optim", True) is False:  # MindFormers' default is True
         raise RecipeError(
-            "checkpoint.no_load_optim: a folder of Hugging Face's weights holds no state of the optimizer; write True"
+            "checkpoint.no_load_optim: a Hugging Face folder holds no optimizer state that could be loaded; write True"
         )
     telechat3_moe.use_template(TeleChat3MoeTemplate)
     if config.context.device_target != "CPU" or chosen(config):

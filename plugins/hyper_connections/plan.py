@@ -103,12 +103,12 @@ def check(written: Any, recipe: Mapping[str, Any]) -> Settings:
         return settings
     graph_mode_only(recipe, KEY)
     if value_at(recipe, f"{MODEL}.apply_residual_connection_post_layernorm"):
-        wrong = f"the residual of {KEY} is the streams, not their norm; write False, {OFF}"
+        wrong = f"{KEY} adds the outputs of layers to its residual streams, not to their norms; write False, {OFF}"
         raise RecipeError(wrong, f"{MODEL}.apply_residual_connection_post_layernorm")
     if value_at(recipe, f"{MODEL}.model_architecture") == "yoco":
-        wrong = f"shared keys and values read one stream; write decoder_only, {OFF}"
+        wrong = f"layers that share keys and values need one stream, but {KEY} has several; write decoder_only, {OFF}"
         raise RecipeError(wrong, f"{MODEL}.model_architecture")
     if value_at(recipe, "optimizer.type") == OTHER_OPTIMIZER:
-        wrong = f"{OTHER_OPTIMIZER} does not know the weights of {KEY}; write AdamW, {OFF}"
+        wrong = f"{OTHER_OPTIMIZER} cannot train the weights that {KEY} adds; write AdamW, {OFF}"
         raise RecipeError(wrong, "optimizer.type")
     return settings

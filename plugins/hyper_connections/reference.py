@@ -39,7 +39,7 @@ def sinkhorn(matrix: Array, iterations: int) -> tuple[Array, list[tuple[Array, A
 
 
 def sinkhorn_backward(gradient: Array, kept: list[tuple[Array, Array, int]]) -> Array:
-    """Return the gradient by the matrix that went into `sinkhorn`."""
+    """Return the gradient with respect to the matrix that was passed to `sinkhorn`."""
     for result, total, axis in reversed(kept):
         gradient = (gradient - (gradient * result).sum(axis, keepdims=True)) / total
     return gradient
@@ -83,7 +83,8 @@ def forward(x: Array, weights: Weights, sublayer: Any, iterations: int, eps: flo
 def backward(
     x: Array, weights: Weights, sublayer: Any, gradient_of_sublayer: Any, dout: Array, iterations: int, eps: float
 ) -> tuple[Array, Weights]:
-    """Return the gradients by x [T, n, h] and by the weights, for the gradient dout [T, n, h] of the result.
+    """Return the gradients with respect to x [T, n, h] and to the weights, for the gradient dout [T, n, h] of the
+    result.
 
     Args:
         gradient_of_sublayer: a function of (input [T, h], gradient of the output [T, h]) to the gradient of the input.

@@ -182,7 +182,9 @@ def put_in(layers: list[Any], settings: Settings) -> None:
 
 
 def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
-    """(name, submodules of the spec, attribute) of each linear layer of attention, and of an MLP without experts."""
+    """Return (name, submodules of the spec, attribute) of each linear layer of attention, and of an MLP without
+    experts.
+    """
     found = []
     for name in ("self_attention", "mlp"):
         part = getattr(layer.submodules, name)

@@ -28,7 +28,7 @@ frozen: set[str] = set()  # the weights that keep their values, of the model tha
 
 
 def _targets(written: Any) -> tuple[str, ...]:
-    """The patterns of a recipe; that each of them names a layer is looked at with the model."""
+    """Return the patterns of a recipe; that each of them names a layer is looked at with the model."""
     entries = [written] if isinstance(written, str) else written
     if not isinstance(entries, Sequence) or not entries or not all(isinstance(each, str) and each for each in entries):
         raise RecipeError(f"{written!r} is not a list of patterns; write [{', '.join(ATTENTION)}]")
@@ -96,7 +96,7 @@ def chosen(settings: Settings, names: Iterable[str]) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise RecipeError(
                 f"{pattern!r} names no linear layer that can have an adapter{did_you_mean(pattern, names)}; "
-                f"there are {', '.join(names)}",
+                f"the layers that can have one are {', '.join(names)}",
                 f"{KEY}.targets",
             )
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in settings.targets)]
@@ -118,7 +118,9 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) ->
         wrong = f"MindFormers' own LoRA replaces layers of a model that is already built; use {KEY}, and write null"
         raise RecipeError(wrong, f"{MODEL}.pet_config")
     if (optimizer := value_at(recipe, "optimizer.type")) != OPTIMIZER:
-        raise RecipeError(f"{KEY} is for {OPTIMIZER}, not for {optimizer!r}", "optimizer.type")
+        raise RecipeError(
+            f"{KEY} works only with {OPTIMIZER}, not with {optimizer!r}; write {OPTIMIZER}", "optimizer.type"
+        )
     for other, why in (
         ("expert_balance", "moves experts with their moments, and frozen experts have none"),
         ("grouped_gradient", "replaces gradients of experts' weights, and frozen experts have none"),

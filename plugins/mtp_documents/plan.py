@@ -58,14 +58,19 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
     Settings.read(settings)
     loader, config = value_at(recipe, _LOADER, {}), value_at(recipe, _CONFIG, {})
     if loader.get("type") != LOADER:
-        wrong = f"it mends the samples of {LOADER}, not of {loader.get('type')!r}; leave the plugin out"
+        wrong = (
+            f"the plugin corrects only samples of {LOADER}, but this recipe has {loader.get('type')!r}; leave the "
+            "plugin out"
+        )
         raise RecipeError(wrong, KEY)
     if not layers:
         raise RecipeError(
             "the plugin corrects the labels of MTP layers, but the model has none; leave the plugin out", KEY
         )
     if not documents_apart(config, value_at(recipe, "model.model_config", {})):
-        wrong = f"attention does not keep documents apart, so that MTP predicts as the model does; write {KEY}: False"
+        wrong = (
+            f"attention crosses the ends of documents in this recipe, so MTP layers may do the same; write {KEY}: False"
+        )
         raise RecipeError(wrong, KEY)
     end = config.get("eod")
     if type(end) is not int:

@@ -48,7 +48,8 @@ def read(settings: Any, model: Mapping[str, Any]) -> None:
         )
     if model.get("add_bias_linear") is not True:
         raise RecipeError(
-            f"{model.get('add_bias_linear')!r} gives no linear layer a bias, and {KEY} leaves some of the biases out; "
+            f"{model.get('add_bias_linear')!r} gives no linear layer a bias, but {KEY} exists to leave some of the "
+            "biases out; "
             f"write True, {OFF}",
             f"{MODEL}.add_bias_linear",
         )

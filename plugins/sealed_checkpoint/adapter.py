@@ -175,7 +175,9 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         barrier_world("Rank 0 to put the checkpoint in its place.")  # a worker that ends meanwhile is not waited for
 
     def _followed(self):
-        """Whether the run goes on in another attempt than this one already: then this one changes nothing any more."""
+        """Return whether the run goes on in another attempt than this one already: then this one changes nothing any
+        more.
+        """
         if not (self.attempt and self.run_dir):
             return False
         folders = (Path(self.run_dir) / "attempts").glob("[0-9]*")

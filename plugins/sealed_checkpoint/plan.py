@@ -123,7 +123,9 @@ def write_seal(
             "is the disk full? MindFormers' log of this worker has the reason"
         )
     if not any(path.suffix == ".safetensors" for path in files):
-        raise CheckpointError(f"{folder}: rank {rank} of {world_size} has no safetensors file that could be sealed")
+        raise CheckpointError(
+            f"{folder}: rank {rank} of {world_size} has written no safetensors file, so the checkpoint is not complete"
+        )
     seal = {
         "step": step,
         "rank": rank,
@@ -282,7 +284,7 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing: the save did not finish"
     except OSError as error:  # it may well be whole: nobody is to train on from an older one, or from nothing, for that
-        raise CheckpointError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{error.filename or folder}: this path cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"a seal is unreadable ({error})"
 

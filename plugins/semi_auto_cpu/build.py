@@ -70,7 +70,7 @@ def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
                 _compile(package, path, sources, without)
     except OSError as error:
         raise ClusterError(
-            f"the library of {_owner(sources)} cannot be kept in {path.parent}: {error}; set XDG_CACHE_HOME to a "
+            f"the library of {_owner(sources)} cannot be stored in {path.parent}: {error}; set XDG_CACHE_HOME to a "
             "folder that can be written"
         ) from None
     return path
@@ -85,7 +85,10 @@ def cache_folder(sources: Path | None = None) -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / _owner(sources or SOURCES)
     except RuntimeError:
-        wrong = "this user has no home folder in which libraries could be kept; set HOME or XDG_CACHE_HOME to a folder"
+        wrong = (
+            "this user has no home folder in which compiled libraries could be stored; set HOME or XDG_CACHE_HOME to "
+            "a folder"
+        )
         raise ClusterError(wrong) from None
 
 
@@ -157,7 +160,7 @@ def _command(package: Path, out: Path, sources: Path) -> list[str]:
 
 
 def _one_unit(sources: Path) -> str:
-    """All sources as one: MindSpore's headers take most of the time, and are read once."""
+    """Return all sources as one text, so that MindSpore's headers, which take most of the time, are read once."""
     return "".join(f'#include "{source.name}"\n' for source in sorted(sources.glob("*.cc")))
 
 

@@ -191,7 +191,7 @@ class Groups:
         return self._known[key]
 
     def _stated(self, operator: str, name: str, attrs: Mapping[str, str]) -> tuple[int, ...]:
-        """The ranks that attributes name: those with this rank first; the world's, where there are none."""
+        """Return the ranks that attributes name: those with this rank first; the world's, where there are none."""
         lists = [tuple(map(int, re.findall(r"\d+", attrs.get(stated, "")))) for stated in STATED]
         found = sorted(filter(None, lists), key=lambda ranks: self.ranks.rank not in ranks)
         if found:
@@ -206,7 +206,7 @@ class Groups:
         )
 
     def _proven(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
-        """The stated ranks, which a name that C++ made up must agree with: weights are cut by it."""
+        """Return the stated ranks, which a name that C++ made up must agree with: weights are cut by it."""
         if MADE_UP.fullmatch(name) and name != made_up_name(members):
             raise ClusterError(
                 f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, but "
@@ -268,7 +268,7 @@ class PointToPoint:
             self.mesh.send(peer, tag_of("taken", tag), np.empty(0, np.uint8), f"Receive {name}")
 
     def _next(self, attrs: Attrs, source: int, target: int, members: tuple[int, ...]) -> tuple[int, str]:
-        """Tag of this message's stream, and how messages name it."""
+        """Return tag of this message's stream, and how messages name it."""
         sr_tag = attrs.get("sr_tag", "0")
         tag = tag_of("send", source, target, sorted(members), sr_tag)
         number = self._numbers[tag]
@@ -339,7 +339,7 @@ class Collectives:
         return self._calls.end()
 
     def _meet(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:
-        """A collective of a whole group."""
+        """Run a collective of a whole group."""
         members = self.groups.members(name, attrs)
         fault = self._test.begin(name)
         if record:
@@ -356,12 +356,15 @@ class Collectives:
             OPERATORS[name](meeting, attrs, inputs, outputs)
 
     def _send_or_receive(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:
-        """A message between two members of a group; their places in it are attributes."""
+        """Send or receive a message between two members of a group; their places in the group are attributes."""
         members = self.groups.members(name, attrs)
         place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
         if not 0 <= place < len(members) or members[place] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
-            raise ClusterError(f"{told}: the index {place} is not that of another member of the group")
+            raise ClusterError(
+                f"{told}: the index {place} is not that of another member of the group, with which this rank could "
+                "exchange a message"
+            )
         peer = members[place]
         fault = self._test.begin(name)
         if record:
@@ -377,7 +380,7 @@ class Collectives:
             _copy(inputs, outputs)
 
     def _alone(self, members: tuple[int, ...]) -> AbstractContextManager:
-        """One thread at a time is at a group's calls."""
+        """Return a lock, so that only one thread at a time makes calls of a group."""
         return self._locks.setdefault(tuple(sorted(members)), threading.Lock())
 
 

@@ -107,7 +107,7 @@ class Meeting:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Return the place of this call as a text, for messages."""
         return f"rank {self.mesh.rank}, {self._name} (group {self.group!r})"
 
     @property
@@ -244,7 +244,7 @@ def barrier(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> 
 
 
 def _flat(x: np.ndarray) -> np.ndarray:
-    """[...] -> [elements], copied only if it is not contiguous."""
+    """Return [...] -> [elements], copied only if it is not contiguous."""
     return np.ascontiguousarray(x).reshape(-1)
 
 
@@ -255,7 +255,7 @@ def _result(out: np.ndarray) -> np.ndarray:
 
 
 def _pieces(flat: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
-    """Views of what lies before each end, from the end before it."""
+    """Return views of what lies before each end, from the end before it."""
     return [flat[begin:end] for begin, end in pairwise([0, *ends])]
 
 
@@ -265,7 +265,7 @@ def _fits(meeting: Meeting, array: np.ndarray, size: int) -> None:
 
 
 def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:
-    """Elements for each member, from blocks for each member."""
+    """Return elements for each member, from blocks for each member."""
     counts = (np.asarray(numbers, np.int64).reshape(-1) * block).tolist()
     if len(counts) != meeting.size or min(counts) < 0:
         raise ClusterError(

@@ -241,14 +241,14 @@ def strategies(phase: str) -> Entry:
 
 
 def _as_told(kept: Entry) -> dict[int, Entry]:
-    """`strategies` as MindSpore gives them: rank -> name -> an object."""
+    """Return `strategies` in MindSpore's form: rank -> name -> an object."""
     return {
         int(rank): {name: SimpleNamespace(**info) for name, info in of_rank.items()} for rank, of_rank in kept.items()
     }
 
 
 def _tensor(value: Any) -> list[Any]:
-    """Type and shape of a tensor; the text of anything else."""
+    """Return type and shape of a tensor; the text of anything else."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return [str(value.dtype), list(value.shape)]
     return [type(value).__name__, repr(value)]

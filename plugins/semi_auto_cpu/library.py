@@ -297,7 +297,7 @@ def _no_host(name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[
 
 
 def _nothing(*told: Any) -> None:
-    """Until `add_pass`."""
+    """Do nothing; `add_pass` replaces this function."""
 
 
 @lru_cache(maxsize=1)

@@ -36,7 +36,7 @@ class Ranks:
 
     def __init__(self, devices: int, rank: int):
         if not 0 <= rank < devices:
-            raise ClusterError(f"rank {rank} is not one of {devices} devices: 0 to {devices - 1}")
+            raise ClusterError(f"rank {rank} does not exist; the ranks of {devices} devices are 0 to {devices - 1}")
         self.devices = devices
         self.rank = rank
         self.groups: dict[str, tuple[int, ...]] = {}
@@ -93,8 +93,8 @@ class Ranks:
             return ranks
         if MADE_UP.fullmatch(group):
             raise ClusterError(
-                f"rank {self.rank} is asked for its rank in group {group!r}, whose ranks are unknown: MindSpore made "
-                f"up this group, which is neither a pair of ranks nor a part of a device mesh of {self.devices} "
+                f"rank {self.rank} needs its place in group {group!r}, whose ranks are unknown: MindSpore itself named "
+                f"this group, which is neither a pair of ranks nor a part of a device mesh of {self.devices} "
                 "devices"
             )
         raise ClusterError(f"group {group!r} was never created; the groups are {[WORLD, *self.groups]}")
@@ -147,7 +147,7 @@ def parts_of_meshes(devices: int, rank: int, size: int) -> Iterator[tuple[int, .
 
 
 def _with_strides(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Axes of a mesh, the one of neighbouring ranks first: (length, how far apart its ranks are)."""
+    """Return axes of a mesh, the one of neighbouring ranks first: (length, how far apart its ranks are)."""
     return [(length, prod(lengths[:axis])) for axis, length in enumerate(lengths)]
 
 
@@ -163,7 +163,7 @@ def _primes(number: int) -> tuple[int, ...]:
 
 
 def _orders(primes: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """The different orders of some numbers."""
+    """Return the different orders of some numbers."""
     if not primes:
         return {()}
     return {
@@ -174,7 +174,7 @@ def _orders(primes: tuple[int, ...]) -> set[tuple[int, ...]]:
 
 
 def _standard_hash(text: bytes) -> int:
-    """`std::hash<std::string>` of the GNU C++ library, with which MindSpore's wheel is built: MurmurHash64A."""
+    """Return `std::hash<std::string>` of the GNU C++ library, with which MindSpore's wheel is built: MurmurHash64A."""
     factor, low = 0xC6A4A7935BD1E995, (1 << 64) - 1
     whole = len(text) - len(text) % 8
     state = 0xC70F6907 ^ (len(text) * factor & low)

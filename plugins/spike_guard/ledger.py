@@ -129,7 +129,7 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{path}: this file cannot be read ({error.strerror})") from None
     except KeyError as error:
         raise DataError(
             f"{path}: this is not a ledger of left-out samples: it lacks {error}; restore the run's own ledger"

@@ -88,7 +88,9 @@ class Record:
             append_line(self.file, json.dumps({"step": step, "end": True, "state": {}, "modules": modules}))
 
     def _outputs(self, params, kept: str, arrays: dict[str, np.ndarray], step: int) -> dict[str, Any] | None:
-        """Module -> sketch of its output for the batch in `params`; weights and batch are kept in the file `kept`."""
+        """Return module -> sketch of its output for the batch in `params`; weights and batch are kept in the file
+        `kept`.
+        """
         from plugins.cpu_backend.pynative import counters_kept, module_outputs
 
         network, batch = train_step(params).network, params.train_dataset_element
@@ -137,7 +139,7 @@ class Record:
 
 
 def _recording(monitor: Any, record: Record):
-    """A subclass of the loss monitor class `monitor` that also makes the record."""
+    """Return a subclass of the loss monitor class `monitor` that also makes the record."""
 
     class StepRecordMonitor(monitor):
         def on_train_begin(self, run_context):
@@ -161,7 +163,7 @@ def _recording(monitor: Any, record: Record):
             record.end(params, params.cur_step_num + self._done_before(params), rate)
 
         def _done_before(self, params):
-            """Steps before this part of the run."""
+            """Return the number of steps that were made before this part of the run."""
             return params.get("initial_step") or self.initial_step
 
         def on_train_end(self, run_context):
@@ -175,7 +177,7 @@ def _recording(monitor: Any, record: Record):
 
 
 def _arrays(params) -> dict[str, np.ndarray]:
-    """name -> copy of each weight, moment, counter and bias that this rank has in memory."""
+    """Return name -> copy of each weight, moment, counter and bias that this rank has in memory."""
     step = train_step(params)
     found = {item.name: item for item in step.network.get_parameters()}
     found |= {item.name: item for item in step.optimizer.get_parameters()}
@@ -187,7 +189,9 @@ def _biases(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def _parts(params) -> dict[str, Any]:
-    """name -> [shape of the whole tensor, offset of this rank's part in units of parts]; empty in one process."""
+    """Return name -> [shape of the whole tensor, offset of this rank's part in units of parts]; empty in one
+    process.
+    """
     if get_real_group_size() == 1:
         return {}
     from mindformers.checkpoint.sharded_tensor import get_cur_sharded_tensor
@@ -197,7 +201,7 @@ def _parts(params) -> dict[str, Any]:
 
 
 def _effective(step) -> dict[str, Any]:
-    """The numbers and words by which the built model and optimizer compute, whatever the recipe says."""
+    """Return the numbers and words by which the built model and optimizer compute, whatever the recipe says."""
     gpt = next((cell for _, cell in step.network.cells_and_names() if isinstance(cell, GPTModel)), None)
     found = {f"model.{key}": value for key, value in sorted(vars(gpt.config).items()) if _plain(value)} if gpt else {}
     for name in ("beta1", "beta2", "eps"):
@@ -207,5 +211,5 @@ def _effective(step) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is a number, a word, or nothing: what is the same in another process."""
+    """Return whether a value is a number, a word, or nothing: what is the same in another process."""
     return value is None or isinstance(value, (bool, int, float, str))

@@ -61,7 +61,7 @@ class Settings(Section):
 @dataclass(frozen=True)
 class Adam:
     """These are the optimizer's numbers for one step: the learning rate, and `count`, the number of its updates.
-    `momentum` is that of the matrices that Muon updates; Muon leaves the other weights to AdamW.
+    `momentum` is the momentum of the matrices that Muon updates; Muon leaves the other weights to AdamW.
     """
 
     lr: float

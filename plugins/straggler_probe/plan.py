@@ -237,7 +237,7 @@ Series = dict[Own, list[Record]]
 
 
 def _peers(records: Iterable[Record], groups: Mapping[int, Hashable] | None) -> dict[tuple, Series]:
-    """Group, device and work -> the series of each rank, by step."""
+    """Return group, device and work -> the series of each rank, by step."""
     found: dict[tuple, Series] = defaultdict(lambda: defaultdict(list))
     for record in sorted(records, key=lambda record: (record.rank, record.step)):
         group = 0 if groups is None else groups.get(record.rank, ("alone", record.rank))
@@ -266,7 +266,7 @@ KINDS: dict[Kind, Callable[[Record], float | None]] = {"device": _device, "data"
 
 
 def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[SlowRank]:
-    """Steps 1 to 5."""
+    """Do steps 1 to 5 of the test for the ranks of one group, and return its slow ranks."""
     steps = sorted({record.step for rows in series.values() for record in rows})
     row = {step: place for place, step in enumerate(steps)}
     values = np.full((len(steps), len(series)), np.nan)
@@ -344,7 +344,9 @@ def _median(values: np.ndarray) -> float:
 
 
 def _lasts(excess: np.ndarray, alarm: int, limit: float) -> tuple[int, int | None]:
-    """The first and the last slow probe of a series [K] that raised an alarm at probe `alarm`; None: it goes on."""
+    """Return the first and the last slow probe of a series [K] that raised an alarm at probe `alarm`; None: it goes
+    on.
+    """
     begin, end = span(excess, limit, LEVELS[0], alarm)
     return begin, None if np.count_nonzero(~np.isnan(excess[end + 1 :])) < RECOVERED else end
 

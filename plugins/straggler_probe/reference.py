@@ -80,7 +80,7 @@ def _noise(excess) -> float:
 
 
 def _evidence(values, spread, error, floor) -> float:
-    """The mean over the levels of the sum over beginnings of the product of all ratios since then."""
+    """Return the mean over the levels of the sum over beginnings of the product of all ratios since then."""
     total = 0.0
     for level in LEVELS:
         limit = max(level.limit * spread + error, floor)

@@ -136,5 +136,5 @@ class Watch:
 
 
 def _clocks() -> tuple[float, float, float, float]:
-    """Seconds by the wall's clock, of running, of waiting for a core, and of being stopped by a limit."""
+    """Return seconds by the wall's clock, of running, of waiting for a core, and of being stopped by a limit."""
     return time.perf_counter(), *scheduled(), throttled(text_of)

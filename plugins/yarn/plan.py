@@ -107,7 +107,10 @@ def read(settings: Any, model: Mapping[str, Any]) -> Yarn:
     if numbers["factor"] < 1 or numbers["original_max_position_embeddings"] < 1:
         raise RecipeError("factor and original_max_position_embeddings must be at least 1", SCALING)
     if not 0 < numbers["beta_slow"] < numbers["beta_fast"]:
-        wrong = f"{numbers['beta_slow']:g} is not between 0 and beta_fast, {numbers['beta_fast']:g}; usual are 1 and 32"
+        wrong = (
+            f"{numbers['beta_slow']:g} is not between 0 and beta_fast, {numbers['beta_fast']:g}; write a number "
+            "between them, such as 1 for the usual beta_fast of 32"
+        )
         raise RecipeError(wrong, f"{SCALING}.beta_slow")
     return Yarn(
         numbers["factor"],
@@ -122,7 +125,7 @@ def read(settings: Any, model: Mapping[str, Any]) -> Yarn:
 def _number(scaling: Mapping[str, Any], name: str) -> float:
     value = scaling.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        said = "is missing" if value is None else f"{value!r} is not a number that can be"
+        said = "the key is missing" if value is None else f"{value!r} is not a number that can be"
         usual = "0" if name == "mscale_all_dim" else "1" if name == "mscale" else "that of the weights' config.json"
         raise RecipeError(f"{said}; write {usual}", f"{SCALING}.{name}")
     return float(value)

@@ -5,7 +5,7 @@ docs/bug-zoo.md.
 
 The recipes are tests/training/tiny.yaml and sharded*.yaml with one decoder layer (two in a pipeline), for six steps
 with random tokens. Runs that the folder has are not repeated. A fault is caught if there is a finding; it is named
-right if the rung and the module of the finding that is printed first are those that `FAULTS` says. A false alarm is a
+right if the stage and the module of the finding that is printed first are those that `FAULTS` says. A false alarm is a
 finding in a run without a fault.
 """
 
@@ -89,8 +89,8 @@ with one process of the same model, and a resumed run with the run that it conti
 `python -m tests.zoo.run` repeats all of this and writes this page. If the command is given names of faults, it repeats
 only these faults and keeps the recorded results of the others.
 
-A fault counts as caught if the command reports any finding. A fault counts as named if the stage of the comparison (the
-rung) and the module of the first printed finding are those that were written down with the fault.
+A fault counts as caught if the command reports any finding. A fault counts as named if the first printed finding has
+the stage of the comparison and the module that were written down with the fault.
 
 """
 WORKED = """
@@ -118,20 +118,20 @@ HEADING = {
 }
 ABOUT = {
     "public": """Somebody who had read this page, but not the rules of the command, wrote these faults from public
-threads, and wrote down for each fault the rung and the module that the command should name. The faults were committed
+threads, and wrote down for each fault the stage and the module that the command should name. The faults were committed
 before the command had been run on any of them. Seven of the faults leave the first step right, and five are in sharded
 or data-parallel runs.
 
 Two faults (Megatron-Bridge #5840, Modalities #426) were inserted in another way after their first run and after the
 rules had been read. The first insertion overwrote the weights when the training began, so the weights existed too
 early, which is not so with the real faults. The column "first try" holds the result of the second insertion, for the
-rung and the module that had been written down before. After that the rules were changed because of the three faults
+stage and the module that had been written down before. After that the rules were changed because of the three faults
 that were caught but not named: the weights from which a sharded run starts are now read after a first step whose
 learning rate is 0, and norms inside attention now belong to attention.
 """,
     "unseen": """Somebody who had read the rules of the command wrote these faults, and wrote down for each fault the
-rung and the module that the command should name. The faults were committed before the command had been run on any of
-them. Afterwards the rules were changed because of these faults, and the rung `configuration` was accepted as right for
+stage and the module that the command should name. The faults were committed before the command had been run on any of
+them. Afterwards the rules were changed because of these faults, and the stage `configuration` was accepted as right for
 faults in how the model is built. Therefore the last column, which holds the results of today's rules, proves nothing.
 
 The two faults in pp2 were run last. At that time a pipeline without a fault also had a finding, which was the first
@@ -139,10 +139,10 @@ finding of these two faults, too: an auxiliary loss of 0 / 0. This false alarm a
 a stage does not use, and loads that were summed over micro-batches) were removed then.
 """,
     "known": """The author of the command also wrote these faults, and corrected the command by them. When the first ten
-of them were first run, six were caught, but another rung or module was named: a difference by rounding that came before
-the fault, routers' biases under the rung `update`, or a router's loss before the decoder's loss. The rules were then
-corrected. One fault (torchtitan #4054) was first inserted into a class that the mini does not use, so it changed
-nothing. Some faults belong to no module; for these faults only the rung was judged.
+of them were first run, six were caught, but another stage or module was named: a difference by rounding that came
+before the fault, routers' biases under the stage `update`, or a router's loss before the decoder's loss. The rules were
+then corrected. One fault (torchtitan #4054) was first inserted into a class that the mini does not use, so it changed
+nothing. Some faults belong to no module; for these faults only the stage was judged.
 """,
 }
 LAYOUTS_TOLD = (
@@ -245,15 +245,16 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         now += [row["word"] for row in rows.values()]
         if words:
             rates.append(
-                f"* Of {len(words)} {heading.removeprefix('## ').lower()}: "
-                f"{len(words) - words.count('missed')} caught, {words.count('right')} named at the first try."
+                f"* Of {len(words)} {heading.removeprefix('## ').lower()}, "
+                f"{len(words) - words.count('missed')} were caught, and {words.count('right')} were named at the first "
+                "try."
             )
         tables += [heading, "", ABOUT[batch], *_table(rows, bool(words)), ""]
     lines = [
         *rates,
-        f"* Of all {len(now)} faults, with today's rules: {len(now) - now.count('missed')} caught, "
-        f"{now.count('right')} named.",
-        f"* Of {len(clean)} runs without a fault {alarms} had a finding.",
+        f"* Of all {len(now)} faults, with today's rules, {len(now) - now.count('missed')} were caught, "
+        f"and {now.count('right')} were named.",
+        f"* Of {len(clean)} runs without a fault, {alarms} had a finding.",
         "",
         LAYOUTS_TOLD,
     ]

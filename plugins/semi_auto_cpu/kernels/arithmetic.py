@@ -138,7 +138,7 @@ def RotaryPositionEmbeddingGrad(
 
 
 def _rotated(name: str, x: np.ndarray, mode: int) -> np.ndarray:
-    """A quarter turn in each plane: (a, b) becomes (-b, a)."""
+    """Return x after a quarter turn in each plane: (a, b) becomes (-b, a)."""
     if mode == 0:
         a, b = np.split(x, 2, -1)
         return np.concatenate([-b, a], -1)
@@ -148,7 +148,7 @@ def _rotated(name: str, x: np.ndarray, mode: int) -> np.ndarray:
 
 
 def _summed(gradient: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """Over the dimensions that were broadcast."""
+    """Return the sum over the dimensions that were broadcast."""
     axes = tuple(axis for axis in range(gradient.ndim) if owner.shape[axis] == 1 != gradient.shape[axis])
     return gradient.sum(axes, keepdims=True)
 

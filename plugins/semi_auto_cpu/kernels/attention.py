@@ -289,7 +289,7 @@ def _parts(call: Call) -> list[_Part]:
 
 
 def _band(call: Call, part: _Part) -> tuple[int, int]:
-    """(lower, upper): query i of a part may see keys i + lower to i + upper."""
+    """Return (lower, upper): query i of a part may see keys i + lower to i + upper."""
     everything = (-part.rows, part.columns)
     shift = part.columns - part.rows  # of the last query's own place
     if call.sparse == 0:
@@ -304,7 +304,7 @@ def _band(call: Call, part: _Part) -> tuple[int, int]:
 
 
 def _outside(first: int, last: int, start: int, stop: int, lower: int, upper: int) -> np.ndarray | None:
-    """[1, rows, columns]: where a key lies outside the band; None if none does."""
+    """Return [1, rows, columns]: where a key lies outside the band; None if none does."""
     if start - first >= lower + (last - 1 - first) and stop - 1 - first <= upper:
         return None
     distance = np.arange(start, stop) - np.arange(first, last)[:, None]
@@ -409,7 +409,7 @@ def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | No
 
 
 def _scores(q: np.ndarray, k: np.ndarray, block: Block) -> np.ndarray:
-    """[heads, rows, columns]; hidden ones at the least number."""
+    """Return [heads, rows, columns]; hidden ones at the least number."""
     scores = with_keys(q, k)
     if block.hidden is not None:
         np.copyto(scores, _HIDDEN, where=block.hidden)

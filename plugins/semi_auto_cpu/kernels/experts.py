@@ -184,7 +184,7 @@ def MoeTokenUnpermuteGrad(
 
 
 def _copies(permuted: np.ndarray, sorted_indices: np.ndarray, topk: int) -> np.ndarray:
-    """[tokens, topk, hidden]; zeros for dropped copies."""
+    """Return [tokens, topk, hidden]; zeros for dropped copies."""
     kept = sorted_indices < len(permuted)
     if kept.all():
         copies = permuted[sorted_indices]

@@ -37,7 +37,7 @@ def add_rows(target: np.ndarray, index: np.ndarray, rows: np.ndarray) -> None:
 
 
 def _within(name: str, index: np.ndarray, size: int) -> np.ndarray:
-    """The index, when it stays inside: NumPy would count a negative one from the end."""
+    """Return the index if it lies inside the dimension; NumPy would count a negative index from the end."""
     if index.size and not (index.min() >= 0 and index.max() < size):
         raise ValueError(
             f"{name}: the indices range from {index.min()} to {index.max()}, but the dimension has only the indices "
@@ -174,7 +174,7 @@ MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axi
 def _cut(
     name: str, begin: tuple[int, ...], end: tuple[int, ...], strides: tuple[int, ...], masks: tuple[int, ...]
 ) -> tuple[slice | int, ...]:
-    """An index; `masks` are those of `MASKS`: bits by dimension."""
+    """Return an index; `masks` are those of `MASKS`: bits by dimension."""
     from_start, to_end, ellipsis, new_axis, shrink = (*masks, 0, 0, 0, 0, 0)[:5]
     if ellipsis or new_axis:
         raise NotImplementedError(
@@ -189,7 +189,7 @@ def _cut(
 
 
 def _order(x: np.ndarray, dim: int, descending: bool) -> np.ndarray:
-    """Indices of the sorted elements; a NaN counts as the largest, as NumPy and PyTorch have it."""
+    """Return indices of the sorted elements; a NaN counts as the largest, as NumPy and PyTorch have it."""
     if not descending:
         return np.argsort(x, axis=dim, kind="stable")
     # backwards twice, because the negative of an unsigned number or of the least integer is none

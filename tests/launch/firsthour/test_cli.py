@@ -78,7 +78,7 @@ def test_the_same_command_keeps_what_was_found(hour):
     first, again = (read_bundle(folder / name) for name in ("b.zip", "again.zip"))
     assert first.texts == again.texts and CLUSTER in again.texts and MEMORY in again.texts
     refused = run(MINI, *words, "--out", folder / "other.zip")
-    assert "holds a ladder with recipe" in str(refused.exception)
+    assert "the results in this folder are of recipe" in str(refused.exception)
     kept = run(R438, *words, "--out", folder / "b.zip")
     assert "the file exists" in str(kept.exception)
 
@@ -123,7 +123,7 @@ def test_a_simulated_bundle_is_not_claimed_and_a_measured_one_is(hour, tmp_path)
     assert "mindspore" in first.status[0]["how"]
     after = card.read_text().splitlines()
     assert [line for line in after if line in before.splitlines()] == before.splitlines()
-    assert "has this claim already" in str(run("card", tmp_path / "m.zip", recipe).exception)
+    assert "already has this claim" in str(run("card", tmp_path / "m.zip", recipe).exception)
 
 
 def test_memory_takes_the_measured_terms(hour):

@@ -90,7 +90,7 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(monkeypatch):
     monkeypatch.setattr(rungs, "argv", lambda words: [sys.executable, "-c", f"{script} time.sleep(99)"])
     monkeypatch.setattr(rungs, "GRACE", 0.1)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    with pytest.raises(ClusterError, match="not finished within 2 s"):
+    with pytest.raises(ClusterError, match="did not finish within 2 s"):
         rungs.ask(["doctor"], 2)
     time.sleep(0.1)
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
@@ -101,8 +101,8 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(monkeypatch):
     ("script", "words"),
     [
         ("import sys; print('tc3: no such recipe', file=sys.stderr); sys.exit(2)", "exit code 2: tc3: no such recipe"),
-        ("print('{\"a\": ')", "its output is not JSON"),
-        ("pass", "its output holds no JSON: no message"),
+        ("print('{\"a\": ')", "` is not JSON"),
+        ("pass", "` holds no JSON: no message"),
     ],
 )
 def test_a_command_that_fails_says_why(monkeypatch, script, words):

@@ -182,8 +182,11 @@ def test_memory_that_the_runs_do_not_tell_apart_is_not_fitted():
             "slow lnk: no such defect (did you mean 'slow link'?)",
         ),
         ({"defects": [{"what": "clock", "node": "node001"}]}, "defects[0].seconds: the key is missing"),
-        ({"defects": [{"what": "huge pages", "node": "node999"}]}, "'node999' is not one of node000 to node063"),
-        ({"defects": ["clock"]}, "defects[0]: a defect is a mapping"),
+        (
+            {"defects": [{"what": "huge pages", "node": "node999"}]},
+            "there is no node 'node999'; the nodes are node000 to node063",
+        ),
+        ({"defects": ["clock"]}, "defects[0]: this is not a defect; write a mapping"),
     ],
 )
 def test_a_wrong_cluster_is_refused_by_its_key(tmp_path, change, words):

@@ -62,7 +62,7 @@ def test_slices_of_ranks_are_put_together(recipe, ours, tmp_path):
 
 def test_what_is_missing_is_named(recipe, ours, tmp_path):
     save_file({"output_layer.weight": ours["output_layer.weight"]}, tmp_path / "model-0000000-0000001.safetensors")
-    with pytest.raises(CheckpointError, match=r"holds no decoder\.final_layernorm\.weight"):
+    with pytest.raises(CheckpointError, match=r"the weight decoder\.final_layernorm\.weight of the recipe"):
         reader(tmp_path, recipe)("decoder.final_layernorm.weight")
 
 

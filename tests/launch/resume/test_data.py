@@ -74,7 +74,7 @@ def test_other_loaders_have_no_corpora():
 
 def test_a_missing_file_is_said_and_stops_nothing(tmp_path, capsys):
     data_digest.keep_digests(recipe_of("nowhere"), tmp_path)
-    assert "nowhere.idx: cannot be read (No such file" in capsys.readouterr().err
+    assert "nowhere.idx: this file cannot be read (No such file" in capsys.readouterr().err
     assert not (tmp_path / "data.json").exists()
 
 

@@ -205,7 +205,7 @@ REFUSALS = {
         ["mini/toy.yaml", "--set", "train_dataset.data_loader.config.data_path.1=./corpse"],
         "./corpse.bin and ./corpse.idx cannot be found (did you mean 'corpus'?); make the dataset with: tc3 data",
     ),
-    "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
+    "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: there is no such folder"),
     "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
     "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun needs a port from 1024"),
     "a file for a folder": (
@@ -236,7 +236,7 @@ REFUSALS = {
         ["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"],
         "it must be a whole number from 1 to 1,000,000",
     ),
-    "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs the keys that it sets"),
+    "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps cannot work, because the recipe lacks a key"),
 }
 
 
@@ -304,11 +304,11 @@ def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):
         assert code == 2 and "in use" in err and not runs
     train("mini/toy.yaml")
     code, _, err = train("mini/toy.yaml")
-    assert code == 2 and "holds a run already, which has saved nothing to go on from; start over" in err
+    assert code == 2 and "already holds a run, which has saved no checkpoint; start over" in err
     runs.saves = True
     assert train("mini/toy.yaml", "--force")[0] == 0
     code, _, err = train("mini/toy.yaml")
-    assert code == 2 and "holds a run already; go on with --resume auto, start over with --force" in err
+    assert code == 2 and "already holds a run; go on with --resume auto, start over with --force" in err
     assert len(runs) == 2
 
 

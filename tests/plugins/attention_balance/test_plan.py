@@ -85,7 +85,7 @@ def test_what_comes_after_a_step_does_not_change_it(costs):
 
 def test_a_step_behind_the_end_is_named(costs):
     with pytest.raises(
-        DataError, match=r"steps 16 to 16 are asked for, but the dataset of 197 samples has only 16 steps"
+        DataError, match=r"steps 16 to 16 were requested, but the dataset of 197 samples has only 16 steps"
     ):
         step_plan(costs, 16, LAYOUTS[0])
 

@@ -95,7 +95,7 @@ def test_an_index_of_another_corpus_is_refused():
 
 
 def test_a_corpus_below_one_sample_is_refused():
-    with pytest.raises(DataError, match="8 tokens, which is too short"):
+    with pytest.raises(DataError, match="only 8 tokens, but one sample needs 9"):
         build_gpt_index(np.array([8], np.int32), 8, None, 1)
 
 

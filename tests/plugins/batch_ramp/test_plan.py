@@ -111,8 +111,11 @@ def test_how_layouts_divide_a_step():
 @pytest.mark.parametrize(
     ("schedules", "words"),
     [
-        ({}, "which the recipe has not; write steps"),
-        ({"lr_schedule": {"type": "ConstantWarmUpLR"}, "grouped_lr_schedule": {"default": {}}}, "by groups of weights"),
+        ({}, "which this recipe lacks; write steps"),
+        (
+            {"lr_schedule": {"type": "ConstantWarmUpLR"}, "grouped_lr_schedule": {"default": {}}},
+            "for groups of weights",
+        ),
         ({"lr_schedule": {"type": "ConstantWarmUpLR"}}, ""),
     ],
 )
@@ -135,7 +138,7 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
         ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
         ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device has one shape"),
         ([[2, 4]], {"runner_config": {**RECIPE["runner_config"], "epochs": 2}}, "a second epoch has no stages"),
-        ([[2, 4]], {"context": {"mode": 1}}, "is for graph mode"),
+        ([[2, 4]], {"context": {"mode": 1}}, "works only in graph mode"),
         ([[2, 8]], {**SHARDED, "context": {"mode": 0}}, "MindFormers' default lets only some ranks read data"),
         ([[2, 4]], {"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, "this recipe has 'HFDataLoader'"),
         ([[2, 4]], {"plugins": {"attention_balance": {}}}, "moves samples within a window"),

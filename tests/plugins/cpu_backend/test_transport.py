@@ -274,7 +274,8 @@ def test_wrong_row_count_names_the_rank_and_both_counts():
         other.start()
         with pytest.raises(
             ClusterError,
-            match="rank 0, exchange with tag 9: the numbers of rows are wrong: rank 1 sent 3 rows where 4 were planned",
+            match="rank 0, exchange with tag 9: other ranks sent wrong numbers of rows: "
+            "rank 1 sent 3 rows where 4 were planned",
         ):
             mesh[0].all_to_all_v([0, 1], 9, parts, rows=[3, 4])
         other.join(20)

@@ -76,8 +76,8 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slots": [[0, 1, 2, 2], [3, 2, 1, 0]]}, "do not form a placement"),
-        ({"slots": [[0, 1, 2, 3]]}, "do not form a placement"),
+        ({"slots": [[0, 1, 2, 2], [3, 2, 1, 0]]}, "the slots are not a placement"),
+        ({"slots": [[0, 1, 2, 3]]}, "the slots are not a placement"),
         ({"copies": [[2, -1]]}, "copies of shape"),
         ({"copies": [[2], [2]]}, "copies of shape"),
         ({"copies": [[2, -1], [4, -1]]}, "0 to 3"),

@@ -75,7 +75,7 @@ def test_more_tokens_than_can_be_sorted_are_refused_when_the_model_is_built(enab
     [
         ({"moe_token_dispatcher_type": "alltoall_deredundency"}, {"mode": "global"}, "sets this key itself"),
         ({"n_routed_experts": 18}, {"mode": "global"}, "does not divide the 18"),
-        ({}, {"mode": "auto"}, "auto is not resolved: `tc3 recipe show`"),
+        ({}, {"mode": "auto"}, "auto has not been replaced by a value yet"),
         (
             {"target": "Ascend", "architectures": ["DeepseekV3ForCausalLM"]},
             {"mode": "global"},
@@ -93,5 +93,5 @@ def test_overlap_needs_a_dispatch_and_resolved_chunks():
     alone.plugins = {"ep_overlap": {"chunks": [1, 2]}}
     with pytest.raises(RecipeError, match=r"switch on plugins.hierarchical_ep, too"):
         overlap.enable(alone, {"chunks": [1, 2]})
-    with pytest.raises(RecipeError, match=r"auto is not resolved: `tc3 recipe show`"):
+    with pytest.raises(RecipeError, match=r"auto has not been replaced by a value yet"):
         overlap.enable(config(), {"chunks": "auto"})

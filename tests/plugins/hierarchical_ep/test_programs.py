@@ -122,7 +122,9 @@ def test_every_missing_call_is_found():
 
 def test_a_call_too_few_of_the_same_kind_is_found():
     call = Call("all_gather", (0, 1))
-    with pytest.raises(ClusterError, match=r"rank 0, call 1 .*no call of rank 1 meets this call; rank 1 makes 1 calls"):
+    with pytest.raises(
+        ClusterError, match=r"rank 0, call 1 .*no call of rank 1 matches this call; rank 1 makes 1 calls"
+    ):
         check_programs([[call, call], [call]])
 
 
@@ -189,7 +191,8 @@ def test_members_who_do_not_agree_on_the_group_are_found():
     with pytest.raises(ClusterError, match=r"different ranks from 0 to 1"):
         check_programs([[Call("all_gather", (0, 7))], []])
     with pytest.raises(
-        ClusterError, match=r"meets a call of another kind, or with another tag: rank 1, call 0 \(reduce_scatter"
+        ClusterError,
+        match=r"is matched with a call of another kind, or with another tag: rank 1, call 0 \(reduce_scatter",
     ):
         check_programs([[Call("all_gather", (0, 1))], [Call("reduce_scatter", (0, 1))]])
 

@@ -24,8 +24,8 @@ MINI = "recipes/mini/pretrain.yaml"
         ({"sinkhorn_iterations": 0}, {}, r"sinkhorn_iterations: 0 is not allowed; write a number from 1 to 100"),
         ({"initial_scale": -1}, {}, r"initial_scale: -1 is not allowed"),
         ({}, {"context": {"mode": 1}}, r"context\.mode"),
-        ({}, {"optimizer": {"type": "Muon"}}, r"optimizer\.type: Muon does not know the weights"),
-        ({}, {"model": {"model_config": {"apply_residual_connection_post_layernorm": True}}}, r"streams, not their"),
+        ({}, {"optimizer": {"type": "Muon"}}, r"optimizer\.type: Muon cannot train the weights"),
+        ({}, {"model": {"model_config": {"apply_residual_connection_post_layernorm": True}}}, r"streams, not to"),
     ],
 )  # fmt: skip
 def test_what_is_refused_in_one_line(settings, change, says):

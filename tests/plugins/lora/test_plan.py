@@ -35,7 +35,10 @@ def test_layers_of_attention(fields, names):
 def test_an_mlp_without_experts_may_have_adapters():
     every = Settings.read({"targets": "mlp.*"})
     assert chosen(every, layers_of(GROUPED)) == chosen(every, layers_of(LATENT)) == ["mlp.linear_fc1", "mlp.linear_fc2"]
-    with pytest.raises(RecipeError, match=r"targets: 'mlp\.\*' names no linear layer .* there are self_attention"):
+    with pytest.raises(
+        RecipeError,
+        match=r"targets: 'mlp\.\*' names no linear layer .* the layers that can have one are self_attention",
+    ):
         chosen(every, layers_of(LATENT | {"first_k_dense_replace": 0}))
 
 
@@ -55,9 +58,9 @@ def test_an_mlp_without_experts_may_have_adapters():
         (
             {},
             {"optimizer": {"type": "Muon"}},
-            r"optimizer\.type: plugins\.lora is for AdamW, not for",
+            r"optimizer\.type: plugins\.lora works only with AdamW, not with",
         ),
-        ({}, {"context": {"mode": 1}}, r"context\.mode: plugins\.lora is for graph mode"),
+        ({}, {"context": {"mode": 1}}, r"context\.mode: plugins\.lora works only in graph mode"),
         ({}, {"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, r"model_config\.pet_config: MindFor"),
         ({}, {"plugins": {"expert_balance": {"every": 5}}}, r"plugins\.expert_balance: .*moves experts with their mo"),
         ({}, {"plugins": {"grouped_gradient": {}}}, r"plugins\.grouped_gradient: .*gradients of experts' weights"),

@@ -45,9 +45,13 @@ def test_the_end_is_the_token_at_which_the_dataset_resets_its_mask():
 @pytest.mark.parametrize(
     ("change", "layers", "words"),
     [
-        ({"type": "HFDataLoader"}, 1, "samples of BlendedMegatronDatasetDataLoader, not of 'HFDataLoader'"),
+        (
+            {"type": "HFDataLoader"},
+            1,
+            "samples of BlendedMegatronDatasetDataLoader, but this recipe has 'HFDataLoader'",
+        ),
         ({}, 0, "the model has none; leave the plugin out"),
-        ({"config": {"reset_attention_mask": False}}, 1, "attention does not keep documents apart"),
+        ({"config": {"reset_attention_mask": False}}, 1, "attention crosses the ends of documents"),
         ({"config": {"eod": None}}, 1, r"config\.eod: None is not a token id"),
     ],
 )

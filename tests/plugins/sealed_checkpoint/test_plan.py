@@ -60,11 +60,13 @@ def test_what_cannot_be_read_is_named(checkpoint, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(plan, "checksum", refused)
-    with pytest.raises(CheckpointError, match=r"0000000-0000002.safetensors: cannot be read \(Permission denied\)"):
+    with pytest.raises(
+        CheckpointError, match=r"0000000-0000002.safetensors: this path cannot be read \(Permission denied\)"
+    ):
         plan.fault(checkpoint)
     plan.seal_file(checkpoint, 0).unlink()
     plan.seal_file(checkpoint, 0).mkdir()
-    with pytest.raises(CheckpointError, match=r"seal_rank_0.json: cannot be read \(Is a directory\)"):
+    with pytest.raises(CheckpointError, match=r"seal_rank_0.json: this path cannot be read \(Is a directory\)"):
         plan.fault(checkpoint)
 
 

@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_written_is_named(compiler, tmp_path, monkeypatch
     compiler()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ClusterError, match=r"cannot be kept in .*set XDG_CACHE_HOME"):
+    with pytest.raises(ClusterError, match=r"cannot be stored in .*set XDG_CACHE_HOME"):
         build.ensure()
 
 

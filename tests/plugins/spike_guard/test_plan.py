@@ -167,7 +167,7 @@ LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
             {"train_dataset": {"data_loader": {**LOADER, "shuffle": True}}},
             r"data_loader\.shuffle: if the data is shuffled, plugins\.spike_guard cannot tell which samples",
         ),
-        ({"context": {"mode": 1}}, r"context\.mode: .* is for graph mode"),
+        ({"context": {"mode": 1}}, r"context\.mode: .* works only in graph mode"),
         ({"runner_config": {"epochs": 2}}, r"runner_config\.epochs: .* the second epoch"),
         ({"runner_config": {"sink_size": 4}}, r"runner_config\.sink_size"),
         (

@@ -48,7 +48,11 @@ def test_the_public_36b_is_read():
         ({}, {"rope_scaling": PUBLIC | {"rope_type": "rope"}}, r"rope_scaling\.rope_type: 'rope' is not YaRN"),
         ({}, {"rope_scaling": PUBLIC | {"factor": "4"}}, r"rope_scaling\.factor: '4' is not a number"),
         ({}, {"rope_scaling": PUBLIC | {"factor": 0.5}}, r"rope_scaling: factor and original_max_position"),
-        ({}, {"rope_scaling": {"rope_type": "yarn"}}, r"rope_scaling\.factor: is missing; write that of the weights"),
+        (
+            {},
+            {"rope_scaling": {"rope_type": "yarn"}},
+            r"rope_scaling\.factor: the key is missing; write that of the weights",
+        ),
         ({}, {"rope_scaling": PUBLIC | {"mscale_all_dim": 1}}, r"rope_scaling\.mscale_all_dim: 1 has no effect"),
         ({}, {"rope_scaling": PUBLIC | {"beta_slow": 32}}, r"rope_scaling\.beta_slow: 32 is not between 0 and beta"),
     ],

@@ -103,7 +103,7 @@ def test_every_member_has_its_own_place(data, devices):
 
 
 def test_impossible_groups_are_refused():
-    with pytest.raises(ClusterError, match="rank 4 is not one of 4 devices"):
+    with pytest.raises(ClusterError, match="rank 4 does not exist; the ranks of 4 devices"):
         VirtualCluster(4, 4)
     cluster = VirtualCluster(4, 0)
     with pytest.raises(ClusterError, match=r"names ranks \[4\]"):
