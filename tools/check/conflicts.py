@@ -144,11 +144,18 @@ def _positions(view: View, built: Built, found: Findings) -> None:
     if isinstance(scaling, dict):
         _rope_scaling(scaling, fields, found)
     kind, factor = fields.get("position_embedding_type"), fields.get("rotary_scaling_factor")
-    if kind == "yarn" and "qk_pos_emb_head_dim" not in fields and view.get(_YARN) in (None, False):
+    latent = fields.get("multi_latent_attention")
+    if kind == "yarn" and not latent and view.get(_YARN) in (None, False):
         wrong = "the training graph's YaRN reads qk_pos_emb_head_dim, which only multi-latent attention has"
         right = f"{yarn.KEY}: {{attention_factor: {' or '.join(yarn.RATES)}}}, which builds it for grouped queries"
+        if (
+            "qk_pos_emb_head_dim" in fields
+        ):  # of a mixture of experts: its type's default, with which the run would train
+            turned, head = built.number("qk_pos_emb_head_dim"), built.number("kv_channels")
+            wrong += f": it would turn {turned} of the {head} numbers of a head"
+            right = "position_embedding_type: rope; no plugin builds YaRN for grouped queries in a mixture of experts"
         found.error(_m("position_embedding_type"), wrong, right, rule="yarn_mla")
-    if "qk_pos_emb_head_dim" not in fields or not isinstance(factor, (int, float)):
+    if not latent or not isinstance(factor, (int, float)):
         return
     seq, trained = built.number("seq_length"), built.number("max_position_embeddings")
     if kind == "rope" and factor != 1:

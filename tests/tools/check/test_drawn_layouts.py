@@ -159,6 +159,7 @@ def test_what_check_passes_is_predicted_and_has_sound_minis(named):
 
 
 GROUPED = [((*MODEL, "multi_latent_attention"), False)]  # the sizes of latent attention stay in the configuration
+YARN = [((*MODEL, "position_embedding_type"), "yarn"), ((*MODEL, "rotary_scaling_factor"), 2)]
 SMART = {"pipeline_interleave": True, "pipeline_scheduler": "seqsmartvpp"}
 THREE_STAGES = [((*PARALLEL, "pipeline_stage"), 3), ((*MODEL, "pp_interleave_num"), 2)]
 THREE_STAGES.append(((*MODEL, "offset"), [[2, 1, 1], [0, 0, 0]]))
@@ -170,6 +171,11 @@ THREE_STAGES.append(((*MODEL, "offset"), [[2, 1, 1], [0, 0, 0]]))
         ([*THREE_STAGES, (("parallel", "pipeline_config"), SMART)], "pipeline_scheduler", "even number of stages, not"),
         ([*GROUPED, ((*MODEL, "num_key_value_heads"), 1)], "model_parallel", "1 key-value heads"),
         ([*GROUPED, ((*MODEL, "num_key_value_heads"), 3)], "num_key_value_heads", "3 do not divide 4"),
+        (
+            [*GROUPED, ((*MODEL, "head_dim"), 48), *YARN],
+            "position_embedding_type",
+            "turn 16 of the 48 numbers of a head",
+        ),
     ],
 )
 def test_what_such_layouts_showed_is_refused_by_its_key(changes, key, words):
