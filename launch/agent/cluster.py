@@ -53,7 +53,7 @@ class Allocation:
     made_by: Sequence[str] = field(default=())
 
     def __post_init__(self) -> None:
-        """Refuse workers that are no whole nodes.
+        """Refuse a number of workers that does not fill whole nodes.
 
         Raises:
             ClusterError: they are none.
@@ -119,13 +119,13 @@ def _head(job: Allocation) -> list[str]:
         "#SBATCH --no-kill",
         "# Before the time limit, and before a preemption if the site sends it (PreemptParameters=send_user_signal),",
         f"# each agent gets SIGTERM and has {NOTICE} s to save and leave. proctrack/cgroup and proctrack/pgid",
-        "# send it to the agents alone, as it has to be; proctrack/linuxproc would send it to the workers, too.",
+        "# send it only to the agents, as it has to be; proctrack/linuxproc would send it to the workers, too.",
         f"#SBATCH --signal=TERM@{NOTICE}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         "#SBATCH --output=%x-%j.out",
         "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, REQUEUES (how often it is queued again).",
-        "# Exit code: 0 trained, 1 given up, 2 something to mend first, 130 or 143 interrupted.",
+        "# Exit code: 0 trained, 1 given up, 2 the user has to correct something, 130 or 143 interrupted.",
         "# shellcheck disable=SC2016 # words are taken as they stand",
         "set -euo pipefail",
         "",

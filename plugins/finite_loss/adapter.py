@@ -93,7 +93,7 @@ def _watching(monitor: Any, watch, end):
 
         def on_train_step_end(self, run_context):
             """Log the step as MindFormers does, then judge whether its values are finite."""
-            self.parts = self.logged = None  # steps that are not printed show their sum alone
+            self.parts = self.logged = None  # steps that are not printed show only their sum
             super().on_train_step_end(run_context)
             params = run_context.original_args()
             loss, overflow, scale, _, norm = callback._get_loss_output(params.net_outputs)
