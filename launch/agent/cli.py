@@ -197,7 +197,7 @@ def agent(**given: Any) -> None:
 
     The agents meet in the run's folder, start the workers together, and start them again when a node or a worker fails.
 
-    Exit code: 0 trained, 1 given up, 2 something to mend first, 130/143 interrupted.
+    Exit code: 0 trained, 1 given up, 2 the user has to correct something first, 130/143 interrupted.
     """
     asked = SimpleNamespace(**given)
     going_on, otherwise = resumed(asked.resume)

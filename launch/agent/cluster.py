@@ -53,7 +53,7 @@ class Allocation:
     made_by: Sequence[str] = field(default=())
 
     def __post_init__(self) -> None:
-        """Refuse workers that are no whole nodes.
+        """Refuse a number of workers that does not fill whole nodes.
 
         Raises:
             ClusterError: they are none.
@@ -125,7 +125,7 @@ def _head(job: Allocation) -> list[str]:
         "#SBATCH --open-mode=append",
         "#SBATCH --output=%x-%j.out",
         "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, REQUEUES (how often it is queued again).",
-        "# Exit code: 0 trained, 1 given up, 2 something to mend first, 130 or 143 interrupted.",
+        "# Exit code: 0 trained, 1 given up, 2 the user has to correct something, 130 or 143 interrupted.",
         "# shellcheck disable=SC2016 # words are taken as they stand",
         "set -euo pipefail",
         "",

@@ -176,7 +176,7 @@ def _holding_up(known: dict[str, End]) -> Began:
         return Began(f"{end.host} was behind all others: {_where(end)}", end.host, end, "hang")
     why = f"nothing moved: {_where(known[last[0]])}"
     if len(known) > 1:
-        why += ", and no host is behind all others, so nobody can tell which one held them up"
+        why += ", and no host is behind all others, so it is not known which host held them up"
     return Began(why, cause="hang")
 
 

@@ -54,7 +54,10 @@ def _at(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
     view, workers = View(recipe), hosts * slots
     copy = view.tp * view.pp * view.cp
     if workers % copy:
-        return f"{workers} workers are no whole number of copies of the model, which has {copy} workers (tp x pp x cp)"
+        return (
+            f"{workers} workers do not hold a whole number of copies of the model, which needs {copy} workers (tp x pp "
+            "x cp)"
+        )
     dp = workers // copy
     if dp * view.tp % view.ep:
         return f"{dotted(_DP)} {dp} x tp {view.tp} holds no whole expert group of {view.ep}"

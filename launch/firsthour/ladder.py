@@ -48,7 +48,7 @@ class Rung:
 LADDER: tuple[Rung, ...] = (
     Rung(
         "hosts", 0.04, (), True, "Is every node fit to train?",
-        "no check of tc3 doctor fails on any node", "what tc3 doctor names for the check",
+        "no check of tc3 doctor fails on any node", "do what tc3 doctor says for the check",
     ),
     Rung(
         "versions", 0.01, (), True, "Do software, drivers, clocks, disks and ports agree on all nodes?",
@@ -64,7 +64,7 @@ LADDER: tuple[Rung, ...] = (
         "start without the named node; look at its links",
     ),
     Rung(
-        "operators", 0.10, (), True, "Does every device compute right, twice the same?",
+        "operators", 0.10, (), True, "Does every device compute correct results, and the same ones twice?",
         "every result is within the report's Table 2, repeated to the same bits, and equal on all devices",
         "take the named device out; compare CANN and firmware with the others",
     ),

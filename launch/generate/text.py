@@ -17,7 +17,7 @@ from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, look
 
 FILE = "tokenizer.json"  # of a fast tokenizer, in its folder
-HALF = "\ufffd"  # what decoders write for bytes that are no whole character
+HALF = "\ufffd"  # what decoders write for bytes that do not form a complete character
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tools.files.atomic import whole_digest
 from tools.recipe.load import Recipe
 from tools.schema.versions import installed
 
-# of the recipe: folders of this run, and what is read only by callbacks between steps
+# of the recipe: folders of this run, and what only callbacks between steps read
 NOT_IN_THE_GRAPH = (
     "output_dir",
     "checkpoint.save_path",

@@ -146,8 +146,8 @@ class Asked:
 def train(**given: Any) -> None:
     """Train RECIPE under msrun, and watch its workers until the end.
 
-    Exit code: 0 trained (or complete already), 1 failed, or stopped at a non-finite loss, 2 something to mend first,
-    130/143 interrupted.
+    Exit code: 0 trained (or complete already), 1 failed, or stopped at a non-finite loss, 2 the user has to correct
+    something first, 130/143 interrupted.
     """
     asked = Asked(**given)
     asked.refuse_conflicts()

@@ -188,7 +188,9 @@ class ExpertBalance(ExpertMigrateCallback):
         append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes, told))
 
     def _remember(self):
-        """Rank 0 reads the records of the steps before, as a file may be only its own; all ranks see the same."""
+        """Let rank 0 read the records of the steps before, because only rank 0 may have the file; all ranks get the
+        same records.
+        """
         form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
         missing, copies = "", self.held[None][:0]
         if not self.ranks.rank:

@@ -4,7 +4,7 @@ A copy has no state. In the forward pass `Fetch` fills a worker's spare slots wi
 and `choose` deals the tokens of an expert to its slots. In the backward pass a copy's gradient travels to its home and
 is added there, once, to the home's own; the home's gradient is then that of all tokens, as if there were no copy. So
 the optimizer, the global norm, checkpoints and `tc3 experts restore-order` know homes only: there is nothing to merge.
-Losses are those without copies but for the order in which a gradient's rows are added up.
+Losses differ from those without copies only by the order in which a gradient's rows are added up.
 
 Which copies there are is known to each process (`take_copies`) and not to the graph, whose operators are host
 functions: they change without a compile, and a cached graph can be loaded. After a resume the callback takes them from

@@ -32,8 +32,8 @@ def near_enough(each: int) -> float:
     """Return the share by which a device with `each` experts may stay above the best possible load. Smaller gains are
     not worth a move, because they are lost when loads change.
 
-    A swap has `each` squared pairs to choose from, so that a single one can close a gap of that order; smaller gaps
-    take many. The factor is from the drifting loads of benchmarks/expert_balance_plan.py.
+    A swap has `each` squared pairs to choose from, so a single swap can close a gap of that order; smaller gaps take
+    many. The factor is from the drifting loads of benchmarks/expert_balance_plan.py.
     """
     return min(NEAR, 0.6 / each**2)
 

@@ -153,7 +153,8 @@ class HeldOutLoss(Callback):
         """Return the mean language-model loss over the tokens of each corpus's batches; it is the same on every rank.
 
         The forward pass of training counts the experts' load, and a whole step more; these are put back. What a pass
-        leaves alone, such as where experts live, is not written; weights that plugins.lora freezes are not even read.
+        does not change, such as where experts live, is not written; weights that plugins.lora freezes are not even
+        read.
         """
         switched = isinstance(step, SwitchedStep)
         kept = [param for param in step.network.get_parameters() if not (param.requires_grad or param.name in frozen)]

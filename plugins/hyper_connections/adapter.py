@@ -5,8 +5,9 @@ Layers enter through MindFormers' own hook, the module of a layer's ModuleSpec. 
 stages, the streams are one tensor [S, B, n h], stream after stream. The first layer makes it from the embedding, and
 the last one takes the mean, so that embedding, last norm, head and MTP layer are MindFormers'.
 
-What is computed only for one token (gates, Sinkhorn, sums over streams) runs on each device for its own tokens, in
-`Morph` as MindFormers' linear layers do; with sequence or context parallelism, tokens are split over these ranks, too.
+What is computed for each token by itself (gates, Sinkhorn, sums over streams) runs on each device for its own tokens,
+in `Morph` as MindFormers' linear layers do; with sequence or context parallelism, tokens are split over these ranks,
+too.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Fusion(Section):
     CHANGE = ("numbers", "fuses other operators into one kernel, which rounds once where they rounded one by one")
 
     level: str = setting(MISSING, "what is fused: see below", choices=LEVELS, bare=(False, "off"))
-    disable: tuple[str, ...] = setting((), "operators that are left alone", parse=_operators)
+    disable: tuple[str, ...] = setting((), "operators that are not fused", parse=_operators)
 
     def agree(self) -> None:
         """Raise RecipeError for operators that this level does not fuse."""

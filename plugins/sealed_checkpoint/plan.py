@@ -260,8 +260,8 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
     """Return in a few words why `folder` is not a complete checkpoint; None when it is complete.
 
     Args:
-        share: (worker, number of workers) where each reads a part, all of them the whole.
-        checksums: read every file; without, only their sizes are compared.
+        share: (worker, number of workers) where each reads a part, all of them the whole. checksums: read every file;
+        otherwise only the sizes are compared.
 
     Raises:
         CheckpointError: a file is there and cannot be read.

@@ -182,7 +182,7 @@ def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
     """Return up to `wanted` samples that follow the last sample of a blend, int64 [n, 2] of (number of the data set,
     item), and the list of the blend's data sets.
 
-    A data set by itself has no more than it says.
+    A single data set has no more samples than it says.
     """
     blend = getattr(source, "source", source)  # of attention_balance's view
     parts = getattr(blend, "datasets", [])
