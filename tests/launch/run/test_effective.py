@@ -24,7 +24,7 @@ def test_steps_of_instructions_are_what_the_last_handler_takes():
 def test_without_it_the_data_decides_and_steps_cannot_be_set(handlers):
     data = {"data_loader": {"type": "HFDataLoader", "handler": handlers}}
     recipe = Recipe({"train_dataset": data, "runner_config": {"batch_size": 4}})
-    with pytest.raises(RecipeError, match=r"--steps needs .*a last handler of type `take`"):
+    with pytest.raises(RecipeError, match=r"--steps cannot work.*a last handler of type `take`"):
         steps_overrides(recipe, 5)
 
 
