@@ -396,7 +396,7 @@ def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, in
     """
     if axis not in x.holes:
         how = "partial over it" if axis in x.partial else "the same on its ranks"
-        raise refusal((x,), f"pieces over {axis} are exchanged, but the value is {how}")
+        raise refusal((x,), f"pieces over {axis} are exchanged, but the value is {how}", {axis})
     taken = f"{axis} taken"  # the axis in its new place, until its old pieces are gathered
     x = replace(x, dims=cut(x, split, taken, sizes[axis]))
     home = next(number for number, dim in enumerate(x.dims) if axis in dim)
