@@ -13,6 +13,7 @@ exchange fit the sorted rows.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -204,8 +205,15 @@ def _exchanged_order(call: Call, key: tuple[Any, ...]) -> Order:
     return Order((*key, call.axes))
 
 
-@rule("AlltoAll", says="counts of rows, exchanged over ranks")
+@rule("AlltoAll", says="counts of rows, exchanged over ranks; of pieces: the axis cuts what is split, and its pieces "
+      "are gathered where the parts are joined")  # fmt: skip
 def _exchange_counts(call: Call) -> Value:
+    if isinstance(call.values[0], Spread):
+        split, join = (re.search(rf"\b{name}: I64\((-?\d+)\)", call.node.text) for name in ("split_dim", "concat_dim"))
+        if len(call.axes) != 1 or not split or not join:
+            raise NotKnown("only an exchange over one axis of the mesh has a rule")
+        x, number = call.spread(0), len(call.outputs[0].shape)
+        return moves.exchange(x, call.axes[0], int(split[1]) % number, int(join[1]) % number, call.sizes)
     return Order((*_order(call, 0).key, call.axes))
 
 

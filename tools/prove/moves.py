@@ -391,6 +391,32 @@ def all_to_all(x: Spread, axis: str, to: int, whole: int, sizes: Mapping[str, in
     return replace(x, dims=tuple(dims), loose=x.loose - {axis}, dropped=x.dropped - {axis})
 
 
+def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
+    """Return the spread after each rank has split dimension `split` into a part for each rank along an axis, and joined
+    the parts that it has received along dimension `join`: the pieces of the axis are gathered there, and the axis cuts
+    what was split.
+    """
+    if axis not in x.holes:
+        how = "partial over it" if axis in x.partial else "the same on its ranks"
+        raise refusal((x,), f"pieces over {axis} are exchanged, but the value is {how}", {axis})
+    taken = f"{axis} taken"  # the axis in its new place, until its old pieces are gathered
+    x = replace(x, dims=cut(x, split, taken, sizes[axis]))
+    home = next(number for number, dim in enumerate(x.dims) if axis in dim)
+    at, dims = x.dims[home].index(axis), list(x.dims)
+    if any(not isinstance(atom, str) for atom in dims[home][:at]):
+        raise refusal((x,), f"pieces over {axis} are exchanged in another order than that in which they lie")
+    left = [atom for dim in dims for atom in dim if isinstance(atom, Block)]
+    if left and (home != join or any(block.home != home or block.at > at for block in left)):
+        raise NotKnown(f"{x}: pieces are exchanged before others are where they belong")
+    if home == join:
+        dims[home] = tidy(sizes[axis] if atom == axis else atom for atom in dims[home])
+    else:
+        dims[home] = tuple(atom for atom in dims[home] if atom != axis)
+        dims[join] = (Block(home, sizes[axis], at), *dims[join])
+    renamed = tuple(tuple(axis if atom == taken else atom for atom in dim) for dim in dims)
+    return replace(x, dims=renamed, loose=x.loose - {axis}, dropped=x.dropped - {axis})
+
+
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
     """Return the result of `move` for the first places of the value's loose pieces at which `move` raises no error."""
     return next(wherever_all(move, x))

@@ -27,6 +27,7 @@ from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
 from tools.prove.typing import Direction, Failure, Peers, Typing
 
 PROVEN = "proven"
+_STRATEGY = re.compile(r"(?<=\)) \{(?:in|out)_strategy: .*")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -126,6 +127,8 @@ def typing_of(
         received: how other stages send values.
     """
     known, generated = ranks_of(result, mesh.devices), generated_groups(graph)
+    for each in (graph, *peers.values()):
+        _without_strategies(each)
 
     def parameter(name: str) -> Spread:
         layout = result["layouts"].get(name)
@@ -139,6 +142,12 @@ def typing_of(
 
     at = {axis: result["rank"] % mesh.devices // far % mesh.sizes[axis] for axis, far in mesh.strides.items()}
     return Typing(graph, mesh, parameter, known, Peers(graph, peers, at), received)
+
+
+def _without_strategies(graph: GraphText) -> None:
+    """Leave out what MindSpore writes behind the arguments of an operator that it has cut itself (in place)."""
+    for node in (each for nodes in graph.graphs.values() for each in nodes):
+        node.head = _STRATEGY.sub("", node.head)
 
 
 def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:

@@ -83,6 +83,16 @@ def test_constants_that_differ_where_no_rule_takes_them_are_unknown():
     assert stage.missing == {"AddExt": 1} and not stage.contradictions
 
 
+def test_the_strategy_behind_an_operator_is_no_argument():
+    """As MindSpore writes it behind what the loss does to its labels under context parallelism."""
+    graph, peers = copied(GRAPH), {axis: copied(peer) for axis, peer in PEERS.items()}
+    for each in (graph, *peers.values()):
+        for node in (node for node in root(each) if node.op in ("Sub", "Mul", "MatMul")):
+            node.head += " {in_strategy: ((4, 8), (), ())}"
+    stage = proven(graph, peers)
+    assert not stage.missing and {weight.verdict for weight in stage.weights} == {"proven"}
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [

@@ -365,6 +365,38 @@ def test_exchanged_pieces(random: Random) -> None:
 
 
 @anything
+def test_pieces_that_are_exchanged_while_others_are_gathered(random: Random) -> None:
+    """The pieces of one axis lie in front of a dimension of one element, and those of another take their places."""
+    over, other = random.choice([("a", "b"), ("b", "a")])
+    size = SIZES[over]
+    home = random.choice([1, 2])
+    gathered_too = random.random() < 0.5
+    if gathered_too:  # as many pieces in front as there are ranks to take them
+        dims: list[tuple] = [(Block(2, size, 0),), (), (over, 4)]
+    elif random.random() < 0.5:  # twice as many, half of which stay in front
+        dims, home = [(Block(2, 2 * size, 0),), (), (over, 4)], 2
+    else:
+        dims = [(size * random.choice([1, 2]),), (), (4,)]
+        dims[home] = (over, *dims[home])
+    given = Spread(tuple(map(tidy, dims)), frozenset(other if random.random() < 0.5 else ""))
+    join = random.choice([1, 2])
+    whole = whole_of(given, random)
+    held = hold(given, whole, random)
+    after = []
+    for place in RANKS:
+        group = along(over, place)
+        after.append(np.concatenate([np.split(held[at], size, 0)[place[over]] for at in group], join))
+    if gathered_too is False and isinstance(given.dims[0][0], Block) and join != home:
+        with pytest.raises(NotKnown, match="before others are where they belong"):
+            moves.exchange(given, over, 0, join, SIZES)
+        return
+    found = moves.exchange(given, over, 0, join, SIZES)
+    assert describes(found, whole, after)
+    with pytest.raises(Contradiction, match=r"pieces over . are exchanged, but the value is"):
+        moves.exchange(given, other, 0, join, SIZES)
+
+
+@anything
 def test_tables_of_which_each_rank_has_some_rows(random: Random) -> None:
     generator = np.random.default_rng(random.randrange(2**32))
     rows, tokens = 4, 5
