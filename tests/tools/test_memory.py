@@ -180,7 +180,7 @@ def test_uneven_loads_are_judged_below_the_table(tmp_path):
     (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
     uneven = run("--loads", tmp_path / "log.jsonl", recipe=LARGE)
     assert uneven.exit_code == 1 and "1 of 2 steps needs more than the limit" in uneven.stdout
-    assert "the fullest is step 6 on stage 0" in uneven.stdout
+    assert "the fullest is step 6 on stage 1" in uneven.stdout
     found = json.loads(run("--json", "--loads", tmp_path / "log.jsonl", recipe=LARGE).stdout)
     assert found["fit"] == "does not fit" and {stage["fit"] for stage in found["stages"]} == {"fits"}
     assert found["loads"]["steps"] == {"all": 2, "need_more": 1, "open": 0} and len(found["loads"]["stages"]) == 8

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.pipeline_search import plan_of
 from tools.estimate.configuration import Configuration, Recompute, even_layers
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
@@ -363,7 +364,7 @@ def test_the_layers_of_a_v_go_down_and_up_again():
     plan = np.zeros((len(instance.columns), 6), int)
     plan[0, 0], plan[-1] = 2, [0, 1, 1, 2, 2, 1]
     assert configuration_of(config, instance, plan).layers == ((2, 1, 1), (1, 2, 2))
-    assert (instance.from_solution(instance.to_solution(plan)) == plan).all()
+    assert (plan_of(instance, instance.to_solution(plan)) == plan).all()
 
 
 def test_the_438b_case_fits_its_45_gb():
