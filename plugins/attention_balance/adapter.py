@@ -109,7 +109,7 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
     trained = layout.steps(samples) * layout.batch
     if schedule.eod_pad_length is not None:
         documents = _of_items(source, [documents_of_items(index) for index in indices])
-        check_fits(documents[:trained], schedule.eod_pad_length, layout.batch)
+        check_fits(documents[:trained], schedule.eod_pad_length, layout.batch, schedule.padding)
     costs = _of_items(source, [schedule.cost.of_dataset(index) for index in indices])[:trained]
     plan = epoch_plan(costs, layout)
     _report(costs, plan, schedule)

@@ -28,7 +28,7 @@ import numpy as np
 
 from plugins.attention_balance.assign import assign, loads_of, taken, unscheduled
 from plugins.attention_balance.objective import Objective, lower_bound, objective_of
-from plugins.attention_balance.samples import MEASURED, UNITS, Cost, check_apart
+from plugins.attention_balance.samples import MEASURED, UNITS, Cost, check_apart, padding_under
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import Section, graph_mode_only, setting, value_at
@@ -252,13 +252,14 @@ class Schedule:
     """This holds what a loader needs to put its samples in order.
 
     layout: how a step is divided; cost: of a sample; gathered: as in `plan.delivery_order`;
-    eod_pad_length: documents that the compressed mask holds, None with a full mask.
+    eod_pad_length: entries of the compressed mask, None with a full mask; padding: those that must stay padding.
     """
 
     layout: Layout
     cost: Cost
     gathered: bool
     eod_pad_length: int | None
+    padding: int = 0
 
 
 def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Schedule:
@@ -285,6 +286,7 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
         settings.cost,
         gathered=layout.micro_batches > 1 and not own,
         eod_pad_length=_eod_pad_length(data) if data.get("create_compressed_eod_mask") else None,
+        padding=_padding(recipe),
     )
 
 
@@ -365,6 +367,14 @@ def _flat(rows: Any) -> list[Any]:
 def _eod_pad_length(data: Mapping[str, Any]) -> int:
     """Return the value as MindFormers reads it, under either of two spellings; 128 if none is written."""
     return data.get("eod_pad_length", data.get("compressed_eod_mask_length", 128))
+
+
+def _padding(recipe: Mapping[str, Any]) -> int:
+    """Return how many entries of the compressed mask must stay padding."""
+    parallel = _section(recipe, "parallel_config")
+    split = recipe.get("use_parallel") is True and splits_model(value_at(recipe, "parallel.parallel_mode", 1))
+    ranks = _number(recipe, "parallel_config.context_parallel") if split else 1
+    return padding_under(ranks, parallel.get("context_parallel_algo", "colossalai_cp"))
 
 
 def _number(recipe: Mapping[str, Any], path: str) -> int:

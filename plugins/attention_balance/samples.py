@@ -316,7 +316,16 @@ def documents_of_items(index: GPTIndex) -> np.ndarray:
     return _of_items(index, Segments.counts, np.int32)
 
 
-def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int) -> None:
+def padding_under(context_parallel: int, algorithm: str) -> int:
+    """Return how many entries of a compressed mask must stay padding behind the last document of a sample.
+
+    Where ranks share the queries' sequence, MindSpore lets the last entry end at the last key on every rank. If a
+    document ended there, its queries would see keys behind themselves (docs/prove.md, the layout TND).
+    """
+    return int(context_parallel > 1 and algorithm != "ulysses_cp")
+
+
+def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: int = 0) -> None:
     """Refuse a compressed mask that is too short for a sample that will be trained.
 
     With `eod_pad_length` + 1 documents MindFormers 1.9.0 silently drops the end of the last document (attention runs
@@ -324,17 +333,21 @@ def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int) -> None:
 
     Args:
         documents: [samples], of each sample in the order of training. batch: samples of a step.
+        padding: entries that must stay padding (`padding_under`).
 
     Raises:
         RecipeError: names the first such sample, the largest one, and the length that would do.
     """
-    over = np.flatnonzero(documents > eod_pad_length)
+    over = np.flatnonzero(documents + padding > eod_pad_length)
     if len(over):
         first, largest = int(over[0]), int(documents.argmax())
+        least = f"{documents[largest] + padding:.0f} or more"
+        if padding:
+            least += ", which is one more than its documents, because context parallelism needs the last entry"
         raise RecipeError(
-            f"{CONFIG}.eod_pad_length: {eod_pad_length} is less than the {documents[first]:.0f} documents of sample "
-            f"{first} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have more documents than "
-            f"that, and sample {largest} has the most: write {documents[largest]:.0f} or more"
+            f"{CONFIG}.eod_pad_length: {eod_pad_length} is not enough for the {documents[first]:.0f} documents of "
+            f"sample {first} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have too many "
+            f"documents, and sample {largest} has the most: write {least}"
         )
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from plugins.attention_balance.samples import padding_under
 from plugins.errors import CheckpointError, DataError
 from tools.checkpoint.stored import refuse_moved
 from tools.data.index import IndexReader, read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
-from tools.recipe.view import LOADER, View
+from tools.recipe.view import LOADER, PARALLEL, View
 from tools.schema.converter import Built
 
 _CONFIG = (*LOADER, "config")
@@ -142,16 +143,19 @@ def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> Non
     """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample.
 
     With one more MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end
-    inside a document: it holds parts of two beside the whole ones.
+    inside a document: it holds parts of two beside the whole ones. Context parallelism needs the last entry as padding.
     """
     if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(index):
         return
-    path, room = (*_CONFIG, "eod_pad_length"), view.mask_documents
+    path, algorithm = (*_CONFIG, "eod_pad_length"), view.get((*PARALLEL, "context_parallel_algo"), "colossalai_cp")
+    padding = padding_under(view.cp if view.parallel else 1, algorithm)
+    room = view.mask_documents - padding
     mean = seq * len(index) / max(index.tokens, 1)
     most = int(np.searchsorted(np.cumsum(np.sort(index.lengths), dtype=np.int64), seq)) + 2
+    most_entries = most + padding
     if mean > room:
         wrong = f"room for {room} documents per sample, this data has {mean:.0f} on average"
-        found.error(path, wrong, f"more than {mean:.0f}, at most {most}", rule="eod_count")
+        found.error(path, wrong, f"more than {mean + padding:.0f}, at most {most_entries}", rule="eod_count")
     elif most > room:
         wrong = f"room for {room} documents per sample, a sample of the shortest may hold {most}"
-        found.warning(path, wrong, f"{most} is always enough", rule="eod_count")
+        found.warning(path, wrong, f"{most_entries} is always enough", rule="eod_count")

@@ -190,7 +190,9 @@ def test_the_compressed_mask_and_its_overflow(adapter, corpora):
     schedule = Schedule(layout, COST, True, most)
     compressed = {"create_compressed_eod_mask": True}
     build(["1", corpora[0]], 0, 2, schedule, **compressed, eod_pad_length=most)
-    with pytest.raises(RecipeError, match=rf"less than the {most} documents of sample {first} .*write {most} or more"):
+    with pytest.raises(
+        RecipeError, match=rf"not enough for the {most} documents of sample {first} .*write {most} or more"
+    ):
         build(["1", corpora[0]], 0, 2, replace(schedule, eod_pad_length=most - 1), **compressed)
 
     source = build(["1", corpora[0]], **compressed, eod_pad_length=most - 1).source

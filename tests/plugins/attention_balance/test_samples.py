@@ -16,6 +16,7 @@ from plugins.attention_balance.samples import (
     check_fits,
     check_last_tokens,
     documents_of_items,
+    padding_under,
     segments_in_stream_order,
     segments_of,
 )
@@ -199,12 +200,20 @@ def test_documents_are_those_in_the_tokens(lengths, sequence_length, seed):
 def test_the_mask_takes_as_many_documents_as_it_has_entries():
     check_fits(np.array([3, 8, 1]), 8, 2)
     words = (
-        "eod_pad_length: 8 is less than the 9 documents of sample 2 (step 2); 2 of 5 samples have more "
-        "documents than that, and sample 3 has the most: write 12 or more"
+        "eod_pad_length: 8 is not enough for the 9 documents of sample 2 (step 2); 2 of 5 samples have too many "
+        "documents, and sample 3 has the most: write 12 or more"
     )
     with pytest.raises(RecipeError) as error:
         check_fits(np.array([3, 8, 9, 12, 1]), 8, 2)
     assert words in str(error.value)
+
+
+def test_where_ranks_share_the_queries_the_last_entry_stays_padding():
+    padding = padding_under(2, "colossalai_cp")
+    assert (padding, padding_under(1, "colossalai_cp"), padding_under(2, "ulysses_cp")) == (1, 0, 0)
+    check_fits(np.array([3, 7]), 8, 2, padding)
+    with pytest.raises(RecipeError, match=r"8 is not enough for the 8 documents of sample 1 .*: write 9 or more, which"):
+        check_fits(np.array([3, 8]), 8, 2, padding)
 
 
 def test_documents_have_to_end_with_the_recipes_token():

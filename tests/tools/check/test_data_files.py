@@ -72,21 +72,28 @@ def test_a_truncated_pair(prefix):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "room", "severity"),
+    ("lengths", "room", "shared", "severity"),
     [
-        ([10] * 100 + [30] * 100, 64, "error"),  # 2048 tokens hold 102 documents on average, at most 136
-        ([10] * 100 + [30] * 100, 110, "warning"),
-        ([10] * 100 + [30] * 100, 2048, None),
-        ([300] * 200, 7, "warning"),  # six whole ones and parts of two
-        ([300] * 200, 8, None),
+        ([10] * 100 + [30] * 100, 64, {}, "error"),  # 2048 tokens hold 102 documents on average, at most 136
+        ([10] * 100 + [30] * 100, 110, {}, "warning"),
+        ([10] * 100 + [30] * 100, 2048, {}, None),
+        ([300] * 200, 7, {}, "warning"),  # six whole ones and parts of two
+        ([300] * 200, 8, {}, None),
+        ([300] * 200, 8, {"context_parallel": 2}, "warning"),  # the last entry stays padding
+        ([300] * 200, 9, {"context_parallel": 2}, None),
+        ([300] * 200, 8, {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"}, None),
     ],
 )
-def test_documents_of_a_compressed_mask(tmp_path, lengths, room, severity):
+def test_documents_of_a_compressed_mask(tmp_path, lengths, room, shared, severity):
     recipe = on(write(tmp_path / "data", lengths))
     for key in ("create_compressed_eod_mask", "reset_position_ids"):
         recipe = put(recipe, (*LOADER, "config", key), True)
     recipe = put(recipe, (*LOADER, "config", "create_attention_mask"), False)
     recipe = put(recipe, (*LOADER, "config", "eod_pad_length"), room)
+    if shared:
+        recipe = put(put(recipe, ("use_parallel",), True), ("parallel", "parallel_mode"), 1)
+    for key, value in shared.items():
+        recipe = put(recipe, ("parallel_config", key), value)
     for path in ((*MODEL, "seq_length"), (*MODEL, "max_position_embeddings"), (*LOADER, "config", "seq_length")):
         recipe = put(recipe, path, 2048)
     finding = wrong(recipe).get("train_dataset.data_loader.config.eod_pad_length")
