@@ -262,7 +262,10 @@ BAD_CSV = {
     "nothing": ("", "log.csv: tokens: the log holds the loads of no step"),
     "no column": ("step,layer,expert\n1,1,1\n", "log.csv:1: tokens: this column is missing"),
     "another column": ("step,layer,expert,tokens,rank\n", "log.csv:1: rank: no such column"),
-    "half a line": ("step,layer,expert,tokens\n1,1,0,5\n1,1\n", "log.csv:3: expert: 2 values for the 4 columns"),
+    "half a line": (
+        "step,layer,expert,tokens\n1,1,0,5\n1,1\n",
+        "log.csv:3: expert: the line has 2 values for the 4 columns",
+    ),
     "NaN": ("step,layer,expert,tokens\n1,1,0,nan\n", "log.csv:2: tokens: 'nan' must be"),
     "a negative count": ("step,layer,expert,tokens\n1,1,0,-5\n", "log.csv:2: tokens: '-5' must be"),
     "an expert twice": (
@@ -294,7 +297,7 @@ def test_bad_tables_are_refused_with_line_and_key(tmp_path, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothere.jsonl", "no such file; even, published, trained, spread:NUMBER"),
+        ("nothere.jsonl", "there is no such file; give even, published, trained, spread:NUMBER"),
         ("spread:x", "'x' is not a number"),
         ("spread:nan", "not finite"),
         ("spread:9", "out of range"),

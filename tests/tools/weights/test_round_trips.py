@@ -60,7 +60,9 @@ class Drawn(dict):
 @st.composite
 def models(draw, more):
     """A recipe of a small model on one device, with `more` than weights that AdamW trains."""
-    family = draw(st.sampled_from(["moe"] if more in ("streams", "moved") else ["moe", "moe", "dense", "telechat2"]))
+    family = draw(
+        st.sampled_from(["moe"] if more in ("streams", "moved", "muon") else ["moe", "moe", "dense", "telechat2"])
+    )
     recipe = Drawn(copy.deepcopy(dict(BASES[family])))
     recipe["plugins"] = plugins = dict(recipe.get("plugins") or {})
     model = recipe["model"]["model_config"]
