@@ -45,12 +45,16 @@ class RunFailedError(Exception):
 class Trained:
     """A `Trained` holds what a run on one or more workers recorded.
 
-    Args: workers: how many workers trained. steps: the metrics of each step. samples: for each step the digests of its
-    samples, sorted; empty where they are unknown. norms: for each step the norm of each weight's gradient, after
-    clipping. state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and
-    the routers' biases and loads, whole. differing: tensor -> ranks whose copy is not rank 0's. shares: for each step
-    the norm of the last stage's own gradient of the embedding, of runs that note it. held_out: step -> held-out loss,
-    of runs that evaluate.
+    Args:
+        workers: how many workers trained.
+        steps: the metrics of each step.
+        samples: for each step the digests of its samples, sorted; empty where they are unknown.
+        norms: for each step the norm of each weight's gradient, after clipping.
+        state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
+            routers' biases and loads, whole.
+        differing: tensor -> ranks whose copy is not rank 0's.
+        shares: for each step the norm of the last stage's own gradient of the embedding, of runs that note it.
+        held_out: step -> held-out loss, of runs that evaluate.
     """
 
     workers: int
