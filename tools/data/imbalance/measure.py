@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plugins.attention_balance.samples import GPTIndex, build_gpt_index, check_fits, padding_under
+from plugins.attention_balance.samples import GPTIndex, build_gpt_index, check_fits
 from plugins.errors import DataError, RecipeError
 from tools.data.imbalance.recipe import Setting, Steps, equal_costs, measure_steps, setting_of
 from tools.data.index import map_lengths
@@ -273,8 +273,7 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
     index = build_gpt_index(used, setting.sequence_length, setting.wanted, setting.seed)
     documents = documents_of_samples(index, setting.steps * setting.layout.batch, reporter)
     if setting.room is not None:
-        padding = padding_under(setting.context_parallel, "colossalai_cp")
-        check_fits(documents, setting.room, setting.layout.batch, padding)
+        check_fits(documents, setting.room + setting.padding, setting.layout.batch, setting.padding)
     counter = Counter()
     counter.add(documents)
     samples = counter.result()

@@ -20,7 +20,7 @@ from plugins.attention_balance import plan as plugin
 from plugins.attention_balance.assign import unscheduled
 from plugins.attention_balance.context_parallel import balanced, contiguous
 from plugins.attention_balance.plan import Balance, Layout, balance, epoch_plan
-from plugins.attention_balance.samples import Cost, GPTIndex, causal_pairs, check_apart, segments_of
+from plugins.attention_balance.samples import Cost, GPTIndex, causal_pairs, check_apart, padding_under, segments_of
 from plugins.errors import DataError, RecipeError
 from tools.data.index import Blend, read_blend
 from tools.data.outputs import read_sidecar
@@ -47,6 +47,7 @@ class Setting:
         layout, cost: as the planner wants them.
         context_parallel: ranks that take consecutive parts of each sample; 1 where none do.
         room: documents of a sample that the mask holds; None for a mask without such a limit.
+        padding: entries of the mask behind these documents that must stay padding.
         notes: what to know before believing the numbers.
     """
 
@@ -59,6 +60,7 @@ class Setting:
     cost: Cost
     context_parallel: int
     room: int | None
+    padding: int
     notes: tuple[str, ...]
 
 
@@ -102,6 +104,8 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     if type(length) is not int or length < 1:
         raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r} is not a length; write the tokens of a sample")
     algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
+    ranks = view.cp if view.parallel and algorithm == "colossalai_cp" else 1
+    padding = padding_under(view.cp if view.parallel else 1, algorithm)
     return Setting(
         sequence_length=length,
         seed=view.get((*CONFIG, "seed"), 1234),
@@ -110,8 +114,9 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         steps=layout.steps(samples),
         layout=layout,
         cost=settings.cost or sample_cost(recipe),
-        context_parallel=view.cp if view.parallel and algorithm == "colossalai_cp" else 1,
-        room=view.mask_documents if view.flag((*CONFIG, "create_compressed_eod_mask")) else None,
+        context_parallel=ranks,
+        room=view.mask_documents - padding if view.flag((*CONFIG, "create_compressed_eod_mask")) else None,
+        padding=padding,
         notes=tuple(_notes(view, prefix)),
     )
 

@@ -179,7 +179,7 @@ def test_the_plugin_s_own_settings_are_read(prefix: str) -> None:
 def test_a_large_recipe_s_layout(prefix: str) -> None:
     setting = setting_of(recipe_of(LARGE), prefix, None)
     assert setting.layout == Layout(8, 64, 1, Objective(1, 8, 1 / (3 + 1)))
-    assert (setting.steps, setting.room, setting.context_parallel) == (750, 1024, 8)
+    assert (setting.steps, setting.room, setting.context_parallel) == (750, 1024 - 1, 8)
     assert setting.wanted == 385_920  # 0.5 % more than 384,000: the recipe's data_path has a weight
     assert any("1F1B" in note for note in setting.notes)
 
@@ -251,6 +251,10 @@ def test_a_sample_with_too_many_documents_is_named(prefix: str) -> None:
     first = int((counts == most).argmax())
     with pytest.raises(RecipeError, match=rf"eod_pad_length: {most - 1} .* {most} documents of sample {first} "):
         imbalance(prefix, recipe_of(TWO_WORKERS, *masks, f"{CONFIG}.eod_pad_length={most - 1}"))
+    shared = setting_of(
+        recipe_of(TWO_WORKERS.with_name("pretrain_cp2.yaml"), *masks, f"{CONFIG}.eod_pad_length={most}"), prefix, None
+    )
+    assert shared.room == most - 1 and shared.padding == 1, "ranks share the queries, and the last entry stays padding"
 
 
 @pytest.mark.slow
