@@ -36,7 +36,8 @@ def test_it_is_causal(model):
     changed = ids.copy()
     changed[:, 9] = (changed[:, 9] + 1) % 64
     after = Forward(model, weights).run(changed)["logits"]
-    assert np.array_equal(before[:, :9], after[:, :9])
+    # an expert's product has one row more or less: on some processors NumPy then adds each row in another order
+    assert np.abs(before[:, :9] - after[:, :9]).max() < 1e-12
     assert (np.abs(before[:, 9:] - after[:, 9:]).max(-1) > 1e-6).all()
 
 
