@@ -97,15 +97,15 @@ def test_a_diagnosis_knows_its_gradients_and_finds_a_wrong_one(one_process, tmp_
     weights[one]["gradient"], weights[two]["gradient"] = weights[two]["gradient"], weights[one]["gradient"]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     first = diagnose(read_side(one_process), read_side(spoilt)).findings[0]
-    assert (first.step, first.rung, first.module) == (3, "gradients", module_of(one)) and one in first.detail, first
+    assert (first.step, first.stage, first.module) == (3, "gradients", module_of(one)) and one in first.detail, first
     weights[one]["gradient"], weights[two]["gradient"] = weights[two]["gradient"], weights[one]["gradient"]
     weights[one]["square"] *= 4
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     first = diagnose(read_side(one_process), read_side(spoilt)).findings[0]
-    assert (first.rung, first.module) == ("update", module_of(one)) and "2 times" in first.detail, first
+    assert (first.stage, first.module) == ("update", module_of(one)) and "2 times" in first.detail, first
     weights[one]["gradient"] *= 4
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert diagnose(read_side(spoilt)).findings[0].rung == "norm and clipping"
+    assert diagnose(read_side(spoilt)).findings[0].stage == "norm and clipping"
 
 
 def test_killed_in_a_save_it_comes_to_the_same_state_to_the_bit(one_process, corpus, tmp_path):

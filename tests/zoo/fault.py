@@ -19,7 +19,7 @@ import numpy as np
 FAULTS: dict[str, Fault] = {}
 ms = None  # MindSpore, in the workers: the process that starts them does not need it
 BATCHES = ("known", "unseen", "public")  # modules of faults, the oldest first
-BUILT = ("configuration",)  # of faults in what is built: this rung came after them, and names them better
+BUILT = ("configuration",)  # of faults in what is built: this stage came after them, and names them better
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Fault:
 
     Args:
         source: where it was reported. what: it does. inject: puts it in; called with the run's MindFormerConfig.
-        rungs: of the ladder that name it rightly. module: a part of the right module's name.
+        stages: of the ladder that name it rightly. module: a part of the right module's name.
         resumed: whether the run with the fault goes on from the second step of the faultless one.
         layout: of `tests/zoo/run.py` in which it is executed; "" is one process.
         same_graph: whether the fault does not change the compiled graph, so that the faultless run's is loaded.
@@ -37,7 +37,7 @@ class Fault:
     source: str
     what: str
     inject: Callable[[Any], None]
-    rungs: tuple[str, ...]
+    stages: tuple[str, ...]
     module: str = ""
     resumed: bool = False
     layout: str = ""
@@ -49,11 +49,11 @@ class Fault:
         return self.inject.__module__.rpartition(".")[-1]
 
 
-def fault(source: str, what: str, *rungs: str, **more: Any):
+def fault(source: str, what: str, *stages: str, **more: Any):
     """Return a decorator that adds a function to `FAULTS` under its name."""
 
     def add(inject: Callable[[Any], None]) -> Callable[[Any], None]:
-        FAULTS[inject.__name__] = Fault(source, what, inject, rungs, **more)
+        FAULTS[inject.__name__] = Fault(source, what, inject, stages, **more)
         return inject
 
     return add

@@ -1,4 +1,4 @@
-"""Faults of public threads that were written, with the rung and module that each should get, by somebody who had not
+"""Faults of public threads that were written, with the stage and module that each should get, by somebody who had not
 read the rules of `tc3 accuracy diagnose`, and committed before the command had been run on any of them.
 """
 

@@ -223,7 +223,7 @@ def judged(verdict: Verdict, fault: Fault) -> str:
     if not verdict.findings:
         return "missed"
     first = verdict.first[0]
-    return "right" if first.rung in fault.rungs and fault.module in first.module else "caught"
+    return "right" if first.stage in fault.stages and fault.module in first.module else "caught"
 
 
 def told(verdict: Verdict) -> str:
@@ -231,7 +231,7 @@ def told(verdict: Verdict) -> str:
     if not verdict.findings:
         return verdict.word
     first = verdict.first[0]
-    return f"step {first.step}, {first.rung}, {first.module}: {first.detail}".replace("|", "\\|")
+    return f"step {first.step}, {first.stage}, {first.module}: {first.detail}".replace("|", "\\|")
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:

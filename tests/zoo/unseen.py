@@ -1,4 +1,4 @@
-"""Faults that were written, with the rung and module that each should get, before `tc3 accuracy diagnose` saw them.
+"""Faults that were written, with the stage and module that each should get, before `tc3 accuracy diagnose` saw them.
 
 docs/bug-zoo.md keeps the rate of their first judgement apart: whoever changes the command's rules afterwards, by these
 faults, has seen them. Those of several ranks are run as MindSpore's sharded graph, or data parallel, on two CPU

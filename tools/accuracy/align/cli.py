@@ -1,4 +1,4 @@
-"""This module is `tc3 accuracy align`: its exit code is 0 if everything agrees, 1 if a stage of the comparison (a rung)
+"""This module is `tc3 accuracy align`: its exit code is 0 if everything agrees, 1 if a stage of the comparison
 fails or nothing ran, and 2 for a wrong input.
 """
 
@@ -57,15 +57,15 @@ def align(
 ) -> None:
     """Find where RECIPE stops agreeing with a reference, as the report's Figure 1 does.
 
-    Six rungs on CPU: configuration; forward of the first batch; every gradient; the first update of every weight; the
-    losses of all steps; the recipe's own workers. The comparison stops at the first rung that fails and names the first
-    module, gradient or parameter group that differs. A recipe for Ascend is run as its mini.
+    Six stages on CPU: configuration; forward of the first batch; every gradient; the first update of every weight; the
+    losses of all steps; the recipe's own workers. The comparison stops at the first stage that fails and names the
+    first module, gradient or parameter group that differs. A recipe for Ascend is run as its mini.
 
     Two recipes are first compared setting by setting at their own size; then their minis run on CPU. A layout
-    that splits the model is executed on the last rung as MindSpore's sharded graph; an Ascend recipe takes at most four
-    processes.
+    that splits the model is executed on the last stage as MindSpore's sharded graph; an Ascend recipe takes at most
+    four processes.
 
-    Exit codes: 0 aligned; 1 a rung failed, or nothing ran though the recipes differ; 2 a wrong input.
+    Exit codes: 0 aligned; 1 a stage failed, or nothing ran though the recipes differ; 2 a wrong input.
     """
     from tools.accuracy.align.ladder import Wanted, climb, print_ladder
 

@@ -1,4 +1,4 @@
-"""This module makes the first stage (rung) of `tc3 accuracy align`: before anything runs, it compares two
+"""This module makes the first stage of `tc3 accuracy align`: before anything runs, it compares two
 configurations key by key, and sorts the differences by the report's classes (section 3.2.1).
 """
 

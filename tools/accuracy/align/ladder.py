@@ -1,11 +1,11 @@
-"""This module compares two recipes stage by stage, as Figure 1 of the report does (section 3.2.1). The stages are
-called rungs: configuration, forward, backward, optimizer, training steps, more devices.
+"""This module compares two recipes stage by stage, as Figure 1 of the report does (section 3.2.1). The stages are:
+configuration, forward, backward, optimizer, training steps, more devices.
 
-`climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers,
-and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU workers. Where
-one of them splits its model (tensor, pipeline, context parallel), both run as MindSpore's sharded graph, in which every
-layout starts from the same weights. `print_ladder` shows a line for each rung, and below it what the first failure
-points at.
+`climb` runs both sides and stops at the first stage that fails. On the last stage each side trains with its own
+workers, and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU
+workers. Where one of them splits its model (tensor, pipeline, context parallel), both run as MindSpore's sharded graph,
+in which every layout starts from the same weights. `print_ladder` shows a line for each stage, and below it what the
+first failure points at.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rich.table import Table
 
 from plugins.errors import RecipeError
 from tools.accuracy.align import config as align_config
-from tools.accuracy.align import rungs as align_rungs
 from tools.accuracy.align import sides as align_sides
+from tools.accuracy.align import stages as align_stages
 from tools.accuracy.align.config import LAYOUT, MAY
-from tools.accuracy.align.rungs import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Rung
 from tools.accuracy.align.sides import Record, in_hugging_face_names, read_metrics, rope_dimensions
+from tools.accuracy.align.stages import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Stage
 from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
 from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights
 from tools.recipe.dump import dump_recipe
@@ -42,7 +42,7 @@ NOT_RUN, SAME = "not run", "same"
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers")
 _TC3 = "from launch.cli import main; main()"
 ALIGNED, SAME_NUMBERS, NOT_COMPARED, NOT_ALIGNED = "aligned", "same settings", "not compared", "not aligned"
-RUNGS = ("configuration", "forward", "backward", "optimizer", "steps", MORE_DEVICES)
+STAGES = ("configuration", "forward", "backward", "optimizer", "steps", MORE_DEVICES)
 Say = Callable[[str], None]
 STYLES = {PASSED: "green", FAILED: "bold red", UNDECIDED: "yellow"}
 VERDICTS = {
@@ -53,7 +53,7 @@ VERDICTS = {
 }
 BY_ROUNDING = "differ no more than the reference does from itself when its weights change in the last place"
 BY_A_TIE = "differ by more than rounding, but by no more than a choice of an expert that moved at a tie may do"
-MOST = 8  # rows of a failed rung that are printed
+MOST = 8  # rows of a failed stage that are printed
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,19 @@ def _sharded(recipe: Recipe) -> Recipe:
     return sharded
 
 
-def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Rung:
-    """Train both sides by `tc3 train`, and return the rung (stage of the comparison) that compares their losses.
+def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Stage:
+    """Train both sides by `tc3 train`, and return the stage that compares their losses.
 
     Raises:
-        SideFailedError: a side failed, or was refused: the five rungs before have run, and are not given up for that.
+        SideFailedError: a side failed, or was refused: the five stages before have run, and are not given up for that.
     """
     counts = [View(side).devices for side in sides.recipes]
     if max(counts) == 1:
         reason = "one CPU worker on both sides; give a recipe of another layout by --against"
-        return Rung(MORE_DEVICES, state=NOT_RUN, reason=reason)
+        return Stage(MORE_DEVICES, state=NOT_RUN, reason=reason)
     if align_sides.numbers(sides.recipes[0]) == align_sides.numbers(sides.recipes[1]):
         reason = "what CPU runs of the two recipes is the same, with all workers too"
-        return Rung(MORE_DEVICES, state=SAME, reason=reason)
+        return Stage(MORE_DEVICES, state=SAME, reason=reason)
     losses = []
     for name, side, count in zip(("layout_ours", "layout_theirs"), sides.recipes, counts, strict=True):
         say(f"training on {count} worker{'s' * (count > 1)}")
@@ -140,10 +140,10 @@ def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str
         Row(f"loss of step {step}", abs(one - two), LOSS, "|difference|")
         for step, (one, two) in enumerate(zip(*losses, strict=True), 1)
     ]
-    rung = Rung(MORE_DEVICES, rows)
-    told = [align_rungs.explain_curve(rung)] if rung.status == FAILED else []
-    rung.reason = "; ".join([*told, *filter(None, [sides.about])])
-    return rung
+    stage = Stage(MORE_DEVICES, rows)
+    told = [align_stages.explain_curve(stage)] if stage.status == FAILED else []
+    stage.reason = "; ".join([*told, *filter(None, [sides.about])])
+    return stage
 
 
 def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
@@ -162,13 +162,13 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Ladder:
-    """A `Ladder` is the result of an alignment: its stages (rungs), the differences of settings that the first of them
+    """A `Ladder` is the result of an alignment: its stages, the differences of settings that the first of them
     found, and in `about` what ran, with versions.
     """
 
     ours: str
     theirs: str
-    rungs: list[Rung] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     settings: list[align_config.Setting] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)
 
@@ -178,35 +178,35 @@ class Ladder:
 
         Where nothing ran: SAME_NUMBERS when no setting differs that could change a number, NOT_COMPARED otherwise.
         """
-        if any(rung.status == FAILED for rung in self.rungs):
+        if any(stage.status == FAILED for stage in self.stages):
             return NOT_ALIGNED
-        if any(rung.status in (PASSED, UNDECIDED) for rung in self.rungs if rung.name != RUNGS[0]):
+        if any(stage.status in (PASSED, UNDECIDED) for stage in self.stages if stage.name != STAGES[0]):
             return ALIGNED
         same = all(setting.kind == align_config.MAY for setting in self.settings)
         return SAME_NUMBERS if same else NOT_COMPARED
 
     @property
     def passed(self) -> bool:
-        """Return whether no stage (rung) failed and everything that had to be compared was compared. A stage that was
+        """Return whether no stage failed and everything that had to be compared was compared. A stage that was
         not run is reported but does not count as failed.
         """
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
     def broken(self) -> bool:
-        """Return whether a run did not finish; its stage (rung) then has no rows."""
-        return any(rung.state == FAILED for rung in self.rungs)
+        """Return whether a run did not finish; its stage then has no rows."""
+        return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
         names = ("ours", "theirs", "passed", "verdict", "about")
-        rungs = [
-            {**{name: getattr(rung, name) for name in ("name", "status", "reason")},
-             "rows": [{**vars(row), "status": row.status} for row in rung.rows]}
-            for rung in self.rungs
+        stages = [
+            {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
+             "rows": [{**vars(row), "status": row.status} for row in stage.rows]}
+            for stage in self.stages
         ]  # fmt: skip
         told = {name: getattr(self, name) for name in names}
-        return {**told, "settings": [vars(setting) for setting in self.settings], "rungs": rungs}
+        return {**told, "settings": [vars(setting) for setting in self.settings], "stages": stages}
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Wanted:
     """A `Wanted` says which recipe is aligned with which reference, for how many steps, and with which data and seed.
 
     Args:
-        path: the recipe. against: `hf`, or another recipe's path. steps: of rungs 5 and 6.
+        path: the recipe. against: `hf`, or another recipe's path. steps: of stages 5 and 6.
         overrides: for both recipes. data: a Megatron prefix instead of the recipe's; folder: for the runs' files.
         python: interpreter of the reference. seed: of the weights that both sides start from.
     """
@@ -230,10 +230,10 @@ class Wanted:
 
 
 def climb(wanted: Wanted, say: Say) -> Ladder:
-    """Run all stages (rungs) of the comparison; `say` is called with sentences about the progress.
+    """Run all stages of the comparison; `say` is called with sentences about the progress.
 
     Raises:
-        TC3Error: a wrong input. A run that breaks down is a failed rung.
+        TC3Error: a wrong input. A run that breaks down is a failed stage.
     """
     ladder = Ladder(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
     if align_sides.is_mini(wanted.path):
@@ -241,11 +241,11 @@ def climb(wanted: Wanted, say: Say) -> Ladder:
     try:
         (_against_reference if wanted.against == "hf" else _against_recipe)(ladder, wanted, say)
     except align_sides.SideFailedError as error:
-        ladder.rungs.append(Rung(RUNGS[len(ladder.rungs)], state=FAILED, reason=f"its run broke down: {error}"))
-    done = {rung.name for rung in ladder.rungs}
-    stopped = next((rung.name for rung in ladder.rungs if rung.status == FAILED), "")
-    ladder.rungs += [
-        Rung(name, state=NOT_RUN, reason=f"{stopped} failed") for name in RUNGS if name not in done and stopped
+        ladder.stages.append(Stage(STAGES[len(ladder.stages)], state=FAILED, reason=f"its run broke down: {error}"))
+    done = {stage.name for stage in ladder.stages}
+    stopped = next((stage.name for stage in ladder.stages if stage.status == FAILED), "")
+    ladder.stages += [
+        Stage(name, state=NOT_RUN, reason=f"{stopped} failed") for name in STAGES if name not in done and stopped
     ]
     return ladder
 
@@ -258,7 +258,7 @@ def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     align_sides.find_torch(wanted.python)  # not for a recipe that the reference cannot express
     align_config.corpus_checksum(recipe)
     expressed = [Row(key, 0, NONE, "as the recipe", detail=str(value)) for key, value in sizes.hf.items()]
-    ladder.rungs.append(Rung(RUNGS[0], expressed))  # what cannot be expressed has been refused above
+    ladder.stages.append(Stage(STAGES[0], expressed))  # what cannot be expressed has been refused above
     ladder.about["reference"] = (
         f"DeepseekV3Config, and beyond it: epsilon {sizes.latent_eps:g} in latent attention, {sizes.mtp_layers} MTP "
         f"layer, balance loss {sizes.aux_coefficient:g}, router bias moved by {sizes.bias_rate:g} a step"
@@ -271,8 +271,8 @@ def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     theirs, floor = align_sides.reference_and_floor(wanted.python, wanted.folder, sizes, hyper, weights, ours)
     ladder.about.update(theirs.about)
     compare_records(ladder, ours, theirs, floor, hyper, rope_dimensions(plain))
-    if ladder.rungs[-1].status != FAILED:
-        ladder.rungs.append(_more_devices(recipe, None, wanted, say))
+    if ladder.stages[-1].status != FAILED:
+        ladder.stages.append(_more_devices(recipe, None, wanted, say))
 
 
 def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
@@ -280,14 +280,14 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     runs.
     """
     paths = wanted.path, Path(wanted.against)
-    ladder.rungs.append(_configuration(ladder, paths, wanted))
-    if ladder.rungs[-1].status == FAILED:
+    ladder.stages.append(_configuration(ladder, paths, wanted))
+    if ladder.stages[-1].status == FAILED:
         return
     recipe, other = (align_sides.load(path, wanted.overrides, wanted.data, wanted.steps) for path in paths)
     sides = [align_sides.alone(side, wanted.steps) for side in (recipe, other)]
     if align_sides.numbers(sides[0], "parallel") == align_sides.numbers(sides[1], "parallel"):
         reason = f"on one device the {'minis of the ' * align_sides.is_mini(wanted.path)}two recipes are the same"
-        ladder.rungs += [Rung(name, state=SAME, reason=reason) for name in RUNGS[1:5]]
+        ladder.stages += [Stage(name, state=SAME, reason=reason) for name in STAGES[1:5]]
     else:
         align_config.corpus_checksum(recipe)
         hyper = hyper_of(sides[0], wanted.steps)
@@ -296,12 +296,12 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
         say(f"{wanted.against}: compiling and training")
         theirs = align_sides.run_mindformers(sides[1], wanted.folder / "theirs", hyper, ours.initial)
         compare_records(ladder, ours, theirs, None, hyper, rope_dimensions(sides[0]))
-    if ladder.rungs[-1].status != FAILED:
-        ladder.rungs.append(_more_devices(recipe, other, wanted, say))
+    if ladder.stages[-1].status != FAILED:
+        ladder.stages.append(_more_devices(recipe, other, wanted, say))
 
 
-def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> Rung:
-    """Return rung 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their
+def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> Stage:
+    """Return stage 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their
     own.
     """
     ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
@@ -309,31 +309,31 @@ def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> 
     wrong = [setting for setting in ladder.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
     rows = [Row(setting.path, 1, NONE, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")
             for setting in wrong]  # fmt: skip
-    rung = Rung(RUNGS[0], rows or [Row("settings that must match", 0, NONE, "differ")])
+    stage = Stage(STAGES[0], rows or [Row("settings that must match", 0, NONE, "differ")])
     if rows:
-        rung.reason = f"{len(rows)} settings differ that must match, or that nobody has classified"
-    return rung
+        stage.reason = f"{len(rows)} settings differ that must match, or that nobody has classified"
+    return stage
 
 
 def compare_records(
     ladder: Ladder, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Run the stages (rungs) 2 to 5 of the comparison, up to the first that fails."""
+    """Run the stages 2 to 5 of the comparison, up to the first that fails."""
     for compare, explain in (
-        (align_rungs.forward, lambda rung: align_rungs.explain_forward(rung, ours, theirs, rope)),
-        (align_rungs.backward, lambda rung: align_rungs.explain_backward(rung, ours, theirs)),
-        (align_rungs.update, lambda rung: align_rungs.explain_update(rung, ours, theirs, hyper)),
-        (align_rungs.curve, align_rungs.explain_curve),
+        (align_stages.forward, lambda stage: align_stages.explain_forward(stage, ours, theirs, rope)),
+        (align_stages.backward, lambda stage: align_stages.explain_backward(stage, ours, theirs)),
+        (align_stages.update, lambda stage: align_stages.explain_update(stage, ours, theirs, hyper)),
+        (align_stages.curve, align_stages.explain_curve),
     ):
-        rung = compare(ours, theirs, floor)
-        ladder.rungs.append(rung)
-        if rung.status == FAILED:
-            rung.reason = explain(rung)
+        stage = compare(ours, theirs, floor)
+        ladder.stages.append(stage)
+        if stage.status == FAILED:
+            stage.reason = explain(stage)
             return
 
 
-def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Rung:
-    """Return rung 6: the unchanged recipes are compared by their losses."""
+def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Stage:
+    """Return stage 6: the unchanged recipes are compared by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
     if sides is None:  # as they are; one worker beside a single recipe
@@ -357,29 +357,29 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
     console.print(f"{ladder.ours}  against  {ladder.theirs}", markup=False, soft_wrap=True)
     for key, value in ladder.about.items():
         console.print(f"{key}: {value}", style="dim", markup=False, soft_wrap=True)
-    table = Table("rung", "status", "compared", "error", "tolerance", "rounding", "worst")
+    table = Table("stage", "status", "compared", "error", "tolerance", "rounding", "worst")
     for column in table.columns[:2]:
         column.no_wrap = True
-    for number, rung in enumerate(ladder.rungs, 1):
-        style, worst = STYLES.get(rung.status, "dim"), rung.worst
+    for number, stage in enumerate(ladder.stages, 1):
+        style, worst = STYLES.get(stage.status, "dim"), stage.worst
         cells = ["", "", "", ""]
         if worst is not None and worst.error > 0:
             floor = f"{worst.floor:.1e}" if worst.floor else ""
             numbers = [f"{worst.error:.0f}", "0"] if worst.counted else [f"{worst.error:.1e}", f"{worst.tolerance:.0e}"]
             cells = [*numbers, floor, f"{worst.name} ({worst.measure})"]
-        table.add_row(f"{number} {rung.name}", f"[{style}]{rung.status}[/]", str(len(rung.rows) or ""), *cells)
+        table.add_row(f"{number} {stage.name}", f"[{style}]{stage.status}[/]", str(len(stage.rows) or ""), *cells)
     console.print(table)
-    for rung in ladder.rungs:
-        if rung.reason:
-            style = "red" if rung.status == FAILED else "dim"
-            console.print(f"{rung.name}: {rung.reason}", style=style, markup=False, soft_wrap=True)
-        failed = [row for row in rung.rows if row.status == FAILED]
+    for stage in ladder.stages:
+        if stage.reason:
+            style = "red" if stage.status == FAILED else "dim"
+            console.print(f"{stage.name}: {stage.reason}", style=style, markup=False, soft_wrap=True)
+        failed = [row for row in stage.rows if row.status == FAILED]
         for row in sorted(failed, key=lambda row: -row.error)[:MOST]:
             console.print(f"  {failed_text(row)}", style="red", markup=False, soft_wrap=True)
     for setting in [setting for setting in ladder.settings if setting.kind in (LAYOUT, MAY)]:
         text = f"{setting.kind}: {setting.path}: {setting.ours} | {setting.theirs} ({setting.meaning})"
         console.print(text, style="dim", markup=False, soft_wrap=True)
-    undecided = [row for rung in ladder.rungs for row in rung.rows if row.status == UNDECIDED]
+    undecided = [row for stage in ladder.stages for row in stage.rows if row.status == UNDECIDED]
     for rows, words in (([row for row in undecided if row.rounding], BY_ROUNDING),
                         ([row for row in undecided if not row.rounding], BY_A_TIE)):  # fmt: skip
         if rows:

@@ -1,13 +1,13 @@
-"""This module defines what each stage (rung) of an alignment compares, and finds where a failed stage first goes wrong.
+"""This module defines what each stage of an alignment compares, and finds where a failed stage first goes wrong.
 NumPy only.
 
-Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. Each rung has a
+Two records are compared stage by stage (report, Figure 1): forward, backward, one update, the curve. Each stage has a
 fixed tolerance. It is compared with the effect of rounding on the reference: the distance between two of its runs whose
 weights differ in the last place. If this effect exceeds the tolerance, a difference proves nothing, and the row is
 `undecided`, which is neither passed nor failed. A row is also undecided if a changed choice of an expert explains the
 difference. Values that are not finite fail, on either side.
 
-For a rung that failed, `explain_*` name the first module, gradient or group of parameters that differs, and what that
+For a stage that failed, `explain_*` name the first module, gradient or group of parameters that differs, and what that
 usually means (section 3.2.1).
 """
 
@@ -55,7 +55,7 @@ class Row:
     """A `Row` is one compared number.
 
     Args:
-        error, floor: in the rung's own measure, which `measure` names. floor: what rounding does to the reference.
+        error, floor: in the stage's own measure, which `measure` names. floor: what rounding does to the reference.
         excuse: up to where an error is undecided for a reason that `detail` names.
     """
 
@@ -94,8 +94,8 @@ class Row:
 
 
 @dataclass
-class Rung:
-    """A `Rung` is one stage (rung) of the comparison; `reason` says why it did not run, or what a failure means."""
+class Stage:
+    """A `Stage` is one stage of the comparison; `reason` says why it did not run, or what a failure means."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -119,8 +119,8 @@ class Rung:
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
 
-def forward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Compare the logits and then the first losses for the same weights and tokens (rung 2)."""
+def forward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
+    """Compare the logits and then the first losses for the same weights and tokens (stage 2)."""
 
     def given(kind: str, one: Arrays, other: Arrays) -> list[Row]:
         return [Row(f"{kind} {name}", _different(array, other.get(name)), NONE, "elements that differ")
@@ -135,7 +135,7 @@ def forward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     for name in ("lm_loss", "mtp_loss", "loss"):
         first = _each(sides, lambda side, name=name: side.curve[name][:1])
         rows.append(_between(f"step 1 {name}", largest, first, LOSS / 10, "|difference|"))
-    return Rung("forward", rows)
+    return Stage("forward", rows)
 
 
 def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]) -> list[np.ndarray | None]:
@@ -143,8 +143,8 @@ def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]
     return [None if side is None else part(side) for side in sides]
 
 
-def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Compare the gradient of every weight, and the global norm (rung 3)."""
+def backward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
+    """Compare the gradient of every weight, and the global norm (stage 3)."""
     sides = ours, theirs, floor
     rows = [
         _between("global norm", relative, _each(sides, lambda side: side.curve["global_norm"][:1]), NORM, "relative")
@@ -152,11 +152,11 @@ def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     for name in ours.gradient:
         gradients = _each(sides, lambda side, name=name: side.gradient.get(name))
         rows.append(_between(name, relative, gradients, GRADIENT, "relative L2"))
-    return Rung("backward", rows)
+    return Stage("backward", rows)
 
 
-def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Compare how the first step that moves weights changed each weight, relative to the size of the change (rung 4).
+def update(ours: Record, theirs: Record, floor: Record | None) -> Stage:
+    """Compare how the first step that moves weights changed each weight, relative to the size of the change (stage 4).
 
     Adam divides a gradient by its own size: where that is only rounding, an element moves by a full step either way. A
     weight that differs only in its last place does not count as different: a norm's weight near 1 moves by few such
@@ -170,11 +170,11 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
         if want is not None:
             trio = [None if side is None else _snapped(side, want, theirs.updated[name]) for side in trio]
         rows.append(_between(name, trimmed, trio, UPDATE, "relative L2 of the step"))
-    return Rung("optimizer", rows)
+    return Stage("optimizer", rows)
 
 
-def curve(ours: Record, theirs: Record, floor: Record | None) -> Rung:
-    """Compare every single step of the reference, the loss of every step, and the learning rates (rung 5).
+def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
+    """Compare every single step of the reference, the loss of every step, and the learning rates (stage 5).
 
     In a mixture of experts a token at a tie goes to another expert for the last bit of a sum, and from there on two
     right runs drift apart. Such a curve is undecided, up to DRIFT, when every single step, taken from our own state,
@@ -188,7 +188,7 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Rung:
         rows.append(replace(row, excuse=DRIFT, detail=row.detail or "each step by itself agrees") if sound else row)
     rates = _each((ours, theirs, floor), lambda side: side.curve["learning_rate"])
     rows.append(_between("learning rates", relative, rates, 1e-6, "relative"))
-    return Rung("steps", rows)
+    return Stage("steps", rows)
 
 
 def _ties_are_rare(theirs: Record) -> bool:
@@ -309,11 +309,11 @@ def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.nda
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 
-def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
+def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> str:
     """Return a sentence that names the first module whose output differs; `rope` is how many dimensions at the end of a
     head are rotated.
     """
-    bad = [row.name for row in rung.rows if row.status == FAILED]
+    bad = [row.name for row in stage.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
     if given:
         return f"the two sides were not given the same: {', '.join(given[:3])}"
@@ -332,25 +332,25 @@ def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
     return f"first difference: layer {layer}, {where} (relative {first.error:.1e}): {meaning}"
 
 
-def explain_backward(rung: Rung, ours: Record, theirs: Record) -> str:
+def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
     """Return a sentence that names the failed gradient that the backward pass reaches first, and how many gradients
     failed.
     """
-    bad = [row for row in rung.rows if row.status == FAILED]
+    bad = [row for row in stage.rows if row.status == FAILED]
     weights = [row for row in bad if row.name != "global norm"]
     if not weights:
         return "every gradient agrees, the global norm does not: how the norm is taken"
     last = weights[-1]  # rows are in forward order
     factor = _factor(ours.gradient[last.name], theirs.gradient[last.name])
-    text = f"{len(weights)} of {len(rung.rows) - 1} gradients differ; backward meets {last.name} first"
+    text = f"{len(weights)} of {len(stage.rows) - 1} gradients differ; backward meets {last.name} first"
     return f"{text} ({last.error:.1e} relative{factor})"
 
 
-def explain_update(rung: Rung, ours: Record, theirs: Record, hyper: Hyper) -> str:
+def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> str:
     """Return a sentence that says which parameter group moved differently, and whether weight decay or the learning
     rate explains it.
     """
-    bad = [row.name for row in rung.rows if row.status == FAILED]
+    bad = [row.name for row in stage.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
     weights = [name for name in bad if name not in biases]
     if not weights:
@@ -368,9 +368,9 @@ def explain_update(rung: Rung, ours: Record, theirs: Record, hyper: Hyper) -> st
     return "; ".join(said)
 
 
-def explain_curve(rung: Rung) -> str:
+def explain_curve(stage: Stage) -> str:
     """Return a sentence that names the first step that differs, by how much, and what such a difference means."""
-    first = next(row for row in rung.rows if row.status == FAILED)
+    first = next(row for row in stage.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:
         meaning = "wrong from equal weights, moments and tokens: what only this step does (schedule, tokens, bias)"

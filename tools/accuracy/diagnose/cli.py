@@ -1,4 +1,4 @@
-"""This module is `tc3 accuracy diagnose`: it finds the step, the stage of the comparison (rung) and the module in which
+"""This module is `tc3 accuracy diagnose`: it finds the step, the stage of the comparison and the module in which
 two runs differ first, or the law (a relation that holds in every correct run) that one run breaks.
 """
 
@@ -44,9 +44,7 @@ ROOT = Path(__file__).resolve().parents[3]
     "--all",
     "everything",
     is_flag=True,
-    help=(
-        "Print all findings in the order of steps and stages, not only those of the first stage (rung) that differs."
-    ),
+    help=("Print all findings in the order of steps and stages, not only those of the first stage that differs."),
 )
 @click.option(
     "--keep",
@@ -130,7 +128,7 @@ def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> lis
     for place, found in enumerate(shown):
         ranks = f", ranks {', '.join(map(str, found.ranks))}" if found.ranks else ""
         side = f" [{found.side}]" if found.side else ""
-        where = f"step {found.step}, {found.rung}, {found.module}{ranks}{side}"
+        where = f"step {found.step}, {found.stage}, {found.module}{ranks}{side}"
         lines.append(f"{'   ' if place else '-> '}{where}: {found.detail}")
     if verdict.findings:
         rest = len(verdict.findings) - len(shown) - verdict.before
@@ -138,7 +136,7 @@ def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> lis
             lines.append(f"   and {rest} more, which may follow from it (--all)")
         if verdict.before and not everything:
             lines.append(f"   before it, {verdict.before} differ in bits only, as sums in another order do (--all)")
-        lines.append(f"   usually: {USUAL[verdict.first[0].rung]}")
+        lines.append(f"   usually: {USUAL[verdict.first[0].stage]}")
     if verdict.compared:
         lines.append(f"compared: {', '.join(verdict.compared)}")
     if verdict.unknown:

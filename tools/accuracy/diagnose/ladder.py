@@ -1,11 +1,11 @@
 """This module says where two runs first differ, or where one run breaks a law that needs no second run (`laws`). The
 module compares what `evidence.read_side` has read of each run.
 
-The rungs, in the order in which a difference arises: versions of the software; the configuration, as written and as
+The stages, in the order in which a difference arises: versions of the software; the configuration, as written and as
 built; what a (resumed) run starts from; then for each step its samples, the outputs of its modules, its loss and parts,
-its gradients, the global norm with clipping, the update, the routers. `diagnose`
-makes all findings and sorts them by step and rung; the first rung with a difference above rounding is the verdict, and
-what follows is usually its consequence.
+its gradients, the global norm with clipping, the update, the routers. `diagnose` makes all findings and sorts them by
+step and stage; the first stage with a difference above rounding is the verdict, and what follows is usually its
+consequence.
 
 Two runs of one layout, configuration and software must agree to the last bit: on CPU they do, and on a device with
 deterministic operators. Others add numbers in another order: for them losses are held to `LOSS`, norms to `NORM`, norms
@@ -31,8 +31,8 @@ from tools.accuracy.diagnose.laws import (
     RESUME,
     ROUNDING,
     ROUTERS,
-    RUNGS,
     SAMPLES,
+    STAGES,
     START,
     UPDATE,
     VERSIONS,
@@ -65,7 +65,7 @@ class Verdict:
     Args:
         findings: in order. changes: of the configuration that change numbers; layout: those of the layout.
         software: of a package, its versions in both runs where they differ.
-        compared: rungs that had something to look at; unknown: rungs that had not, with what to record.
+        compared: stages that had something to look at; unknown: stages that had not, with what to record.
         bits: whether equality to the last bit was asked.
     """
 
@@ -79,13 +79,13 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings of the first rung that differs by more than rounding; if no rung does, return those of
-        the first rung.
+        """Return the findings of the first stage that differs by more than rounding; if no stage does, return those of
+        the first stage.
 
         A sum in another order changes bits before a fault changes numbers, and explains no larger difference.
         """
         grave = [each for each in self.findings if not each.rounding] or list(self.findings)
-        return tuple(each for each in grave if (each.step, each.rung) == (grave[0].step, grave[0].rung))
+        return tuple(each for each in grave if (each.step, each.stage) == (grave[0].step, grave[0].stage))
 
     @property
     def before(self) -> int:
@@ -96,7 +96,7 @@ class Verdict:
     def word(self) -> str:
         """Return the verdict on the runs in words."""
         if self.findings:
-            word = f"differs: {self.first[0].rung}, step {self.first[0].step}"
+            word = f"differs: {self.first[0].stage}, step {self.first[0].step}"
             return f"{word}; the configuration was changed" if self.changes else word
         if self.changes:
             return "the configuration was changed"
@@ -146,7 +146,7 @@ def _dated(findings: list[Finding]) -> Iterator[Finding]:
     steps = [
         each.step
         for each in findings
-        if not each.late and not each.rounding and RUNGS.index(each.rung) >= RUNGS.index(FORWARD)
+        if not each.late and not each.rounding and STAGES.index(each.stage) >= STAGES.index(FORWARD)
     ]
     for found in findings:
         yield replace(found, step=min([*steps, found.step])) if found.late else found
@@ -158,9 +158,9 @@ def _placed(findings: list[Finding]) -> Iterator[Finding]:
     """
     for found in findings:
         of_step = [each for each in findings if each.step == found.step]
-        gradients = [each for each in of_step if each.rung == GRADIENTS and each.module != "all weights"]
-        known = any(each.rung == FORWARD and each.module not in _FORWARD.values() for each in of_step)
-        if found.rung == FORWARD and found.module == "model" and gradients and not known:
+        gradients = [each for each in of_step if each.stage == GRADIENTS and each.module != "all weights"]
+        known = any(each.stage == FORWARD and each.module not in _FORWARD.values() for each in of_step)
+        if found.stage == FORWARD and found.module == "model" and gradients and not known:
             found = replace(found, detail=f"{found.detail}; near it, {gradients[0].detail}")
         yield found
 
@@ -176,7 +176,7 @@ def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
 
 
 def _resuming(change: Change) -> bool:
-    """Return whether a key only says that a run goes on from a checkpoint: the rung `resume` looks at what came of
+    """Return whether a key only says that a run goes on from a checkpoint: the stage `resume` looks at what came of
     it.
     """
     if change.path == "checkpoint.no_load_optim":
@@ -185,25 +185,25 @@ def _resuming(change: Change) -> bool:
 
 
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return rungs that had something to compare, and the others with why."""
+    """Return stages that had something to compare, and the others with why."""
     sides = (a, b) if b else (a,)
     seen = [CONFIGURATION] if b else _held_against_recipe(a)
     unknown: list[str] = []
     if b:
         common = a.steps.keys() & b.steps.keys()
         sampled, versions = a.samples.keys() & b.samples.keys(), a.software and b.software
-        for rung, known in ((FORWARD, common), (SAMPLES, sampled), (VERSIONS, versions)):
-            (seen if known else unknown).append(rung)
+        for stage, known in ((FORWARD, common), (SAMPLES, sampled), (VERSIONS, versions)):
+            (seen if known else unknown).append(stage)
     recorded = bool(set.intersection(*[set(side.states) for side in sides]))
-    for rung in (GRADIENTS, CLIPPING, UPDATE, ROUTERS):
-        (seen if recorded else unknown).append(rung)
+    for stage in (GRADIENTS, CLIPPING, UPDATE, ROUTERS):
+        (seen if recorded else unknown).append(stage)
     started = all(side.starts_known for side in sides) or all(side.unmoved for side in sides)
     (seen if recorded and started else unknown).append(START)
-    return tuple(each for each in RUNGS if each in seen), tuple(each for each in RUNGS if each in unknown)
+    return tuple(each for each in STAGES if each in seen), tuple(each for each in STAGES if each in unknown)
 
 
 def _held_against_recipe(side: Side) -> list[str]:
-    """Return the rungs that compare a single run with what its recipe says."""
+    """Return the stages that compare a single run with what its recipe says."""
     traced = any(side.modules(step) for step in side.states) and (side.folder / START_FILE).is_file()
     return [CONFIGURATION] * bool(side.effective) + [FORWARD] * traced
 
@@ -274,13 +274,13 @@ class _Pair:
                     sides = (other.states[start.step], start) if one is self.b else (start, other.states[start.step])
                     yield from self._tensors(start.step, *sides, RESUME)
 
-    def _tensors(self, step: int, a: State, b: State, rung: str) -> Iterator[Finding]:
+    def _tensors(self, step: int, a: State, b: State, stage: str) -> Iterator[Finding]:
         """Yield findings about weights, moments, counters and biases of two states."""
         mine, others = a.tensors(self.a.parts()), b.tensors(self.b.parts())
         for name in sorted(mine.keys() ^ others.keys()):
             if is_trained(name):
                 side = "A" if name in mine else "B"
-                yield Finding(step, rung, module_of(name), f"{name}: only {side} has it")
+                yield Finding(step, stage, module_of(name), f"{name}: only {side} has it")
         for name in sorted(mine.keys() & others.keys()):
             one, two = mine[name], others[name]
             if not (one.complete and two.complete) or (not self.bits and not is_trained(name)):
@@ -295,7 +295,7 @@ class _Pair:
                 detail = f"{name}: norm {one.norm:.7g} and {two.norm:.7g}"
                 if error < ROUNDING:
                     detail += ", other bits"
-                where = ROUTERS if rung == UPDATE and name.endswith(COUNTERS) else rung
+                where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
                 grave = 1.0 if where in (START, RESUME, ROUTERS) else 0.0  # there nothing is rounded
                 yield Finding(step, where, module_of(name), detail, max(error, grave), ranks)
 

@@ -1,5 +1,5 @@
 """This module checks the records of one run against laws, which are relations that hold in every correct run; it also
-defines findings and the stages (rungs) of a comparison.
+defines findings and the stages of a comparison.
 
 The laws: what was built is what the recipe says; each module's output, of the first step and of the end, is that of the
 forward pass written out in NumPy; the global norm is that of the gradients; weights move as AdamW moves them; experts'
@@ -25,7 +25,7 @@ from tools.recipe.view import View
 VERSIONS, CONFIGURATION, START = "versions", "configuration", "start"
 RESUME, SAMPLES = "resume", "samples"
 FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS = "forward", "gradients", "norm and clipping", "update", "routers"
-RUNGS = (VERSIONS, CONFIGURATION, START, RESUME, SAMPLES, FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS)
+STAGES = (VERSIONS, CONFIGURATION, START, RESUME, SAMPLES, FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS)
 USUAL = {
     VERSIONS: "another version of a package computes something else, or adds in another order",
     CONFIGURATION: "the runs were asked to compute different things, or a key did not reach what was built",
@@ -46,7 +46,7 @@ REST = 1e-2  # share of an update that AdamW does not explain; rounding leaves 1
 NEAR = 1e-5  # relative; a load at its share, where the sign of the difference is rounding
 ROUNDING = 1e-6  # relative; below it, only bits differ
 REFERENCE = 2e-5  # relative; a module's output in float32 against NumPy in float64
-WORST = 3  # findings shown of a rung
+WORST = 3  # findings shown of a stage
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Finding:
     """
 
     step: int
-    rung: str
+    stage: str
     module: str
     detail: str
     error: float = math.inf  # relative, to sort by
@@ -72,8 +72,8 @@ class Finding:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return the key by which findings are sorted: step, then rung, then severity, the most severe first."""
-        return self.step, RUNGS.index(self.rung), -self.error
+        """Return the key by which findings are sorted: step, then stage, then severity, the most severe first."""
+        return self.step, STAGES.index(self.stage), -self.error
 
 
 def laws(side: Side) -> Iterator[Finding]:
@@ -94,11 +94,11 @@ def laws(side: Side) -> Iterator[Finding]:
         before = state
 
 
-def _copies_law(side: Side, state: State, rung: str) -> Iterator[Finding]:
-    """Yield findings unless what several ranks hold is the same on all of them; `rung` is that of the weights."""
+def _copies_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
+    """Yield findings unless what several ranks hold is the same on all of them; `stage` is that of the weights."""
     for name, tensor in sorted(state.tensors(side.parts()).items()):
         if tensor.differing:
-            where = ROUTERS if rung == UPDATE and name.endswith(COUNTERS) else rung
+            where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
             what = f"{name}: copies differ"
             yield Finding(state.step, where, module_of(name), what, 1.0, tensor.differing, side.name)
 

@@ -1,4 +1,4 @@
-"""Rung 1: which differences of two configurations must not be."""
+"""Stage 1: which differences of two configurations must not be."""
 
 import json
 from pathlib import Path

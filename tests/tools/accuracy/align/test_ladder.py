@@ -1,4 +1,4 @@
-"""The ladder from its first rung to its last, and its command."""
+"""The ladder from its first stage to its last, and its command."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from rich.console import Console
 
 from plugins.errors import ClusterError, RecipeError
 from tests.tools.accuracy.align import cases
-from tests.tools.accuracy.align.test_rungs import ROPE, ScaledSoftmax
+from tests.tools.accuracy.align.test_stages import ROPE, ScaledSoftmax
 from tools.accuracy.align import ladder as align
 from tools.accuracy.align import ladder as align_ladder
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.cli import align as command
 from tools.accuracy.align.ladder import Ladder, Wanted, climb, compare_records, failed_text, print_ladder, split_model
-from tools.accuracy.align.rungs import NONE, Row, Rung
 from tools.accuracy.align.sides import SideFailedError, shortened
+from tools.accuracy.align.stages import NONE, Row, Stage
 from tools.check.check import check_recipe
 from tools.data.index import write_learnable
 from tools.process import children
@@ -76,7 +76,7 @@ def climbed(ours, theirs, folder, data=None):
 
 
 def statuses(ladder):
-    return [rung.status for rung in ladder.rungs]
+    return [stage.status for stage in ladder.stages]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_layout_for_ascend_is_executed_as_minis_that_keep_it(tmp_path, runs):
     ladder = climbed(ASCEND, recipe_like(ASCEND, tmp_path, "parallel_config.model_parallel=1"), tmp_path)
     assert statuses(ladder) == ["passed", *["same"] * 4, "passed"] and ladder.verdict == "aligned"
     assert runs == ["layout_ours", "layout_theirs"]
-    assert "4 processes (tp2 pp2" in ladder.rungs[-1].reason and "and 4 processes (pp2 dp2" in ladder.rungs[-1].reason
+    assert "4 processes (tp2 pp2" in ladder.stages[-1].reason and "and 4 processes (pp2 dp2" in ladder.stages[-1].reason
 
 
 def test_recomputation_that_one_worker_does_not_have_is_compared_with_four(tmp_path, corpus, runs):
@@ -130,14 +130,14 @@ def test_recomputation_that_one_worker_does_not_have_is_compared_with_four(tmp_p
 @pytest.mark.parametrize(("name", "left_out"), [("tp2", ""), ("pp2", "auxiliary loss"), ("cp2", "auxiliary loss")])
 def test_a_layout_of_cpu_processes_is_compared_with_one_of_them(name, left_out, tmp_path, corpus, runs):
     ladder = climbed(RECIPES / "mini" / f"pretrain_{name}.yaml", MINI, tmp_path, corpus)
-    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"], [rung.reason for rung in ladder.rungs]
+    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"], [stage.reason for stage in ladder.stages]
     assert runs == ["layout_ours", "layout_theirs"]
     ours, theirs = (load_recipe(tmp_path / "runs" / side / "recipe_in.yaml") for side in runs)
     assert View(ours).sharded_on_cpu and View(theirs).sharded_on_cpu and View(theirs).devices == 1
     assert View(ours).global_batch == View(theirs).global_batch
     coefficients = {side["model"]["model_config"]["moe_aux_loss_coeff"] for side in (ours, theirs)}
     assert len(coefficients) == 1 and (coefficients == {0.0}) is bool(left_out)
-    assert left_out in ladder.rungs[-1].reason
+    assert left_out in ladder.stages[-1].reason
 
 
 def test_plugin_settings_that_one_worker_does_not_run_are_not_compared(tmp_path, corpus, runs):
@@ -158,7 +158,7 @@ def test_another_layout_is_compared_alone_and_then_with_its_workers(tmp_path, co
     ladder = climbed(MINI, DP2, tmp_path, corpus)
     assert statuses(ladder) == ["passed", *["same"] * 4, "passed"]
     assert runs == ["layout_ours", "layout_theirs"]
-    assert len(ladder.rungs[-1].rows) == 4 and ladder.verdict == "aligned"
+    assert len(ladder.stages[-1].rows) == 4 and ladder.verdict == "aligned"
 
 
 def test_recipes_that_are_not_one_on_one_worker_run_there_first(tmp_path, corpus, runs):
@@ -168,7 +168,7 @@ def test_recipes_that_are_not_one_on_one_worker_run_there_first(tmp_path, corpus
     assert runs == [("ours", 8, 1), ("theirs", 8, 1)]
 
 
-def test_workers_whose_losses_part_fail_the_last_rung(tmp_path, corpus, runs, monkeypatch):
+def test_workers_whose_losses_part_fail_the_last_stage(tmp_path, corpus, runs, monkeypatch):
     real = align_ladder.read_metrics
     monkeypatch.setattr(align_ladder, "read_metrics", lambda run, rank: [
         {"loss": step["loss"] + 1e-3 * (step["step"] > 2 and run.parent.name == "layout_theirs")}
@@ -176,23 +176,23 @@ def test_workers_whose_losses_part_fail_the_last_rung(tmp_path, corpus, runs, mo
     ])  # fmt: skip
     ladder = climbed(MINI, DP2, tmp_path, corpus)
     assert statuses(ladder)[-1] == "failed"
-    assert ladder.rungs[-1].reason.startswith("loss of step 3 is the first to differ, by 1.0e-03")
+    assert ladder.stages[-1].reason.startswith("loss of step 3 is the first to differ, by 1.0e-03")
 
 
 @pytest.mark.parametrize(
     "error", [SideFailedError("train ended with exit code 1: worker 1 failed"), RecipeError("port")]
 )
-def test_a_run_that_breaks_down_is_a_failed_rung_and_leaves_the_others(error, tmp_path, corpus, runs, monkeypatch):
+def test_a_run_that_breaks_down_is_a_failed_stage_and_leaves_the_others(error, tmp_path, corpus, runs, monkeypatch):
     def start(command, log, run):
         raise error
 
     monkeypatch.setattr(align_sides, "start", start)
     ladder = climbed(MINI, DP2, tmp_path, corpus)
     assert statuses(ladder) == ["passed", *["same"] * 4, "failed"] and ladder.broken and not ladder.passed
-    assert str(error) in ladder.rungs[-1].reason
+    assert str(error) in ladder.stages[-1].reason
 
 
-def test_a_side_that_breaks_down_early_fails_the_next_rung(tmp_path, corpus, monkeypatch):
+def test_a_side_that_breaks_down_early_fails_the_next_stage(tmp_path, corpus, monkeypatch):
     def broken(*arguments):
         raise SideFailedError("mindformers ended with exit code 1")
 
@@ -210,8 +210,8 @@ def test_logs_are_kept_when_a_run_broke_down(broken, tmp_path, monkeypatch):
         (wanted.folder / "ours").mkdir()
         (wanted.folder / "ours" / "mindformers.log").write_text("why")
         (wanted.folder / "ours" / "record.npz").write_text("large")
-        rung = Rung("forward", state="failed") if broken else Rung("forward", [Row("logits", 1, 0.5, "")])
-        return Ladder("a", "b", [rung])
+        stage = Stage("forward", state="failed") if broken else Stage("forward", [Row("logits", 1, 0.5, "")])
+        return Ladder("a", "b", [stage])
 
     monkeypatch.setattr(align, "climb", climb)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -222,8 +222,8 @@ def test_logs_are_kept_when_a_run_broke_down(broken, tmp_path, monkeypatch):
 
 
 def test_undecided_numbers_are_told_by_their_cause():
-    ladder = Ladder("a", "b", [Rung("forward", [Row("logits", 3e-5, 1e-5, "", floor=2e-5)])])
-    ladder.rungs.append(Rung("steps", [Row("step 3 by itself: loss", 2e-4, 1e-5, "", excuse=3e-4)]))
+    ladder = Ladder("a", "b", [Stage("forward", [Row("logits", 3e-5, 1e-5, "", floor=2e-5)])])
+    ladder.stages.append(Stage("steps", [Row("step 3 by itself: loss", 2e-4, 1e-5, "", excuse=3e-4)]))
     console = Console(record=True, width=200)
     print_ladder(ladder, console)
     lines = console.export_text().splitlines()
@@ -336,8 +336,8 @@ def test_settings_that_must_match_stop_the_ladder(tmp_path):
     write_learnable(tmp_path / "corpus", 512)
     data = str(tmp_path / "corpus")
     ladder = climb(wanted(MINIS / "pretrain.yaml", MINIS / "pretrain_ep4.yaml", tmp_path / "runs", data=data), print)
-    assert [rung.status for rung in ladder.rungs] == ["failed", *["not run"] * 5]
-    assert {row.name for row in ladder.rungs[0].rows if row.status == "failed"} == {"lr_schedule.learning_rate"}
+    assert [stage.status for stage in ladder.stages] == ["failed", *["not run"] * 5]
+    assert {row.name for row in ladder.stages[0].rows if row.status == "failed"} == {"lr_schedule.learning_rate"}
     assert not ladder.passed and not (tmp_path / "runs").exists()
 
 
@@ -351,7 +351,7 @@ def test_what_is_printed():
     assert "forward: first difference: layer 0, self_attention.core_attention" in text
     assert "logits: " in text and text.rstrip().endswith("not aligned")
     data = json.loads(json.dumps(ladder.as_json()))
-    assert data["passed"] is False and data["rungs"][0]["rows"][-1]["status"] in ("passed", "failed")
+    assert data["passed"] is False and data["stages"][0]["rows"][-1]["status"] in ("passed", "failed")
 
 
 def test_a_row_says_what_differs_and_not_one_half():

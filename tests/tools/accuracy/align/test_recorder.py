@@ -10,8 +10,8 @@ from tests.tools.accuracy.align import cases
 from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.ladder import Wanted, climb
-from tools.accuracy.align.rungs import GRADIENT, LOGITS, LOSS, first_difference, moved
 from tools.accuracy.align.sides import alone, in_hugging_face_names, load, reference_sizes
+from tools.accuracy.align.stages import GRADIENT, LOGITS, LOSS, first_difference, moved
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import hyper_of, initial_weights
 from tools.data.index import write_learnable
@@ -101,4 +101,4 @@ def test_the_whole_ladder_live(tmp_path):
         Wanted(golden.RECIPE, "hf", 20, (), data, tmp_path / "runs", sys.executable, seed=1),
         lambda text: None,
     )
-    assert [rung.status for rung in ladder.rungs] == ["passed"] * 5 + ["not run"]
+    assert [stage.status for stage in ladder.stages] == ["passed"] * 5 + ["not run"]

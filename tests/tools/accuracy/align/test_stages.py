@@ -1,4 +1,4 @@
-"""Seeded faults, each of which must fail at its own rung and be told by its place; and what excuses a difference."""
+"""Seeded faults, each of which must fail at its own stage and be told by its place; and what excuses a difference."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools.accuracy.align import cases
 from tests.tools.accuracy.reference import renew as golden
-from tools.accuracy.align import rungs as align_rungs
+from tools.accuracy.align import stages as align_stages
 from tools.accuracy.align.ladder import Ladder, compare_records
 from tools.accuracy.align.sides import alone, load
 from tools.accuracy.reference.forward import Forward
@@ -79,15 +79,15 @@ def climbed(ours, theirs, floor=None):
 
 
 def failed(ladder):
-    """(name, reason) of the last rung, which must be the only one that failed."""
-    assert [rung.status for rung in ladder.rungs[:-1]] == ["passed"] * (len(ladder.rungs) - 1)
-    assert ladder.rungs[-1].status == "failed"
-    return ladder.rungs[-1].name, ladder.rungs[-1].reason
+    """(name, reason) of the last stage, which must be the only one that failed."""
+    assert [stage.status for stage in ladder.stages[:-1]] == ["passed"] * (len(ladder.stages) - 1)
+    assert ladder.stages[-1].status == "failed"
+    return ladder.stages[-1].name, ladder.stages[-1].reason
 
 
-def test_equal_sides_pass_every_rung():
+def test_equal_sides_pass_every_stage():
     ladder = climbed(cases.record(MODEL), cases.record(MODEL))
-    assert [(rung.name, rung.status) for rung in ladder.rungs] == [
+    assert [(stage.name, stage.status) for stage in ladder.stages] == [
         ("forward", "passed"), ("backward", "passed"), ("optimizer", "passed"), ("steps", "passed"),
     ]  # fmt: skip
 
@@ -205,8 +205,8 @@ def test_a_curve_that_parts_at_a_tie_is_undecided_when_every_step_by_itself_agre
     ours = cases.record(MODEL)
     theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
     theirs.single = single(ours)
-    rung = climbed(ours, theirs).rungs[-1]
-    assert (rung.name, rung.status) == ("steps", "undecided")
+    stage = climbed(ours, theirs).stages[-1]
+    assert (stage.name, stage.status) == ("steps", "undecided")
     theirs.single = single(ours, update=np.array([0, 0, 2e-3, 0]))
     name, reason = failed(climbed(ours, theirs))
     assert name == "steps" and reason.startswith("step 3 by itself: update is the first to differ")
@@ -217,7 +217,7 @@ def test_few_choices_are_a_tie_and_many_are_a_fault(moved, status):
     ours = cases.record(MODEL)
     theirs = cases.record(MODEL)
     theirs.single = single(ours, update=np.array([0, 0, 2e-3, 0]), moved=np.array([0, 0, moved, 0]))
-    assert climbed(ours, theirs).rungs[-1].status == status
+    assert climbed(ours, theirs).stages[-1].status == status
 
 
 TIE = np.array([0, 0, 1.0, 0])  # one choice moved in step 3, out of 4096, with 1024 tokens
@@ -242,7 +242,7 @@ def test_a_tie_excuses_no_more_than_it_can_do(changes, status):
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     loss = ours.curve["loss"] + changes.pop("loss", 0)
     theirs.single = single(ours, loss=loss, **changes)
-    assert climbed(ours, theirs).rungs[-1].status == status
+    assert climbed(ours, theirs).stages[-1].status == status
 
 
 def test_a_moved_choice_excuses_no_curve_that_is_far_off():
@@ -259,9 +259,9 @@ def test_what_rounding_does_to_the_reference_itself_is_undecided_and_not_passed(
     ours, theirs, floor = (cases.record(MODEL) for _ in range(3))
     ours.trace["logits"] = ours.trace["logits"] + 3e-5
     floor.trace["logits"] = floor.trace["logits"] - 2e-5
-    assert climbed(ours, theirs).rungs[-1].status == "failed"
-    rungs = climbed(ours, theirs, floor).rungs
-    assert rungs[0].status == "undecided" and len(rungs) == 4, "an undecided rung does not stop the ladder"
+    assert climbed(ours, theirs).stages[-1].status == "failed"
+    stages = climbed(ours, theirs, floor).stages
+    assert stages[0].status == "undecided" and len(stages) == 4, "an undecided stage does not stop the ladder"
 
 
 def test_a_weight_that_differs_in_its_last_place_does_not_differ():
@@ -269,7 +269,7 @@ def test_a_weight_that_differs_in_its_last_place_does_not_differ():
     name = "model.norm.weight"
     theirs.updated[name] = theirs.updated[name].astype(np.float32)
     ours.updated[name] = np.nextafter(theirs.updated[name], np.float32(2))
-    assert climbed(ours, theirs).rungs[2].status == "passed"
+    assert climbed(ours, theirs).stages[2].status == "passed"
     ours.updated[name] = np.nextafter(np.nextafter(ours.updated[name], np.float32(2)), np.float32(2))
     assert failed(climbed(ours, theirs))[0] == "optimizer"
 
@@ -297,8 +297,8 @@ def test_beside_a_zero_gradient_of_the_reference_only_its_own_rounding_counts(go
     ours, theirs, floor = (cases.record(MODEL) for _ in range(3))
     for side, value in ((ours, got), (theirs, 0), (floor, nudged)):
         side.gradient["lm_head.weight"] = np.full_like(side.gradient["lm_head.weight"], value)
-    rung = next(rung for rung in climbed(ours, theirs, floor).rungs if rung.name == "backward")
-    assert next(row for row in rung.rows if row.name == "lm_head.weight").status == rung.status == status
+    stage = next(stage for stage in climbed(ours, theirs, floor).stages if stage.name == "backward")
+    assert next(row for row in stage.rows if row.name == "lm_head.weight").status == stage.status == status
 
 
 def test_a_thousandth_of_an_update_is_left_out_and_no_more():
@@ -306,5 +306,5 @@ def test_a_thousandth_of_an_update_is_left_out_and_no_more():
     few, more = want.copy(), want.copy()
     few[0, :10] = -1
     more[0, :11] = -1
-    assert align_rungs.trimmed(few, want) == 0 and align_rungs.trimmed(more, want) > 1e-2
-    assert align_rungs.trimmed(np.array([1.0, 2.0]), np.array([1.0, 1.0])) > 0.5
+    assert align_stages.trimmed(few, want) == 0 and align_stages.trimmed(more, want) > 1e-2
+    assert align_stages.trimmed(np.array([1.0, 2.0]), np.array([1.0, 1.0])) > 0.5

@@ -33,7 +33,7 @@ def test_a_difference_has_its_place_and_its_usual_cause(tmp_path):
     assert code == 1 and "-> step 2, update, layers.0.norms" in text and "usually: the optimizer" in text
     code, text = said(a, b, "--json")
     told = json.loads(text)
-    assert code == 1 and told["findings"][0]["rung"] == "update" and told["verdict"] == "differs: update, step 2"
+    assert code == 1 and told["findings"][0]["stage"] == "update" and told["verdict"] == "differs: update, step 2"
     assert len(said(a, b, "--all")[1].splitlines()) > len(said(a, b)[1].splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Each rung has a fault that only it names first, in runs that NumPy simulates."""
+"""Each stage has a fault that only it names first, in runs that NumPy simulates."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def pair(tmp_path):
 
 def first(verdict):
     found = verdict.first[0]
-    return found.step, found.rung, found.module
+    return found.step, found.stage, found.module
 
 
 def test_a_rerun_is_equal_and_obeys_all_laws(pair):
@@ -66,8 +66,8 @@ def test_start(pair):
     assert first(pair(Other)) == (0, "start", "layers.0.mlp")
 
 
-@pytest.mark.parametrize(("rate", "rung"), [(0.0, "start"), (1e-3, "update")])
-def test_a_first_step_with_rate_0_shows_what_a_sharded_run_started_from(tmp_path, rate, rung):
+@pytest.mark.parametrize(("rate", "stage"), [(0.0, "start"), (1e-3, "update")])
+def test_a_first_step_with_rate_0_shows_what_a_sharded_run_started_from(tmp_path, rate, stage):
     class Sharded(Run):
         def line(self, rank, kind, line):
             """When the run begins, its graph has not made the weights yet."""
@@ -83,7 +83,7 @@ def test_a_first_step_with_rate_0_shows_what_a_sharded_run_started_from(tmp_path
 
     a, b = (read_side(kind(tmp_path / kind.__name__).write()) for kind in (Sharded, Drawn))
     verdict = diagnose(a, b)
-    assert first(verdict) == (int(rate > 0), rung, "layers.0.mlp")
+    assert first(verdict) == (int(rate > 0), stage, "layers.0.mlp")
     assert ("start" in verdict.unknown) == (rate > 0) == any("are unknown" in note for note in a.notes)
 
 
@@ -143,7 +143,7 @@ def test_other_bits_do_not_hide_the_difference_that_comes_after_them(pair, tmp_p
             return 0.1
 
     verdict = pair(Both)
-    assert first(verdict) == (2, "update", "layers.0.norms") and verdict.findings[0].rung == "forward"
+    assert first(verdict) == (2, "update", "layers.0.norms") and verdict.findings[0].stage == "forward"
     text = "\n".join(report(verdict, [read_side(tmp_path / name) for name in "ab"]))
     assert f"before it, {verdict.before} differ in bits only" in text and verdict.before >= 2
 
@@ -252,8 +252,8 @@ def test_copies_that_differ_between_ranks(pair):
 
     verdict = pair(Apart, single=True, ranks=2)
     found = verdict.findings[0]
-    assert (found.step, found.rung, found.detail, found.ranks) == (0, "start", f"{NORM}: copies differ", (1,))
-    assert {(each.step, each.rung) for each in verdict.findings} >= {(1, "update"), (2, "update")}
+    assert (found.step, found.stage, found.detail, found.ranks) == (0, "start", f"{NORM}: copies differ", (1,))
+    assert {(each.step, each.stage) for each in verdict.findings} >= {(1, "update"), (2, "update")}
 
 
 def test_biases_that_differ_between_ranks_are_the_routers(pair):
@@ -320,7 +320,7 @@ def test_another_sign_of_a_bias_has_the_same_norm_and_is_the_routers(pair):
         def move(self, load):
             return -super().move(load)
 
-    assert {each.rung for each in pair(Other).first} == {"routers"}
+    assert {each.stage for each in pair(Other).first} == {"routers"}
 
 
 def test_a_bias_at_its_share_may_move_either_way(pair):
@@ -419,7 +419,7 @@ def test_a_run_that_went_on_in_its_own_folder_is_held_against_itself(tmp_path):
     assert first(verdict) == (2, "resume", "layers.1.router")
 
 
-def test_findings_are_sorted_by_step_and_rung(pair):
+def test_findings_are_sorted_by_step_and_stage(pair):
     class Everything(Run):
         def loss(self, step):
             return super().loss(step) + (step > 1)

@@ -1,4 +1,4 @@
-"""For each rung a fault that only this rung names rightly, and the laws that hold one run against an independent
+"""For each stage a fault that only this stage names rightly, and the laws that hold one run against an independent
 reference.
 """
 
@@ -14,7 +14,7 @@ from tests.zoo.run import PAGE, RESULTS, page
 from tools.accuracy.align.sides import reference_sizes
 from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import diagnose
-from tools.accuracy.diagnose.laws import RUNGS, VERSIONS
+from tools.accuracy.diagnose.laws import STAGES, VERSIONS
 from tools.accuracy.diagnose.reference import built_of, outputs_of
 from tools.accuracy.reference import forward
 from tools.accuracy.reference.forward import Forward
@@ -92,7 +92,7 @@ class Routed(Recorded):
         return -super().move(load)
 
 
-# rung -> (fault, whether both runs go on from step 2, step and module that are named, rungs in which it also shows)
+# stage -> (fault, whether both runs go on from step 2, step and module that are named, stages in which it also shows)
 FAULTS = {
     "configuration": (Built, {}, 0, "configuration", set()),
     "start": (Started, {}, 0, "layers.0.mlp", set()),
@@ -106,24 +106,24 @@ FAULTS = {
 }
 
 
-def test_every_rung_has_its_fault():
-    assert {*FAULTS, VERSIONS} == {*RUNGS}
+def test_every_stage_has_its_fault():
+    assert {*FAULTS, VERSIONS} == {*STAGES}
 
 
-@pytest.mark.parametrize("rung", FAULTS)
-def test_only_its_rung_names_a_fault_rightly(rung, tmp_path):
-    fault, more, step, module, also = FAULTS[rung]
+@pytest.mark.parametrize("stage", FAULTS)
+def test_only_its_stage_names_a_fault_rightly(stage, tmp_path):
+    fault, more, step, module, also = FAULTS[stage]
     a, b = Recorded(tmp_path / "a").write(), fault(tmp_path / "b", **more).write()
     verdict = diagnose(read_side(a), read_side(b))
     first = verdict.first[0]
-    assert (first.step, first.rung, first.module) == (step, rung, module)
-    assert {each.rung for each in verdict.findings if not each.rounding} - {rung} == also
+    assert (first.step, first.stage, first.module) == (step, stage, module)
+    assert {each.stage for each in verdict.findings if not each.rounding} - {stage} == also
 
 
 def test_a_loss_alone_names_no_module(tmp_path):
     a, b = Recorded(tmp_path / "a").write(), Lost(tmp_path / "b").write()
     first = diagnose(read_side(a), read_side(b)).first[0]
-    assert (first.step, first.rung, first.module) == (3, "forward", "model")
+    assert (first.step, first.stage, first.module) == (3, "forward", "model")
 
 
 def test_another_version_is_told_and_excuses_rounding_only(tmp_path):
@@ -141,7 +141,7 @@ def test_another_version_is_told_and_excuses_rounding_only(tmp_path):
     a, b, c = (kind(tmp_path / kind.__name__).write() for kind in (Recorded, Newer, Wrong))
     verdict = diagnose(read_side(a), read_side(b))
     assert verdict.software == (("mindspore", "2.9.0", "2.10.0"),) and not verdict.findings
-    assert diagnose(read_side(a), read_side(c)).first[0].rung == "forward"
+    assert diagnose(read_side(a), read_side(c)).first[0].stage == "forward"
 
 
 @pytest.mark.parametrize("error", [1e-6, 1e-3, 0.1])
@@ -202,7 +202,7 @@ class Unscaled(Forward):
 @pytest.mark.parametrize(("wrong", "module"), [(Scaled, "layers.0.attention.context"), (Unscaled, "layers.1.router")])
 def test_one_run_alone_names_the_module_that_is_not_the_reference(tmp_path, ids, wrong, module):
     first = diagnose(aligned(tmp_path / "run", wrong, ids)).first[0]
-    assert (first.step, first.rung, first.module) == (1, "forward", module)
+    assert (first.step, first.stage, first.module) == (1, "forward", module)
 
 
 def test_of_a_resumed_run_the_last_part_is_compared(tmp_path, ids):
@@ -227,14 +227,14 @@ def test_of_a_resumed_run_the_last_part_is_compared(tmp_path, ids):
 def test_a_module_that_is_wrong_only_when_biases_have_moved(tmp_path, ids):
     side = aligned(tmp_path / "run", Forward, ids, end=Unscaled)
     (found,) = diagnose(side).findings
-    assert (found.step, found.rung, found.module, found.late) == (3, "forward", "layers.1.router", True)
+    assert (found.step, found.stage, found.module, found.late) == (3, "forward", "layers.1.router", True)
     assert "in the first step it is right" in found.detail
     assert not diagnose(aligned(tmp_path / "right", Forward, ids, end=Forward)).findings
     later = aligned(tmp_path / "later", Forward, ids, end=Unscaled)
     steep = aligned(tmp_path / "steep", Forward, ids)
     steep.steps[2]["lm_loss"] += 1e-3
     first = diagnose(steep, later).first[0]
-    assert (first.step, first.rung) == (2, "forward"), "it is told at the first step that differs"
+    assert (first.step, first.stage) == (2, "forward"), "it is told at the first step that differs"
 
 
 def test_layers_behind_the_decoder_are_the_mtp_layers(tmp_path, ids):

@@ -97,8 +97,8 @@ def main(update: bool, reference_python: str) -> None:
         write_learnable(Path(corpus), vocabulary_of(recipe))
         wanted = Wanted(RECIPE, "hf", STEPS, (), corpus, folder, reference_python, SEED)
         ladder = climb(wanted, lambda text: click.echo(text, err=True))
-        if not ladder.passed or any(rung.status == "undecided" for rung in ladder.rungs):
-            told = [(rung.name, rung.status, rung.reason) for rung in ladder.rungs]
+        if not ladder.passed or any(stage.status == "undecided" for stage in ladder.stages):
+            told = [(stage.name, stage.status, stage.reason) for stage in ladder.stages]
             raise CheckpointError(f"MindFormers does not agree with Hugging Face, so nothing was written: {told}")
         job = read(folder / "reference" / "job.npz")
         stored = read(folder / "reference" / "record.npz")

@@ -35,7 +35,7 @@ def record(model, prepare=lambda reference: None, run=train.run, hyper=HYPER, we
 def climbed(ours, theirs, floor=None):
     ladder = Ladder("ours", "theirs")
     compare_records(ladder, ours, theirs, floor, HYPER, 8)
-    return ladder.rungs
+    return ladder.stages
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_hugging_face_is_the_forward_pass_in_numpy(model):
 def test_a_rerun_is_bit_identical_and_a_nudge_stays_within_the_tolerances():
     model = cases.sizes()
     one, two = record(model), record(model)
-    rungs = climbed(one, two)
-    assert [rung.status for rung in rungs] == ["passed"] * 4
-    assert all(row.error == 0 for rung in rungs for row in rung.rows)
+    stages = climbed(one, two)
+    assert [stage.status for stage in stages] == ["passed"] * 4
+    assert all(row.error == 0 for stage in stages for row in stage.rows)
     moved = record(model, weights=nudged(initial_weights(model, 0)))
     moved.initial = one.initial
-    assert all(rung.status in ("passed", "undecided") for rung in climbed(moved, one, moved))
+    assert all(stage.status in ("passed", "undecided") for stage in climbed(moved, one, moved))
 
 
 def scale_gradient(reference):
@@ -77,9 +77,9 @@ def scale_gradient(reference):
 
 def test_a_fault_in_backward_alone_passes_forward_and_fails_backward():
     model = cases.sizes(mtp=0)
-    rungs = climbed(record(model, scale_gradient), record(model))
-    assert [rung.status for rung in rungs] == ["passed", "failed"]
-    assert "backward meets model.layers.1.self_attn.kv_b_proj.weight first" in rungs[1].reason
+    stages = climbed(record(model, scale_gradient), record(model))
+    assert [stage.status for stage in stages] == ["passed", "failed"]
+    assert "backward meets model.layers.1.self_attn.kv_b_proj.weight first" in stages[1].reason
 
 
 @pytest.mark.parametrize(("wrong", "group"), [("all", "no_weight_decay"), ("none", "weight_decay")])
@@ -93,9 +93,9 @@ def test_decay_of_the_wrong_group(monkeypatch, wrong, group):
     model = cases.sizes()
     theirs = record(model)
     monkeypatch.setattr(train, "optimizer_of", optimizer_of)
-    rungs = climbed(record(model), theirs)
-    assert [rung.status for rung in rungs] == ["passed", "passed", "failed"]
-    assert f"group {group}" in rungs[2].reason and "decayed by" in rungs[2].reason
+    stages = climbed(record(model), theirs)
+    assert [stage.status for stage in stages] == ["passed", "passed", "failed"]
+    assert f"group {group}" in stages[2].reason and "decayed by" in stages[2].reason
 
 
 def test_each_step_by_itself_from_its_own_states():
