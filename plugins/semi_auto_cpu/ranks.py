@@ -31,7 +31,7 @@ class Ranks:
         places: group -> the place in it that MindSpore was told.
 
     Raises:
-        ClusterError: there is no such rank.
+        ClusterError: the rank does not exist.
     """
 
     def __init__(self, devices: int, rank: int):

@@ -233,8 +233,8 @@ def node_flops(node: Node, rows: int) -> int:
 
 
 def _attention(node: Node) -> int:
-    """Return FLOPs of an attention or its gradient, in each layout: B(atch), S(equence), N heads, D (width), H = N x
-    D.
+    """Return the FLOPs of an attention operator or of its gradient. The letters of a layout are B (batch), S
+    (sequence), N (heads), D (width of a head) and H = N x D.
     """
     written = _ARGUMENTS.search(node.head)
     assert written, f"no heads and layout in {node.head}"

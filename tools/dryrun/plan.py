@@ -184,7 +184,7 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
     outside = [rank for rank in ranks if not 0 <= rank < view.devices]
     if outside:
         raise RecipeError(
-            f"--ranks {','.join(map(str, outside))}: there is no such rank; the recipe has ranks 0 to "
+            f"--ranks {','.join(map(str, outside))}: this rank does not exist; the recipe has ranks 0 to "
             f"{view.devices - 1}"
         )
     jobs = [Job(small, rank, rank // per_stage) for rank in ranks]

@@ -127,7 +127,7 @@ class Numbers:
         return [seed for seed in found if seed.senses]
 
     def _loss(self, node: Node) -> Scale:
-        """Return the seed of one loss: what stands in front of its backward, over the devices."""
+        """Return the factor that begins the backward pass of one loss, divided by the number of devices."""
         nodes = self.graph.graphs[self.graph.root]
         divided = self.factor(self.graph.root, node, arguments_of(node.head)[0]) if node.op in SCALED else Scale()
         while node.scope.startswith(_OF_THE_LOSS) and (number := node.value) is not None:

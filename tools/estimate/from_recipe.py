@@ -89,7 +89,7 @@ def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
 
 _SHARD = ("parallel", "parallel_optimizer_config")
 _OPTIMIZER = ("optimizer",)
-_MORE = "`tc3 check` says more"
+_MORE = "run `tc3 check` for the details"
 LEVEL = (*_SHARD, "optimizer_level")
 GRADIENTS = (*_SHARD, "gradient_accumulation_shard")
 
@@ -103,8 +103,8 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
         ep_mode: a dispatch mode to look at instead of the recipe's own, uncut; then `auto` there may stay unresolved.
 
     Raises:
-        RecipeError: it has no model or one of impossible sizes, a key or value that MindFormers has not, an offset or
-            degrees that do not fit, an optimizer that does not know the model's weights, or it leaves its dispatch to
+        RecipeError: the recipe has no model, or a model of impossible sizes; a key or value is unknown to MindFormers;
+            an offset or a degree does not fit; the optimizer cannot train the model's weights; or the dispatch mode is
             `auto`.
     """
     view = View(recipe)
@@ -116,16 +116,20 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     try:
         model = model_of(built.fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise refusal(recipe, MODEL, f"its sizes make no model ({error}); {_MORE}") from None
+        raise refusal(recipe, MODEL, f"no model can have these sizes ({error}); {_MORE}") from None
     if model.latent is None and view.get((*_OPTIMIZER, "type")) == "Muon":
-        raise refusal(recipe, (*_OPTIMIZER, "type"), f"Muon knows only multi-latent attention; AdamW; {_MORE}")
+        raise refusal(
+            recipe,
+            (*_OPTIMIZER, "type"),
+            f"Muon works only for models with multi-latent attention; write AdamW, or {_MORE}",
+        )
     if layers is None:
-        raise refusal(recipe, OFFSET, f"does not fit the layers and stages; {_MORE}")
+        raise refusal(recipe, OFFSET, f"the offset does not fit the layers and stages; {_MORE}")
     table = tuple(tuple(row) for row in layers)
     try:
         recompute = recompute_of(view, table)
     except (TypeError, ValueError):
-        text = f"its numbers do not fit the layers and stages; {_MORE}"
+        text = f"the numbers of layers do not fit the layers and stages; {_MORE}"
         raise refusal(recipe, ("recompute_config",), text) from None
     dispatcher = str(built.fields.get("moe_token_dispatcher_type"))
     dispatch = (ep_mode, None) if ep_mode else _dispatch(view, dispatcher)

@@ -357,7 +357,7 @@ class Found:
         fusion: name of the pass. place: of the AssignAdd.
         product: its operator; result: what it gives. between: operators between it and AssignAdd, in order.
         refusal: why the pass does not match; "" where it does, if it is enabled.
-        bytes: HBM traffic that it would save: its result is written and read no more.
+        bytes: HBM traffic that the pass saves, because the result is no longer written and read.
     """
 
     fusion: str
@@ -393,7 +393,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
 
 
 def _chain(nodes: Sequence[Node], add: Node) -> tuple[int, tuple[str, ...]] | None:
-    """Return the product that an AssignAdd adds up, and the operators between; None where it adds something else."""
+    """Return the product that an AssignAdd adds up, and the operators between them; None if there is none."""
     at, between = _taken(add, 1), []
     while at is not None and nodes[at].op not in _PASS_OF:
         if nodes[at].op in _BETWEEN:

@@ -130,8 +130,8 @@ def ledger(run: Run) -> Ledger | str:
 
 
 def _frames(run: Run, timed: list[Part]) -> list[Frame]:
-    """Return attempts with a plan, in order, each with the parts that began in it; parts from before them stand
-    alone.
+    """Return the attempts that have a plan, in the order of time, each with the parts that began during it; each
+    part that began before the first plan makes a frame of its own.
     """
     planned = sorted((one for one in run.attempts if one.plan), key=lambda one: one.plan.time if one.plan else 0.0)
     begins = [micro(one.plan.time) for one in planned if one.plan]

@@ -299,7 +299,7 @@ def _lines(site: Path) -> dict[str, str]:
 
 
 def _sections(site: Path) -> dict[str, Any]:
-    """Return keys of the sections that hold no `type`: from ConfigTemplate, and from the code that reads them."""
+    """Return the keys of all sections without `type`, as ConfigTemplate and the code that reads them name them."""
     from mindformers.core.config_args import MFContextConfig
     from mindformers.core.context.build_context import _MSContextApplier
     from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS as TEMPLATES

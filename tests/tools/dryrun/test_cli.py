@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line_with_its_key_before_anything_is_compiled(change, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0,256"], "--ranks 256: there is no such rank; the recipe has ranks 0 to 255"),
+        (["--ranks", "0,256"], "--ranks 256: this rank does not exist; the recipe has ranks 0 to 255"),
         (["--devices", "100"], "--devices 100 is not a multiple of .* = 64; 64 would be a multiple"),
         (["--picture", "x.jpg"], "--picture x.jpg: the name of the file must end in .svg or .png"),
     ],

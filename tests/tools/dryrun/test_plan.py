@@ -99,7 +99,7 @@ def test_chosen_ranks_stand_for_their_kind_only():
 
 
 def test_a_rank_that_is_not_there():
-    with pytest.raises(RecipeError, match="--ranks 256: there is no such rank; the recipe has ranks 0 to 255"):
+    with pytest.raises(RecipeError, match="--ranks 256: this rank does not exist; the recipe has ranks 0 to 255"):
         plan_jobs(recipe("telechat3_105b/pretrain_4k.yaml"), ranks=(0, 256))
 
 

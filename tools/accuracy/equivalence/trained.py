@@ -73,8 +73,8 @@ CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this sh
 
 @dataclass(frozen=True)
 class Mesh:
-    """A `Mesh` says how many ranks share a run by pipeline, data, context and tensor parallelism; tensor ranks are
-    neighbours.
+    """A `Mesh` holds the degrees of pipeline, data, context and tensor parallelism. The ranks of a tensor-parallel
+    group have consecutive numbers.
     """
 
     pp: int = 1
