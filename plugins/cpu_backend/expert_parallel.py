@@ -153,21 +153,27 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """Return an AllGather cell from [m, ...] to [n * m, ...], in the order of the group; its gradient is a
+        """Return an AllGather cell, which makes [n * m, ...] of [m, ...], in the order of the group; its gradient is a
         ReduceScatter.
         """
         return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):
-        """Return a cell from [n * m, ...] to [m, ...], the sum over the group; its gradient is an all-gather."""
+        """Return a cell that makes [m, ...] of [n * m, ...] by a sum over the group; the gradient is
+        an all-gather.
+        """
         return Linear(_scattering(self._global(group)), _gathering(self._global(group)))
 
     def all_to_all_v(self, group, width, small=False):
-        """Return a cell from (rows [C, width], send, receive, room) to [room, width]."""
+        """Return an AlltoAllV cell: it takes rows [C, width], the counts to send and to receive, and the number of rows
+        `room` that the receive buffer has, and returns the buffer [room, width].
+        """
         return AllToAllV(self._global(group))
 
     def exchange_counts(self, group):
-        """Return a cell from counts [n, m] to send [n], receive [n] and arriving [m]."""
+        """Return a cell that takes the counts [n, m], and returns how many rows to send [n] and to receive [n], and how
+        many arrive [m].
+        """
         return ExchangeCounts(self._global(group))
 
 

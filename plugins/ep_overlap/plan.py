@@ -284,7 +284,9 @@ def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (),
 
 
 def cut_layer(layer: Layer, chunks: Chunks, stride: int, shares: Sequence[float]) -> Choice:
-    """Return the predicted times of a layer for one number of chunks and one order of issue, which all passes use."""
+    """Return the predicted times of a layer whose forward, recomputed and backward passes all use the same number of
+    chunks and the same order of issue.
+    """
     passes = layer.passes
     each = (passes.forward, passes.backward, passes.replayed)
     compute, communication = [], []

@@ -72,24 +72,27 @@ class Net:
                 self._name(group)
 
     def all_gather(self, group, small=False):
-        """Return an AllGather operator from [m, ...] to [n * m, ...]; a `small` result is kept, so that recomputation
-        does not send it again.
+        """Return an AllGather operator, which makes [n * m, ...] of [m, ...]; a `small` result is kept, so that
+        recomputation does not send it again.
         """
         gather = ops.AllGather(group=self._name(group))
         return gather.recompute(False) if small else gather
 
     def reduce_scatter(self, group):
-        """Return a ReduceScatter operator from [n * m, ...] to [m, ...], the sum over the group."""
+        """Return a ReduceScatter operator, which makes [m, ...] of [n * m, ...] by a sum over the group."""
         return ops.ReduceScatter(group=self._name(group))
 
     def all_to_all_v(self, group, width, small=False):
-        """Return a cell from (rows [C, width], send, receive, room) to [R, width]; a `small` result is kept, so that
+        """Return an AlltoAllV cell: it takes rows [C, width], the counts to send and to receive, and the number of rows
+        `room` of the receive buffer, and returns the buffer [R, width]; a `small` result is kept, so that
         recomputation does not send it again.
         """
         return AllToAllV(self._name(group), width, small)
 
     def exchange_counts(self, group):
-        """Return a cell from counts [n, m] to send [n], receive [n] and arriving [m]."""
+        """Return a cell that takes the counts [n, m], and returns how many rows to send [n] and to receive [n], and how
+        many arrive [m].
+        """
         return ExchangeCounts(self._name(group), len(group))
 
 

@@ -81,8 +81,8 @@ RESULTS = Path(__file__).with_name("results.json")  # what was said last of each
 HEAD = """# The bug zoo: faults of others, and what `tc3 accuracy diagnose` says
 
 Each fault on this page once made a training wrong without an error: in a public framework, or in this repository, or it
-is a fault of the same kind that was made up for this page. `tests/zoo` inserts each fault into the mini of
-`tests/training/tiny.yaml`, which then trains for six steps on one or two CPU processes. `tc3 accuracy diagnose`
+is a fault of the same kind that was made up for this page. `tests/zoo` inserts each fault into the mini
+recipe `tests/training/tiny.yaml`, which then trains for six steps on one or two CPU processes. `tc3 accuracy diagnose`
 compares this run with a run without the fault, and is not told which fault it is. A run of two processes is compared
 with one process of the same model, and a resumed run with the run that it continues.
 
@@ -141,8 +141,8 @@ a stage does not use, and loads that were summed over micro-batches) were remove
     "known": """The author of the command also wrote these faults, and corrected the command by them. When the first ten
 of them were first run, six were caught, but another stage or module was named: a difference by rounding that came
 before the fault, routers' biases under the stage `update`, or a router's loss before the decoder's loss. The rules were
-then corrected. One fault (torchtitan #4054) was first inserted into a class that the mini does not use, so it changed
-nothing. Some faults belong to no module; for these faults only the stage was judged.
+then corrected. One fault (torchtitan #4054) was first inserted into a class that the mini recipe does not use, so it
+changed nothing. Some faults belong to no module; for these faults only the stage was judged.
 """,
 }
 LAYOUTS_TOLD = (

@@ -34,7 +34,7 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe; for an Ascend recipe, return the mini that keeps its parallel strategy.
+    """Return the recipe itself; for an Ascend recipe, return the mini recipe with the same parallel strategy.
 
     Raises:
         RecipeError: the file or an override is wrong, or MindSpore shards nothing of it.

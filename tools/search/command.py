@@ -109,8 +109,8 @@ class OfGroup(click.Command):
     metavar="NAME|all",
     help=(
         "Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which of them a recipe "
-        "can ask for and which are only simulated. With this option, --write writes the fastest of these layouts that "
-        "a recipe can ask for."
+        "can ask for and which are only simulated. With this option, --write writes the "
+        "fastest layout whose schedule a recipe can ask for."
     ),
 )
 @click.option(

@@ -187,7 +187,7 @@ class Ladder:
 
     @property
     def passed(self) -> bool:
-        """Return whether no stage failed and everything that had to be compared was compared. A stage that was
+        """Return True if no stage failed and all required comparisons were made. A stage that was
         not run is reported but does not count as failed.
         """
         return self.verdict in (ALIGNED, SAME_NUMBERS)

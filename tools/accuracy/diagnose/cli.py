@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[3]
     "--all",
     "everything",
     is_flag=True,
-    help=("Print all findings in the order of steps and stages, not only those of the first stage that differs."),
+    help="Print all findings, by step and stage of the comparison, not only those of the first stage that differs.",
 )
 @click.option(
     "--keep",
