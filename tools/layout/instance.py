@@ -290,7 +290,9 @@ def read_instance(path: Path) -> Instance:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: {not_json(error)}") from None
+        recipe = path.suffix in (".yaml", ".yml")
+        advice = f"; for a recipe, run `tc3 search {path}`" if recipe else ""
+        raise DataError(f"{path}: {not_json(error)}{advice}") from None
     root = _Place(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:
