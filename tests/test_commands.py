@@ -195,7 +195,7 @@ def test_a_command_or_the_part_of_one_that_is_written_exists(command, place, mon
         resolved(command.words)  # with all that it needs
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command",
     [each for each in OF_TC3 if (way := way_of(each.words)) and way.kind != "by" and whole(each)],

@@ -144,9 +144,10 @@ def test_equals_mindformers_own_dispatcher(monkeypatch):
     arguments = [tokens, probs, chosen, w1, w2]
     out, gradients = run(Forward(GroupedExperts(config())), arguments, dout)
     stock_out, stock_gradients = run(Forward(stock), arguments, dout)
-    np.testing.assert_allclose(out, stock_out, atol=2e-6)
-    for index in (0, 1, 3, 4):
-        np.testing.assert_allclose(gradients[index], stock_gradients[index], atol=1e-5, err_msg=f"input {index}")
+    pairs = [(out, stock_out), *((gradients[index], stock_gradients[index]) for index in (0, 1, 3, 4))]
+    for place, (ours, theirs) in enumerate(pairs):
+        # float32 sums whose order differs by processor: their rounding follows the largest terms, not the sum
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max(), err_msg=f"pair {place}")
 
 
 rng = np.random.default_rng(0)
