@@ -32,7 +32,7 @@ from tools.estimate.memory.changes import Change, pairs_of_changes, single_chang
 from tools.estimate.memory.loaded import judge
 from tools.estimate.memory.model import StageMemory, all_stages, exchanged
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, fit_between, known_errors, room_of
-from tools.estimate.memory.time_line import TimeLine, check_form, simulated, time_line, write_line
+from tools.estimate.memory.time_line import UPDATE, TimeLine, check_form, simulated, time_line, write_line
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB, MIB
@@ -151,7 +151,9 @@ def _flat(nested: Mapping[str, Any], path: tuple[str | int, ...] = ()) -> dict[s
 _PARTS = ("weights", "state", "accumulated", "gathered", "activations", "working", "buffers", "peak")
 _LEGEND = (
     "weights and Adam's state in fp32; accumulated: gradients; gathered: weights as they compute; activations: kept for"
-    " backward; working: what one pass needs on top; buffers: of communication (docs/memory.md)"
+    " backward; working: what one pass needs on top; buffers: of communication; peak: the fullest moment, in a pass or"
+    " in the update after them, which needs divided gradients in place of gathered, activations and working"
+    " (docs/memory.md)"
 )
 _OWNERS = 8  # lines of a peak's owners
 _PASSES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
@@ -166,6 +168,8 @@ def pass_in_words(label: str) -> str:
     """Return ``the backward of micro-batch 3, chunk 0`` for ``B 3.0``."""
     if not label:
         return "no pass"
+    if label == UPDATE:
+        return "the update (clipping and the optimizer)"
     kind, place = label.split(" ")
     micro_batch, chunk = place.split(".")
     return f"the {_PASSES[kind]} of micro-batch {micro_batch}, chunk {chunk}"

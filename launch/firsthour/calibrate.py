@@ -29,13 +29,16 @@ _ALIKE = 1e-6  # of the largest singular value: columns of the fit that cannot b
 
 
 def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, float]:
-    """Return the predicted memory of one stage of a run and the peak that was measured there, in bytes."""
+    """Return the predicted memory of one stage of a run and the peak that was measured there, in bytes. Where the
+    fullest moment is the update after all passes, no activations are held, and all but the buffers is static.
+    """
     memory = all_stages(config)[stage]
+    updates = memory.in_update > memory.in_passes
     return {
         "stage": stage,
         "batch": config.batch,
-        "static": memory.static,
-        "activations": memory.activations + memory.working,
+        "static": memory.in_update - memory.buffers if updates else memory.static,
+        "activations": 0.0 if updates else memory.activations + memory.working,
         "buffers": memory.buffers,
         "peak": peak,
     }

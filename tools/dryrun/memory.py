@@ -26,9 +26,9 @@ from tools.dryrun.graph_text import Pass, most_saved, waiting
 from tools.estimate.configuration import Configuration
 from tools.estimate.loads import Loads
 from tools.estimate.memory.loaded import Even, Judged, judge
-from tools.estimate.memory.model import exchange_of
+from tools.estimate.memory.model import exchange_of, updating
 from tools.estimate.memory.room import DOES_NOT_FIT, NO_LIMIT, UNKNOWN, Room, fit_between
-from tools.estimate.memory.time_line import KEPT, WORKING, Bytes, Owner, Timed, TimeLine, stitch
+from tools.estimate.memory.time_line import KEPT, WORKING, Bytes, Owner, Timed, TimeLine, stitch, updating_owners
 from tools.estimate.memory.training_graph import EXPERTS, OTHER, module_of_path
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import Op
@@ -126,6 +126,8 @@ class Memory:
         gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
         saved: activations that wait for their backward, at the fullest moment (estimate).
         working: what is alive inside a pass beside them, at the fullest moment of both together (estimate).
+        update: what clipping and the optimizer need after the last pass, beside weights, state and accumulated
+            gradients (`tools.estimate.memory.model.updating`).
         limit: `context.max_device_memory`; 0 when the recipe sets none.
     """
 
@@ -135,6 +137,7 @@ class Memory:
     gathered: int
     saved: int
     working: int
+    update: int
     limit: int
 
     @property
@@ -144,15 +147,31 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the sum of bytes of all parts."""
-        return self.exact + self.saved + self.working
+        """Return the bytes at the fullest moment of a step: in its passes, or in the update after them."""
+        updated = self.weights + self.state + self.accumulated + self.update
+        return max(self.exact + self.saved + self.working, updated)
 
     def as_json(self) -> dict[str, Any]:
         """Return values for `--json`."""
         return asdict(self) | {"exact": self.exact, "total": self.total}
 
 
-def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
+def update_of(held: Iterable[Held], sharded: bool) -> int:
+    """Return `updating` of a rank, whose gradients add up over micro-batches; 0 where they do not.
+
+    Args:
+        sharded: `parallel.enable_parallel_optimizer`, without which MindFormers divides gradients in fp32.
+    """
+    items = list(held)
+    sums = {item.name.partition(".")[2]: item for item in items if item.kind == ACCUMULATED}
+    pairs = [(item, sums[item.name]) for item in items if item.kind == WEIGHT and item.name in sums]
+    wide = BYTES["Float32"]
+    return int(updating((one.elements * (BYTES[sum_.dtype] if sharded else wide), sum_.bytes) for one, sum_ in pairs))
+
+
+def memory_of(
+    held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int, update: int = 0
+) -> Memory:
     """Return the memory of a stage that has the layers of the compiled `graph` and runs its passes in the given order.
 
     Its total is the peak of `line_of`.
@@ -160,7 +179,7 @@ def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[P
     chunks = graph["activations"]
     saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
     exact = {name: total(held, kind) for kind, name in _PARTS.items()} | {"gathered": sum(graph["kept"].values())}
-    return Memory(**exact, saved=saved, working=most_alive(passes, chunks) - saved, limit=limit)
+    return Memory(**exact, saved=saved, working=most_alive(passes, chunks) - saved, update=update, limit=limit)
 
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
@@ -263,9 +282,10 @@ def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0
         if fit_of(memory, limit, error) != DOES_NOT_FIT:
             continue
         sure = memory["exact"] > limit
-        largest = sorted(_MEND, key=lambda name: -memory[name])[:2]
+        last = is_update(memory)
+        largest = sorted(_MEND, key=lambda name: -at_fullest(memory, name))[:2]
         heavy = " and ".join(f"{_MEND[name][0]} ({memory[name] / GIB:.1f} GiB)" for name in largest)
-        what = "without activations" if sure else "with activations (an estimate)"
+        what = "without activations" if sure else f"{'in the update' if last else 'with activations'} (an estimate)"
         total = f"{memory['exact' if sure else 'total'] / GIB:.1f} GiB per device {what}"
         remedy = "; ".join(_MEND[name][1] for name in largest)
         needs.setdefault((total, heavy, remedy), []).append(str(stage["stage"]))
@@ -286,14 +306,29 @@ _MEND = {  # part of memory -> its name, and the keys that make it smaller
     "saved": ("kept activations", "recompute_config.recompute: True, or a larger model_parallel or context_parallel"),
     "working": ("activations in a pass",
                 "a larger parallel_config.model_parallel or context_parallel, or a smaller runner_config.batch_size"),
+    "update": ("divided gradients", "parallel.enable_parallel_optimizer: True shards them over data_parallel"),
 }  # fmt: skip
+_UPDATED = (*_PARTS.values(),)  # are there in the update
 
 
-def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass]) -> TimeLine:
+def is_update(memory: Mapping[str, int]) -> bool:
+    """Return whether a stage's fullest moment is the update after its passes."""
+    updated = sum(memory[part] for part in (*_UPDATED, "update"))
+    return memory["update"] > 0 and updated == memory["total"]
+
+
+def at_fullest(memory: Mapping[str, int], part: str) -> int:
+    """Return the bytes of a part at a stage's fullest moment: the update has no gathered weights and activations, and
+    the passes have no divided gradients.
+    """
+    return memory[part] if part in _UPDATED or (part == "update") == is_update(memory) else 0
+
+
+def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], update: int = 0) -> TimeLine:
     """Return the row of a stage, whose peak is the total of `memory_of`.
 
     Args:
-        held, graph, passes: as `memory_of`; without known passes every chunk's backward counts
+        held, graph, passes, update: as `memory_of`; without known passes every chunk's backward counts
             once, with nothing waiting.
     """
     constant: dict[Owner, float] = defaultdict(float)
@@ -306,7 +341,8 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
     order = [Op(*item) for item in passes] or [Op("B", 0, chunk) for chunk in range(len(chunks))]
     kept = [_kept(chunk) if passes else {} for chunk in chunks]
     timed = [Timed(op, float(place), float(place + 1)) for place, op in enumerate(order)]
-    return stitch(timed, constant, kept, lambda op: _inside(op, chunks[op.chunk]), float(len(order)), "passes")
+    after = updating_owners(float(update))
+    return stitch(timed, constant, kept, lambda op: _inside(op, chunks[op.chunk]), float(len(order)), "passes", after)
 
 
 def _kept(chunk: Mapping[str, Any]) -> Bytes:

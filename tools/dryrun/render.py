@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tools.dryrun.memory import at_fullest, is_update
 from tools.dryrun.report import BETWEEN, INSIDE
 from tools.estimate.memory.room import known_errors
 from tools.files.figure import new_figure, save_figure
@@ -74,6 +75,13 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
         found.append(
             "between two steps, when no activations are held, plugins.expert_balance takes "
             f"{moving['bytes'] / GIB:.2f} GiB to move experts of stage {moving['stage']}: {moving['fit']}"
+        )
+    if updates := [stage for stage in report["stages"] if is_update(stage["memory"])]:
+        most, names = max(stage["memory"]["update"] for stage in updates), [str(stage["stage"]) for stage in updates]
+        found.append(
+            f"the total of stage{'s' * (len(updates) > 1)} {', '.join(names)} is that of the update after all "
+            f"passes, which needs up to {most / GIB:.2f} GiB of divided gradients in place of gathered weights and "
+            "activations"
         )
     if away := max((stage["host"] for stage in report["stages"]), default=0):
         found.append(
@@ -214,6 +222,7 @@ _PARTS = {
     "gathered": "gathered weights",
     "saved": "kept activations (estimate)",
     "working": "alive in a pass (estimate)",
+    "update": "divided gradients (estimate)",
 }
 
 
@@ -228,7 +237,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     stages = [stage["stage"] for stage in report["stages"]]
     bottom = [0.0] * len(stages)
     for part, label in _PARTS.items():
-        sizes = [stage["memory"][part] / GIB for stage in report["stages"]]
+        sizes = [at_fullest(stage["memory"], part) / GIB for stage in report["stages"]]
         above.bar(stages, sizes, bottom=bottom, label=label)
         bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
     limit = report["stages"][0]["memory"]["limit"] / GIB

@@ -29,6 +29,7 @@ from tools.dryrun.memory import (
     over_limit,
     under_loads,
     unsure,
+    update_of,
 )
 from tools.dryrun.order import check_links, check_order, count_groups, programs_of
 from tools.dryrun.plan import Plan, Stage
@@ -341,7 +342,8 @@ def _stage(
         passes = [Pass(*item) for item in order]
     else:
         passes = [Pass(*item) for item in found.graph["passes"]]
-    line = lines[number] = line_of(found.held, found.graph, passes)
+    update = update_of(found.held, view.flag(("parallel", "enable_parallel_optimizer")))
+    line = lines[number] = line_of(found.held, found.graph, passes, update)
     return {
         "stage": number,
         "compiled_rank": found.rank,
@@ -350,7 +352,7 @@ def _stage(
         "kinds": [list(kinds) for _, kinds in found.stage.chunks],
         "holds": list(found.stage.ends),
         "parameters": sum(math.prod(item.shape) for item in _trained(found.held)),
-        "memory": memory_of(found.held, found.graph, passes, limit).as_json(),
+        "memory": memory_of(found.held, found.graph, passes, limit, update).as_json(),
         "host": sum(item.host_bytes for item in found.held),
         "peak": line.peak_as_json(),
         "flops": _flops(found.graph, view.micro_batches),

@@ -22,6 +22,8 @@ from tools.dryrun.compiles import WORKER, compile_all
 from tools.dryrun.plan import Job, resized, without_files
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.model import update_memory
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 
@@ -273,7 +275,7 @@ def whole(pipeline, forks, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_compiled_stage_by_stage(whole):
+def test_a_pipeline_is_compiled_stage_by_stage(whole, pipeline):
     assert whole["problems"] == []
     assert whole["schedule_model_equals_graph"]
     assert whole["links"] == {"exact": 1, "alike": 0, "unknown": 0}
@@ -284,6 +286,8 @@ def test_a_pipeline_is_compiled_stage_by_stage(whole):
     assert gradients["norm"]["once"] == gradients["norm"]["weights"] == gradients["weights"]
     updated = gradients["weights"] - 1  # the embedding's copy beside the head sends its gradient to the first stage
     assert gradients["scale"] == {"weights": updated, "right": updated, "wrong": [], "unknown": []}
+    modelled = from_recipe(load_recipe(pipeline))
+    assert [stage["memory"]["update"] for stage in whole["stages"]] == [update_memory(modelled, n) for n in range(2)]
     assert [stage["kinds"] for stage in whole["stages"]] == [[["dense"], ["moe"]], [["moe"], ["moe", "moe"]]]
     for stage in whole["stages"]:
         forward, recompute, gradient = (stage["flops"][role] for role in ("forward", "recompute", "gradient"))

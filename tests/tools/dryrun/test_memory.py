@@ -18,9 +18,11 @@ from tools.dryrun.memory import (
     STATE,
     WEIGHT,
     Held,
+    at_fullest,
     exchange,
     fit_of,
     hccl_buffers,
+    is_update,
     kind_of,
     line_of,
     memory_of,
@@ -28,6 +30,7 @@ from tools.dryrun.memory import (
     over_limit,
     total,
     unsure,
+    update_of,
 )
 from tools.dryrun.rank import parameters_of
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN
@@ -122,6 +125,24 @@ def test_within_its_error_of_the_limit_it_is_not_known_whether_a_stage_fits(tota
     assert fit_of(memory, 0, error) == NO_LIMIT
 
 
+def test_the_update_divides_each_gradient_and_clears_each_sum():
+    """The largest sum takes two more tensors of its size; frozen weights and moments have no gradient."""
+    sums = [replace(held(name=f"accu_grads.{name}", kind=ACCUMULATED, dtype="BFloat16"), shards=1) for name in "ab"]
+    weights = [held(name="a", dtype="BFloat16"), held(name="b", dtype="BFloat16"), held(name="frozen")]
+    every = [*weights, *sums, held(name="adam_m.a", kind=STATE)]
+    assert update_of(every, sharded=True) == 2 * (8 * 2) + 2 * 16 * 2
+    assert update_of(every, sharded=False) == 2 * (8 * 4) + 2 * 16 * 2
+    assert update_of(weights, sharded=True) == 0
+    graph = {"kept": {"w": 50}, "activations": [{"forward": 9, "saved": 5, "backward": 7}]}
+    passes = [Pass("F", 0, 0), Pass("B", 0, 0)]
+    for update, name in ((20, "B 0.0"), (200, "update")):
+        memory, line = memory_of(every, graph, passes, 0, update), line_of(every, graph, passes, update)
+        assert line.peak == memory.total and line.labels[line.fullest] == name
+        assert is_update(memory.as_json()) == (name == "update")
+        parts = ("weights", "state", "accumulated", "gathered", "saved", "working", "update")
+        assert sum(at_fullest(memory.as_json(), part) for part in parts) == memory.total
+
+
 def test_limit_of_a_recipe():
     assert limit_of({"context": {"max_device_memory": "55.5GB"}}) == int(55.5 * GIB)
     assert limit_of({"context": {}}) == 0
@@ -130,7 +151,7 @@ def test_limit_of_a_recipe():
 
 
 def test_a_stage_that_does_not_fit_is_named_with_the_keys_that_mend_it():
-    sizes = {"weights": 1, "state": 2, "accumulated": 51, "gathered": 25, "saved": 3, "working": 1}
+    sizes = {"weights": 1, "state": 2, "accumulated": 51, "gathered": 25, "saved": 3, "working": 1, "update": 0}
     memory = {name: size * GIB for name, size in sizes.items()}
     memory |= {"exact": 79 * GIB, "total": 83 * GIB}
     small = dict.fromkeys(memory, GIB)
@@ -147,6 +168,11 @@ def test_a_stage_that_does_not_fit_is_named_with_the_keys_that_mend_it():
         in over_limit([{"stage": 3, "memory": memory}], 55 * GIB)[0]
     )
     assert over_limit([{"stage": 3, "memory": memory}], 0) == []
+    (line,) = over_limit(
+        [{"stage": 3, "memory": memory | {"update": 52 * GIB, "total": 106 * GIB, "exact": 50 * GIB}}], 55 * GIB
+    )
+    assert "stage 3: 106.0 GiB per device in the update (an estimate)" in line
+    assert "divided gradients (52.0 GiB) and accumulated gradients (51.0 GiB)" in line
 
 
 class Parameter(NamedTuple):

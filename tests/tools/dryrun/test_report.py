@@ -60,7 +60,7 @@ def test_routed_sizes_are_marked():
     assert line["routed"]
 
 
-MEMORY = {"weights": 1, "state": 2, "accumulated": 6, "gathered": 3, "saved": 1, "working": 1}
+MEMORY = {"weights": 1, "state": 2, "accumulated": 6, "gathered": 3, "saved": 1, "working": 1, "update": 0}
 STAGE = {
     "stage": 0,
     "compiled_rank": 0,

@@ -230,7 +230,7 @@ def test_an_open_layout_can_be_read():
 
 # when these change, launches must not take layouts that an older model chose: raise MODEL_VERSION, and write it and
 # the new numbers here (GiB of each stage, seconds of a step)
-VERSION = 5
+VERSION = 6
 PREDICTED = {
     "telechat3_438b/pretrain_4k.yaml": [32.681, 32.764, 32.53, 32.295, 32.022, 31.709, 31.397, 27.639, 36.9927],
     "telechat3_105b/pretrain_4k.yaml": [14.437, 16.378, 16.364, 16.349, 16.334, 18.831, 18.814, 8.23, 20.0412],

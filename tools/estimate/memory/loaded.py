@@ -106,7 +106,9 @@ def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
     moments = np.einsum("vc,scd->vsd", held.astype(float), kept.max(axis=1))
     base = (held @ chunks)[:, None, None]
     activations = (base + moments).max(axis=0)
-    return (memory.static + activations + working + sent).max(axis=1)
+    # clipping and the optimizer hold no rows of experts; of the buffers the step has the largest
+    after = memory.in_update - memory.buffers + sent
+    return np.maximum(memory.static + activations + working + sent, after).max(axis=1)
 
 
 @lru_cache(maxsize=4096)

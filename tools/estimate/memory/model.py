@@ -47,6 +47,8 @@ class StageMemory:
         activations: kept for backward, at the fullest moment of the schedule.
         working: what one pass needs beside that.
         buffers: of communication.
+        update: what clipping and the optimizer need after the last pass, beside weights, state and accumulated
+            gradients. Then nothing is gathered or kept.
     """
 
     weights: float
@@ -56,6 +58,7 @@ class StageMemory:
     activations: float
     working: float
     buffers: float
+    update: float = 0.0
 
     @property
     def static(self) -> float:
@@ -63,12 +66,22 @@ class StageMemory:
         return self.weights + self.state + self.accumulated + self.gathered
 
     @property
-    def peak(self) -> float:
-        """Return the sum of bytes of all parts."""
+    def in_passes(self) -> float:
+        """Return the bytes at the fullest moment of the forward and backward passes."""
         return self.static + self.activations + self.working + self.buffers
 
+    @property
+    def in_update(self) -> float:
+        """Return the bytes at the fullest moment of clipping and the optimizer."""
+        return self.weights + self.state + self.accumulated + self.update + self.buffers
+
+    @property
+    def peak(self) -> float:
+        """Return the bytes at the fullest moment of a step."""
+        return max(self.in_passes, self.in_update)
+
     def as_json(self) -> dict[str, float]:
-        """Return the parts in bytes, with their sum as "peak"."""
+        """Return the parts in bytes, with the fullest moment as "peak"."""
         return asdict(self) | {"peak": self.peak}
 
 
@@ -99,6 +112,36 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
     held, state, summed, gathered = map(float, rows.sum(axis=0))
     summed += spare_gradients(config, stage_weights(config, stage))
     return held, state, summed, _in_turn(config, stage) if _resharded(config) else gathered
+
+
+def update_memory(config: Configuration, stage: int) -> float:
+    """Return `updating` of one device of a stage; 0 for other software than MindFormers, which scales gradients in
+    place, and without accumulation.
+    """
+    if not config.training_graph or _at_once(config):
+        return 0.0
+    copy = config.weight_item if config.shard_optimizer else _WIDE
+    gradients = []
+    for weight, count in counted_weights(config, stage):
+        local, shards = weight.size / weight_cut(weight, config), weight_shards(weight, config)
+        if not weight.frozen:
+            summed = local / (shards if config.shard_gradients else 1)
+            gradients.append((count * local / shards * copy, summed * config.weight_item))
+    return updating(gradients)
+
+
+def updating(gradients: Iterable[tuple[float, float]]) -> float:
+    """Return the bytes that a device needs beside weights, state and accumulated gradients after the last pass.
+
+    MindFormers (wrapper.py, `shard_grad_scale` and `grad_scale`) divides each accumulated gradient by the loss scale
+    into a new tensor. All of these exist at once, because clipping needs the norm of all gradients before the first
+    weight is updated. Each accumulated gradient is then set to zero by operators with two results of its size.
+
+    Args:
+        gradients: for each trained weight the bytes of the divided gradient, and of the accumulated one.
+    """
+    pairs = list(gradients)
+    return sum(divided for divided, _ in pairs) + 2 * max((summed for _, summed in pairs), default=0)
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
@@ -142,9 +185,7 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     """
     rows: dict[str, list[float]] = {}
     largest = 0.0
-    # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come,
-    # and divided by the loss scale in fp32 (wrapper.py, `tensor_grad_scale`)
-    at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
+    at_once = _at_once(config)
     # MindFormers clones its parameters for the sums
     cloned = config.weight_item if config.training_graph else _WIDE if config.wide_gradients else _LOW
     wide = _WIDE if at_once and config.training_graph else cloned
@@ -165,6 +206,13 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
             row[place] += count * size
         largest = max(largest, local * config.item)
     return rows, largest
+
+
+def _at_once(config: Configuration) -> bool:
+    """Return whether gradients are reduced to the optimizer's shards as they come, and divided by the loss scale in
+    fp32: MindSpore has no accumulator without accumulation (wrapper.py, `tensor_grad_scale`).
+    """
+    return config.keep_gathered and config.pp == 1 and config.micro_batches == 1
 
 
 def _state(weight: Weight, config: Configuration) -> int:
@@ -273,6 +321,7 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
         activations=float(kept.max()),
         working=working_of(config, stage)[1],
         buffers=buffers_of(config, every),
+        update=update_memory(config, stage),
     )
 
 

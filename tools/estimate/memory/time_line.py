@@ -7,7 +7,8 @@ compiled graph.
 **What is live between passes.**
 
 A pass is an operation of `tools.pipeline.schedules`. The tensors that a forward keeps exist from its start until its
-backward (or its weight gradients, if these are a separate pass) ends. Between passes only these tensors exist.
+backward (or its weight gradients, if these are a separate pass) ends. Between passes only these tensors exist. After
+the last pass comes the update (clipping and the optimizer).
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from tools.hardware.units import GIB
 from tools.pipeline.schedules import Op
 from tools.pipeline.simulate import Durations, Simulation, enough, simulate
 
-KEPT, WORKING, BUFFERS = "kept", "working", "buffers"
-PARTS = ("weights", "state", "accumulated", "gathered", KEPT, WORKING, BUFFERS)
+KEPT, WORKING, BUFFERS, UPDATE = "kept", "working", "buffers", "update"
+PARTS = ("weights", "state", "accumulated", "gathered", KEPT, WORKING, UPDATE, BUFFERS)
+_UPDATED = ("weights", "state", "accumulated")  # are there in the update; all else of the passes is not
 
 
 class Owner(NamedTuple):
@@ -65,7 +67,8 @@ class TimeLine:
     Args:
         edges: [moments + 1] times: moment i lasts from edges[i] to edges[i + 1].
         unit: of them, "seconds" or "passes".
-        labels: [moments] the pass that runs, such as "F 3.0" (micro-batch 3, chunk 0); "" where none does.
+        labels: [moments] the pass that runs, such as "F 3.0" (micro-batch 3, chunk 0), or "update"; "" where neither
+            runs.
         owners: whose bytes the columns are.
         live: [moments, owners] bytes.
     """
@@ -125,6 +128,7 @@ def stitch(
     inside: Callable[[Op], Sequence[Bytes]],
     end: float,
     unit: str = "seconds",
+    update: Bytes | None = None,
 ) -> TimeLine:
     """Return the time line of a step from its passes.
 
@@ -133,7 +137,9 @@ def stitch(
         constant: what is there for the whole step.
         kept: [chunks] what one micro-batch leaves for its backward.
         inside: what a pass needs beside them, in moments of equal length.
-        end: of the step.
+        end: of the passes.
+        update: what clipping and the optimizer need beside weights, state and accumulated gradients. How long they
+            take is not known: they are given the mean time of a pass.
     """
     split = {(item.op.micro_batch, item.op.chunk) for item in passes if item.op.kind == "W"}
     edges, labels, rows = [0.0], [], []
@@ -159,6 +165,10 @@ def stitch(
             add(start + (stop - start) * number / len(moments), f"{op.kind} {op.micro_batch}.{op.chunk}", more)
         waiting[op.chunk] -= op.kind == "W" or (op.kind == "B" and (op.micro_batch, op.chunk) not in split)
     add(max(end, edges[-1]), "", {})
+    if update:
+        edges.append(edges[-1] + sum(stop - start for _, start, stop in passes) / max(len(passes), 1))
+        labels.append(UPDATE)
+        rows.append({owner: size for owner, size in constant.items() if owner.part in _UPDATED} | dict(update))
     owners = sorted({owner for row in rows for owner in row}, key=lambda owner: (PARTS.index(owner.part), owner.module))
     live = np.array([[row.get(owner, 0.0) for owner in owners] for row in rows])
     return TimeLine(np.array(edges), unit, tuple(labels), tuple(owners), live)
@@ -179,7 +189,14 @@ def time_line(config: Configuration, stage: int, simulation: Simulation) -> Time
     kept = [{Owner(KEPT, module): size for module, size in chunk.items()} for chunk in chunk_modules(config, stage)]
     timed = zip(simulation.orders[stage], simulation.starts[stage], simulation.ends[stage], strict=True)
     passes = [Timed(op, float(start), float(end)) for op, start, end in timed]
-    return stitch(passes, constant, kept, lambda op: [inside], simulation.makespan)
+    after = updating_owners(memory.update)
+    after |= {Owner(BUFFERS, "communication"): memory.buffers} if after else {}
+    return stitch(passes, constant, kept, lambda op: [inside], simulation.makespan, update=after)
+
+
+def updating_owners(size: float) -> dict[Owner, float]:
+    """Return the bytes of `tools.estimate.memory.model.updating` as owners of a time line."""
+    return {Owner(UPDATE, "divided gradients"): size} if size else {}
 
 
 def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, transfer: float = 0.0) -> Simulation:
@@ -202,12 +219,13 @@ _NAMES = {
     "state": "optimizer state",
     "accumulated": "accumulated gradients",
     "gathered": "gathered weights",
+    UPDATE: "divided gradients",
     BUFFERS: "communication buffers",
 }
 _STATIC = ("#30506f", "#44739e", "#6f9bc4", "#a9c5df")
 _MOST = 6  # bands of kept activations; the smallest share one
 _KEPT = ("#8c4a1f", "#b8652b", "#d98847", "#eba96f", "#f3c79c", "#f8dfc6")
-_LAST = {WORKING: "#5b8c5a", BUFFERS: "#a9c8a4"}
+_LAST = {WORKING: "#5b8c5a", UPDATE: "#7d6b91", BUFFERS: "#a9c8a4"}
 
 
 def check_form(path: Path) -> None:

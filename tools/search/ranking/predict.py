@@ -26,7 +26,7 @@ import numpy as np
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.activations import saved, working
-from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
+from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory, update_memory
 from tools.estimate.time_model import TimeModel, has_closed_form, pipeline_of
 from tools.model import KINDS
 from tools.pipeline.simulate import enough, filling
@@ -99,7 +99,8 @@ class MemoryTable:
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
         work = self._working(block, example)
-        return self._activations(block, example) + work + (static + buffers)[:, None, :]
+        passes = self._activations(block, example) + work + (static + buffers)[:, None, :]
+        return np.maximum(passes, (self._updates(block) + buffers)[:, None, :])
 
     def static(self, block: Block) -> np.ndarray:
         """Return [rows, stages] bytes of weights, gradients and optimizer, whatever is recomputed."""
@@ -108,10 +109,22 @@ class MemoryTable:
         return np.array([self._static(self._config(block, row)) for row in first])[place]
 
     def _static(self, config: Configuration) -> list[float]:
-        spread = (config.pp, config.tp, config.ep, config.shard_optimizer, config.shard_gradients)
-        at_once = config.pp == 1 and config.micro_batches == 1
+        spread = _spread(config)
         return [
-            self._memo.get(("static", key, *spread, at_once), lambda stage: sum(static_memory(config, stage)), stage)
+            self._memo.get(("static", key, *spread), lambda stage: sum(static_memory(config, stage)), stage)
+            for stage, key in enumerate(stage_keys(config))
+        ]
+
+    def _updates(self, block: Block) -> np.ndarray:
+        """Return [rows, stages] bytes of clipping and the optimizer, without buffers."""
+        at_once = (block.columns["m"] == 1) & np.bool_(block.pp == 1)
+        first, place = groups(block, "tp", "ep", "shard", at_once=at_once)
+        return np.array([self._update(self._config(block, row)) for row in first])[place]
+
+    def _update(self, config: Configuration) -> list[float]:
+        spread = _spread(config)
+        return [
+            self._memo.get(("update", key, *spread), lambda stage: _updated(config, stage), stage)
             for stage, key in enumerate(stage_keys(config))
         ]
 
@@ -186,6 +199,18 @@ def _saved(config: Configuration) -> np.ndarray:
             used = option if kind in _LAYERS or option == "full" else "none"
             rows[policy, KINDS.index(kind)] = saved(own, kind, used)
     return rows
+
+
+def _spread(config: Configuration) -> tuple[int | bool, ...]:
+    """Return what the weights, gradients and optimizer state of a stage's layers depend on."""
+    at_once = config.pp == 1 and config.micro_batches == 1
+    return config.pp, config.tp, config.ep, config.shard_optimizer, config.shard_gradients, at_once
+
+
+def _updated(config: Configuration, stage: int) -> float:
+    """Return bytes of a stage in clipping and the optimizer, without buffers."""
+    weights, state, accumulated, _ = static_memory(config, stage)
+    return weights + state + accumulated + update_memory(config, stage)
 
 
 def _working(config: Configuration, kinds: tuple[str, ...]) -> list[float]:
