@@ -44,7 +44,7 @@ class Manifest:
         simulated: whether a simulated cluster made the numbers, which then no card may claim.
         names: "plain", or "hashed" if names of hosts were replaced by digests.
         recipe: path of the recipe. digest: of the flat recipe.
-        versions: software -> version. verdict: of the ladder.
+        versions: software -> version. verdict: the verdict on the whole first hour.
         files: name -> {"sha256", "bytes"} of every other file.
     """
 

@@ -306,7 +306,8 @@ class Adapters:
     """An `Adapters` holds the adapters of `plugins.lora`, beside which all other weights are frozen.
 
     Args:
-        rank: of each. adapted: for each linear layer the names of its `weights`, which MindFormers has in one matrix.
+        rank: the rank of each adapter. adapted: for each linear layer the names of its `weights`, which MindFormers has
+            in one matrix.
     """
 
     rank: int

@@ -88,7 +88,7 @@ def judge_fit(seconds: float, after: Mapping[str, float], fitted: Sequence[str],
     """Return the findings about a calibration.
 
     Args:
-        seconds: of the measured step. after: its terms with the fitted efficiencies, which are `fitted`.
+        seconds: the seconds of the measured step. after: its terms with the fitted efficiencies, which are `fitted`.
         memory: the fitted terms; None if they could not be told, for which `why_no_memory` is the reason.
     """
     off = sum(after.values()) / seconds - 1

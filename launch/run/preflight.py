@@ -45,7 +45,7 @@ _HELD_OUT = "plugins.held_out_loss.data_path"
 def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
     """Raise ClusterError when the recipe is for Ascend and this host lacks its NPUs (/dev/davinci*).
 
-    `here`: workers of this host, one of several.
+    `here`: the number of workers on this host, if the run has several hosts.
     """
     if not on_ascend(recipe):
         return
@@ -284,7 +284,7 @@ def only_run_in(*folders: Path, together: bool = False) -> Iterator[None]:
     """Hold the locks of a run's folders, which the kernel frees even if this process is killed; raise ClusterError if
     another run holds one.
 
-    `together`: with the agents of other nodes, which keep others out, not each other.
+    `together`: the run is shared with the agents of other nodes, which lock out all other processes.
 
     If a start fails in the block, neither the locks nor folders that were made for them are left. A file system without
     locks (Lustre without `-o flock`, some of FUSE) is reported, and does not stop the run.

@@ -65,7 +65,8 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 class Layout:
     """This says how the samples of a step are divided among ranks, micro-batches and slots.
 
-    ranks: data-parallel ranks; micro_batches: of a step on each rank; slots: samples of a rank's micro-batch;
+    ranks: data-parallel ranks; micro_batches: the number of micro-batches of a step on each rank; slots: samples of a
+        rank's micro-batch;
     objective: where ranks wait; window: global batches whose samples may change places (1: none, the default).
     """
 
@@ -251,7 +252,7 @@ read = Settings.read
 class Schedule:
     """This holds what a loader needs to put its samples in order.
 
-    layout: how a step is divided; cost: of a sample; gathered: as in `plan.delivery_order`;
+    layout: how a step is divided; cost: the cost of a sample; gathered: as in `plan.delivery_order`;
     eod_pad_length: entries of the compressed mask, None with a full mask; padding: those that must stay padding.
     """
 

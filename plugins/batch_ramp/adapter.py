@@ -120,7 +120,7 @@ class Stage:
     """This is the stage in which a run is: it gives the train step and the callbacks the numbers of its batch.
 
     Attributes:
-        samples: of a step, 0 before the first one. division: how they are divided.
+        samples: the samples of a step, 0 before the first one. division: how they are divided.
     """
 
     def __init__(self, division: Division):

@@ -137,9 +137,10 @@ class Division:
     """This says how the samples of a step are divided over ranks and micro-batches.
 
     Attributes:
-        ranks: data-parallel ranks; micro: samples of a micro-batch on one rank; micro_batches: of a step of the
-        recipe's own batch; pipeline: stages of the model; whole: whether a rank's step is one batch, however many
-        samples it has, because the model is not split over devices (MindFormers then accumulates no gradients).
+        ranks: data-parallel ranks; micro: samples of a micro-batch on one rank; micro_batches: the number of
+        micro-batches of a step of the recipe's own batch; pipeline: stages of the model; whole: whether a rank's step
+        is one batch, however many samples it has, because the model is not split over devices (MindFormers then
+            accumulates no gradients).
     """
 
     ranks: int

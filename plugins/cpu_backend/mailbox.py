@@ -48,7 +48,7 @@ class Frame:
     Attributes:
         tag: which conversation; number: which exchange of that conversation, from 0;
         dtype: NumPy's name of it ("float32", "bfloat16"), native byte order;
-        shape: of the array, at most `MAX_AXES` axes;
+        shape: the shape of the array, at most `MAX_AXES` axes;
         payload: [nbytes] uint8, the array in C order;
         note: what the sender calls it, for messages and to compare; at most `MAX_NOTE` bytes.
     """
@@ -157,7 +157,7 @@ class Mailbox:
     """This holds the frames that arrived, by sender and tag, and which ranks are lost or waiting.
 
     Args:
-        rank: whose it is.
+        rank: the rank that owns the mailbox.
         timeout: seconds that a call may wait.
         tell: sends a text to all other ranks: what this rank waits in.
     """

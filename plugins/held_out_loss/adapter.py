@@ -86,7 +86,7 @@ class HeldOutLoss(Callback):
     Args:
         data_loaders: a `train_dataset.data_loader` section for each held-back corpus, whose whole global batches are
             read.
-        names: of the corpora, to note the loss of each; None for one corpus without a name.
+        names: the names of the corpora, by which the loss of each is recorded; None for one corpus without a name.
         columns: `train_dataset.input_columns`.
         batches: how a step's samples lie on the ranks.
         every: steps between evaluations.

@@ -50,8 +50,8 @@ class Step:
 
     Args:
         op: name of its primitive. output: type and shape of its result.
-        arguments: in order; constants are values, as nobody computes them.
-        keep_dims: of a reduction.
+        arguments: the arguments in order; constants are given as values.
+        keep_dims: whether a reduction keeps the dimension.
     """
 
     op: str
@@ -407,7 +407,7 @@ class Row:
 
     Args:
         name: its operators. where: the path of one. times: how many there are in the graphs.
-        dtype: that it was judged in.
+        dtype: the data type in which the kernel was judged.
         fused, unfused: the largest error of its results against float64. allowed: of the fused one, by Table 2.
         passed, unfused_passed: whether they are within it.
         detail: the worst element.

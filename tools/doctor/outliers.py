@@ -72,9 +72,9 @@ class Worker(TypedDict):
     """A `Worker` holds a probe's result for one worker.
 
     Attributes:
-        place: where it runs; "" for this host.
+        place: the host of the worker; "" for this host.
         kind: workers of one kind should be equally fast: the device, and how many cores.
-        cores: that it was bound to, in Linux's form; "" if it was not bound.
+        cores: the cores to which it was bound, in Linux's form; "" if it was not bound.
         matmul: GFLOP/s while it was let run.
         memory: GB/s (10^9 bytes, read and written) of a copy in the host's memory while it was let run.
         disk: MB/s (10^6 bytes) of a write with fsync where checkpoints go, all workers of the host at once.

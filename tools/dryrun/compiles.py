@@ -294,7 +294,7 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
 
     Args:
         kind: class of the exception.
-        recipe: that was compiled; some causes show in its keys only.
+        recipe: the compiled recipe; some causes show only in its keys.
     """
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):

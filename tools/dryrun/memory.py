@@ -53,7 +53,7 @@ class Held:
         name: MindSpore's.
         kind: "weight", "state" (of the optimizer: moments) or "accumulated" (gradients over micro-batches).
         dtype: MindSpore's name, such as "Float32".
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         slice: shape that tensor, expert and context parallelism leave on a rank.
         shards: ranks over which the optimizer shards the slice.
         trainable: whether the optimizer updates it.
@@ -202,7 +202,7 @@ def under_loads(
     What the loads add is that of `tc3 memory --loads`, and may be off by as much as modelled memory is.
 
     Args:
-        error: as `fit_of`.
+        error: the error of the estimate, as in `fit_of`.
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])

@@ -33,7 +33,7 @@ class Call:
         op: "AllGather"...; "p2p" for a Send and its Receive.
         members: the group's ranks; (source, destination) of a p2p.
         what: that in which the members' calls must agree: shape, type, tag.
-        where: for messages.
+        where: the place of the call, for messages.
     """
 
     op: str
@@ -188,7 +188,7 @@ def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int
     not compiled, a rank of a stage with the same layers represents it (`alike`).
 
     Args:
-        results: of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.
+        results: the results of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.
         per_stage: devices of a stage.
         alike: whether a stage may stand for another.
     """

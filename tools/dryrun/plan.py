@@ -147,7 +147,7 @@ class Plan:
     """A `Plan` says which ranks are compiled.
 
     Args:
-        stages: of the pipeline.
+        stages: the stages of the pipeline.
         jobs: compiles, by stage and rank.
         job_of: stage -> the job that stands for it.
         micro_batches: compiled, of those of a step.

@@ -173,7 +173,7 @@ class Small(NamedTuple):
     Args:
         groups: kinds of layers by stage.
         kinds: of the real layers [stage][chunk][layer].
-        recipe: of the small model.
+        recipe: the recipe of the small model.
     """
 
     groups: list[list[Kind]]
@@ -242,7 +242,7 @@ def compose(
 
     Args:
         recipe: the real one.
-        results: of `quick_plan`'s jobs.
+        results: the results of `quick_plan`'s jobs.
     """
     small = small_of(recipe)
     layers = _Compiled(small.groups, results)

@@ -260,7 +260,7 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
     """Return the work of the busiest device's routed experts, including the sorting of token copies by expert and back.
 
     Args:
-        share: of a micro-batch's tokens; a chunk's matmuls have fewer rows.
+        share: the share of a micro-batch's tokens; a chunk's matmuls have fewer rows.
     """
     model, h = config.model, config.model.hidden
     # without expert_tp a rank routes its own part of the sequence, whether norms are cut along it or not

@@ -191,8 +191,8 @@ def advise(
     Args:
         recipe: a loaded recipe.
         hardware: a hardware file, or its name or path.
-        loads: of the devices, or the text of `--loads` (`tools.estimate.loads.loads_of`). Steps wait for the fullest
-            device of each layer; bytes, and the choice of chunks, are those of the mean max/mean.
+        loads: the loads of the devices, or the text of `--loads` (`tools.estimate.loads.loads_of`). Steps wait for the
+            fullest device of each layer; bytes, and the choice of chunks, are those of the mean max/mean.
         modes: the modes to choose from; one where the recipe fixes it.
         cuts: (b, s) to choose from; [(1, 1)] where the recipe does not overlap, empty for all that fit.
         stride: the order of issue where the recipe writes one; the best by default.

@@ -95,7 +95,7 @@ def fit(
     """Return the efficiencies that fit a profiled step of `config`, beginning with `start`.
 
     Args:
-        stage: of the pipeline, that was profiled; None: unknown, the slowest is taken.
+        stage: the stage of the pipeline that was profiled; None if it is unknown (then the slowest is taken).
 
     Raises:
         DataError: nothing in the profile tells any parameter.

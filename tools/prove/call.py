@@ -48,16 +48,16 @@ class Call:
     """A `Call` is one operator with the spreads of its arguments.
 
     Args:
-        node: of the graph.
+        node: the node of the graph.
         number: a name of what it computes: equal operators of equal arguments have the same.
         values: of its arguments.
-        sizes: of the axes of the mesh.
+        sizes: the sizes of the axes of the mesh.
         differs: (argument, place in its tuple or 0) -> the axes along which this constant has another value.
-        axes: of a collective's group, the one along which neighbouring ranks lie last.
+        axes: the axes of a collective's group, the one along which neighbouring ranks lie last.
         repeats: of the sums of the loss: the axes over which its forward sums (see `_scale`).
         offsets: of the constants of `differs` that are whole numbers: the constant on the stage's first rank, and by
             how much it is larger on the next rank along each axis along which it differs.
-        names: of the arguments, as `number` is of the result.
+        names: the names of the arguments, as `number` is of the result.
     """
 
     node: Node
@@ -109,7 +109,7 @@ class Call:
         first: pieces follow each other in the order of the ranks.
 
         Args:
-            key: of `differs`.
+            key: a key of `differs`.
             size: elements of a piece; 0 for as many as the constant states by itself.
 
         Raises:

@@ -92,7 +92,7 @@ def proof_of(
     Args:
         recipe: that was compiled.
         plan: its jobs, whose graphs were kept as text.
-        results: of the plan's jobs, in their order; none is a refusal.
+        results: the results of the plan's jobs, in their order; none is a refusal.
         at_once: compiles that run at the same time; None for as many as fit.
         use_cache: whether neighbours that were compiled before are compiled again.
 

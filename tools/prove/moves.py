@@ -295,7 +295,7 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
     """Return the spread of a value whose pieces from all ranks are concatenated along dimension 0.
 
     Args:
-        axes: of the group, the one along which neighbouring ranks of the group lie last.
+        axes: the axes of the group, the one along which neighbouring ranks of the group lie last.
     """
     for axis in reversed(axes):
         if axis not in x.holes:

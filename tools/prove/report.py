@@ -36,10 +36,10 @@ class Weight:
     """A `Weight` is what is known of one weight on one compiled rank.
 
     Args:
-        name: of the weight.
+        name: the name of the weight.
         verdict: `PROVEN`, `WRONG` or `UNKNOWN`.
         why: what is wrong or not known; "" of a proven one.
-        spread: of its gradient behind the last sum, "" where it is not known.
+        spread: the spread of its gradient after the last sum; "" if it is unknown.
         operator: the one where the spreads end, "" if they reach the gradient.
     """
 
@@ -82,7 +82,7 @@ def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[i
     """Return the ranks of each group of a compiled rank; the world's group consists of the stage's devices.
 
     Args:
-        devices: those of one stage.
+        devices: the number of devices of one stage.
     """
     groups = {name: tuple(ranks) for name, ranks in result["groups"]}
     first = result["rank"] // devices * devices
@@ -287,9 +287,9 @@ def report_of(
 
     Args:
         recipe: its file.
-        results: of the compiled ranks, one for each of `stages`.
+        results: the results of the compiled ranks, one for each of `stages`.
         differ: where stages do not send what others receive.
-        micro_batches: of a step of the compiled recipe, with accumulated steps.
+        micro_batches: the number of micro-batches of a step of the compiled recipe, with accumulated steps.
         per: devices of one stage. all_: all devices of the compiled recipe.
     """
     weights = [weight for stage in stages for weight in stage.weights]

@@ -27,7 +27,7 @@ def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes
     """Return the spread after each rank has taken a slice of its part of the value.
 
     Args:
-        shape: of the slice on the rank.
+        shape: the shape of the slice on the rank.
         by: dimension -> the axes along which the slice starts elsewhere on each rank, outermost first.
     """
     block = _taken_block(x, shape, by, sizes)

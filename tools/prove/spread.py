@@ -68,7 +68,7 @@ class Rows:
     Args:
         origin: the dimension as it was before: its atoms. The axes in it stand in front of these rows.
         path: what was done to the rows, in order: see `tools.prove.experts`.
-        count: of the rows on a rank; -1 where the data decide.
+        count: the number of rows on a rank; -1 if the data decide.
     """
 
     origin: tuple[Any, ...]

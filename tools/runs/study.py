@@ -50,7 +50,7 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     """Return the spikes of all parts, in the order in which their steps were made.
 
     Args:
-        cuts: of each part the last step that was not made again.
+        cuts: for each part, the last step that was not trained again.
     """
     found = []
     for at, part in enumerate(parts):

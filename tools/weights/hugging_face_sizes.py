@@ -99,7 +99,7 @@ def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
     """Return the sizes of Hugging Face's model that corresponds to a TransformerConfig.
 
     Args:
-        fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
+        fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
         bias_updated: whether the recipe's callbacks move the router's bias.
 
     Raises:
@@ -254,7 +254,7 @@ def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
     outputs TeleChat2's.
 
     Args:
-        fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
+        fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
         yarn: what `plugins.yarn` makes of it; None for plain RoPE.
 
     Raises:

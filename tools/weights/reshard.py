@@ -49,7 +49,8 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
     `old` parts. Each element occurs in exactly one box.
 
     Args:
-        shape: of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major order.
+        shape: the shape of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major
+            order.
     """
     index = np.unravel_index(place, new) if new else ()
     by_axis = [_spans(*axis) for axis in zip(shape, old, new, map(int, index), strict=True)]

@@ -42,10 +42,10 @@ def GroupedMatmul(
     """Return the products of all groups' rows with their weights, as one tensor.
 
     Args:
-        x: one tensor; [m, k] after `transpose_a`.
+        x: a tensor of shape [m, k] after `transpose_a`.
         weight: one tensor. Group type 0, rows are split: [groups, k, n] after `transpose_b`, result [m, n]. Group type
             2, the inner dimension is split: [k, n] after `transpose_b`, result [groups, m, n].
-        group_list: where each group ends, cumulative; the last end is the size of the dimension that is split.
+        group_list: the cumulative ends of the groups; the last end is the size of the dimension that is split.
 
     Raises:
         NotImplementedError: biases, quantization, other kinds of groups.

@@ -89,7 +89,7 @@ class Finding:
 
     Args:
         step: from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: names of what differs.
-        error, allowed: as `judge` measures, by Table 2. ranks: of the whole run, those whose part is wrong.
+        error, allowed: as `judge` measures, by Table 2. ranks: the ranks of the whole run whose part is wrong.
         detail: the worst element, or what else is wrong.
     """
 

@@ -137,7 +137,7 @@ def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[.
     older one of `mindspore.ops`.
 
     Args:
-        rest: arguments behind the tensors. settings: of the primitive itself.
+        rest: arguments behind the tensors. settings: the settings of the primitive itself.
     """
 
     def call(ms: Any) -> Callable[..., Any]:

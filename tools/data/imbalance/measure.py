@@ -50,11 +50,11 @@ class Seconds:
     """A `Seconds` holds the predicted seconds of a step.
 
     Args:
-        cluster: it runs on.
+        cluster: the cluster on which it runs.
         whole: seconds of a step whose samples are one document each, as tc3 search has it.
         even: seconds of a step whose samples all cost what the corpus's samples cost on average.
         stretched: those of `even` in which devices compute, or wait for others that do.
-        error: how far such predictions are off, in words.
+        error: the usual error of such predictions, in words.
     """
 
     cluster: str
@@ -251,7 +251,7 @@ def imbalance(
     Args:
         steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.
         window: global batches whose samples may change places; None: what the recipe says, or 1.
-        cluster: whose seconds to predict.
+        cluster: the cluster for which seconds are predicted.
 
     Raises:
         DataError: no index, a broken one, or less than one sample.

@@ -40,11 +40,11 @@ class Setting:
     """A `Setting` holds what the measurement needs from a recipe whose documents do not attend to each other.
 
     Args:
-        sequence_length: tokens of a sample. seed: of the dataset's shuffling.
+        sequence_length: tokens of a sample. seed: the seed of the dataset's shuffling.
         training_share: the part of the documents, from the first on, that is trained on.
         wanted: samples that the dataset is asked for.
-        steps: of the run.
-        layout, cost: as the planner wants them.
+        steps: the number of steps of the run.
+        layout, cost: the layout and the cost in the form that the planner reads.
         context_parallel: ranks that take consecutive parts of each sample; 1 where none do.
         room: documents of a sample that the mask holds; None for a mask without such a limit.
         padding: entries of the mask behind these documents that must stay padding.
