@@ -208,10 +208,10 @@ def check_disk(folder: Path) -> None:
 def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path | None = None) -> None:
     """Raise CheckpointError if `run_dir` holds another run (and neither flag is given) or other files.
 
-    `force` is None if the command has no such option. `saves`: where that run's checkpoints are.
+    `force` is None if the command has no such option. `saves`: the folder of that run's checkpoints.
 
     Raises:
-        ClusterError: the run is in progress; not for agents, which may join it.
+        ClusterError: the run is in progress (agents may join it, and get no error).
     """
     if force is not None:
         _refuse_running(run_dir)

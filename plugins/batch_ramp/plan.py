@@ -182,7 +182,7 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     """Return the settings of a recipe whose `plugins.batch_ramp` is on.
 
     Raises:
-        RecipeError: settings that are wrong, a layout that cannot divide a stage, or a recipe in which the plugin
+        RecipeError: the settings are wrong, the layout cannot divide a stage, or this is a recipe in which the plugin
             cannot change the batch.
     """
     settings, division = read(value_at(recipe, KEY)), division_of(recipe)

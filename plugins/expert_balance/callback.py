@@ -71,9 +71,9 @@ class ExpertBalance(ExpertMigrateCallback):
 
     Args:
         settings: `plugins.expert_balance.settings.Settings`.
-        devices: ranks of an EP group, or 1; nodes: of them that plans balance first.
+        devices: the number of ranks of an EP group, or 1; nodes: the number of their nodes, which plans balance first.
         copies: (token, expert) pairs of a rank's micro-batch.
-        rate: by which the routers' biases move in a step.
+        rate: the amount by which the routers' biases move in a step.
         layers: decoder layers of the model; those of MTP are counted behind them.
         run_dir: the folder of the record; checkpoint, save_path: see `record.file_of`.
     """

@@ -152,7 +152,7 @@ def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray
     the same time.
 
     Args:
-        ranks: all that follow the plan. layers: those of this rank's stage.
+        ranks: all ranks that follow the plan. layers: the layers of this rank's stage.
         old, new: int [layers of the model, E], logical expert -> slot.
 
     Returns:

@@ -124,7 +124,7 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
                 or Ascend.
 
     Raises:
-        RecipeError: naming the key, and what to write.
+        RecipeError: a setting is wrong; the message names the key and says what to write.
     """
     every = f"{KEY}.every"
     if not counts:

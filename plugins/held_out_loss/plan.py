@@ -116,7 +116,7 @@ class Batches:
     Attributes:
         samples: the number of samples of the whole step; read: the number that a rank reads.
         micro: micro-batches of a rank's step, in a pipeline or by accumulated gradients.
-        stages, scheduler: of the pipeline.
+        stages, scheduler: the stages and the scheduler of the pipeline.
     """
 
     samples: int

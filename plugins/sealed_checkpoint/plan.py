@@ -107,7 +107,7 @@ def write_seal(
 
     Args:
         folder: the folder of one iteration.
-        rank, world_size: of this training; step: that the checkpoint holds.
+        rank, world_size: this rank and the number of ranks of this training; step: the step of the checkpoint.
         expected: names of what must be there, see `expected_files`.
         known: checksums of files that were hashed while they were written; others are read.
         made: how it was made: `attempt`, by name; `skipped`, the samples that the run left out (plugins.spike_guard).

@@ -61,7 +61,7 @@ class CallRecord(NamedTuple):
     Attributes:
         op: MindSpore's name of the operator; ranks: the ranks of its group in their order; bytes, shape, dtype: of its
             tensor on the larger side (several tensors: the bytes of all, the rest of the first);
-        peer, sr_tag: of a Send or Receive.
+        peer, sr_tag: the peer and the tag of a Send or Receive.
     """
 
     op: str
@@ -289,7 +289,7 @@ class Collectives:
         test: delays and faults (see `disturbance`); from the environment where it is None.
 
     Attributes:
-        groups: which ranks an operator concerns.
+        groups: the ranks of each group.
     """
 
     def __init__(self, mesh: Mesh, ranks: Ranks, test: str | None = None):

@@ -38,7 +38,7 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
     Args:
         parts: [members] arrays of one shape and dtype.
         operation: a key of `OPERATIONS`.
-        out: of that shape and dtype. Of booleans, sum and max are "any", prod and min "all".
+        out: the result, of this shape and dtype. Of booleans, sum and max are "any", prod and min "all".
 
     Raises:
         ClusterError: an operation that is not known here.

@@ -164,7 +164,7 @@ def store(results: Any, outputs: Sequence[np.ndarray]) -> None:
         outputs: the views of the outputs.
 
     Raises:
-        ValueError: another number of results, or another number of elements, than MindSpore expects.
+        ValueError: the number of results or of elements differs from what MindSpore expects.
     """
     results = results if isinstance(results, tuple) else (results,)
     if len(results) > len(outputs):

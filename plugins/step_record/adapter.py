@@ -39,7 +39,7 @@ def enable(config, settings) -> None:
     """Record the first steps of the run of `config` (a MindFormerConfig).
 
     Raises:
-        RecipeError: an unknown or impossible setting.
+        RecipeError: a setting is unknown or impossible.
     """
     steps = Settings.read(settings).steps
     kind = MindFormerModuleType.CALLBACK

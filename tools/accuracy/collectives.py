@@ -168,7 +168,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
     """Return what a rank recorded of its first step.
 
     Raises:
-        DataError: nothing, or not what it should be.
+        DataError: the file is missing, or its content is wrong.
     """
     file = calls_file(run_dir, rank)
     if not file.is_file():

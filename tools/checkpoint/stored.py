@@ -56,7 +56,7 @@ class Tensor:
     Args:
         dtype: as safetensors writes it; shape: the shape of the whole tensor; cuts: into how many parts each axis is
             cut.
-        copies: by slice, in row-major order: (rank, file) of all that hold it, by rank.
+        copies: for each slice in row-major order, (rank, file) of all ranks that hold it, sorted by rank.
     """
 
     dtype: str

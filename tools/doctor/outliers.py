@@ -102,7 +102,7 @@ class Link(TypedDict):
     Attributes:
         bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
         latency: microseconds, half of the fastest round trip; empty in the other direction, of which it is, too.
-        failed: why it could not be measured, "" if it could.
+        failed: the reason why the worker could not be measured; "" if it was.
         waited: the share of the time in which not both ends had a core: 1 - (1 - w) (1 - w') of their own shares.
     """
 

@@ -125,7 +125,7 @@ class Memory:
         accumulated: gradients summed over micro-batches.
         gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
         saved: activations that wait for their backward, at the fullest moment (estimate).
-        working: what is alive inside a pass beside them, at the fullest moment of both together (estimate).
+        working: the memory of other tensors that live inside a pass, at the moment of the largest sum (estimate).
         limit: `context.max_device_memory`; 0 when the recipe sets none.
     """
 
@@ -222,10 +222,11 @@ def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[s
     move takes.
 
     Args:
-        stages: (number, what it holds) of each. limit: as `memory_of`.
+        stages: for each stage, its number and what it holds. limit: as in `memory_of`.
 
     Returns:
-        stage, bytes of the exchange, held: with all that a device keeps; fit. None without experts.
+        the stage, the bytes of the exchange, the bytes including all that a device keeps, and the fit; None without
+        experts.
     """
     found = []
     for number, held in stages:
@@ -291,7 +292,7 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
     """Return the row of a stage, whose peak is the total of `memory_of`.
 
     Args:
-        held, graph, passes: as `memory_of`; without known passes every chunk's backward counts
+        held, graph, passes: as in `memory_of`; without known passes every chunk's backward counts
             once, with nothing waiting.
     """
     constant: dict[Owner, float] = defaultdict(float)

@@ -120,7 +120,7 @@ class Configuration:
         spare_gradients: Transformer Engine keeps a gradient of every weight's shape (`memory.megatron`).
         cp_exchanges_heads: context parallelism exchanges heads and sequences (Transformer Engine's a2a), not keys.
         layer_only: only one MoE layer's MLP (a layer benchmark), no model around it.
-        adapters: of `plugins.lora`; None trains all weights.
+        adapters: the adapters of `plugins.lora`; None trains all weights.
         attended: pairs of tokens that attend to each other over those of samples of one document.
     """
 

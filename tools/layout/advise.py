@@ -304,7 +304,7 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
     They depend on the recipe and the hardware file it names only.
 
     Args:
-        recipe: its layout is resolved; or even, where it is open.
+        recipe: a recipe with a resolved layout; an open layout counts as even.
 
     Raises:
         RecipeError: a setting that cannot be, or sizes that do not fit each other.

@@ -44,7 +44,7 @@ class Measured:
     Args:
         seconds: the seconds of the step.
         terms: `TERMS` -> seconds; they add up to `seconds`.
-        whole: of communication, hidden seconds included; {} where the profile does not tell.
+        whole: the seconds of communication, hidden seconds included; {} if the profile does not tell.
         scoped: names tell layers, so the host's time is told apart; else it stands in "host of the step".
         replayed: seconds of `COMPUTE` terms that are recomputation, as far as scopes say so.
         unknown: type -> seconds of what is not attributed.

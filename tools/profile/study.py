@@ -82,7 +82,7 @@ def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> No
     if not any(1 / _ALIKE < done / each < _ALIKE for each in wanted if each):
         raise DataError(
             f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but the recipe's matmuls do {wanted[0]:.3g}; "
-            "the profile is of another batch, sequence, layout or number of steps"
+            "the profile was made with another batch, sequence length, layout or number of steps"
         )
 
 

@@ -50,7 +50,7 @@ class Call:
     Args:
         node: the node of the graph.
         number: a name of what it computes: equal operators of equal arguments have the same.
-        values: of its arguments.
+        values: the values of its arguments.
         sizes: the sizes of the axes of the mesh.
         differs: (argument, place in its tuple or 0) -> the axes along which this constant has another value.
         axes: the axes of a collective's group, the one along which neighbouring ranks lie last.
@@ -98,7 +98,7 @@ class Call:
             NotKnown: it does not add.
         """
         if not re.search(r'\bop: "sum"', self.node.text):
-            raise NotKnown("only collectives that add have a rule")
+            raise NotKnown("there is a rule only for collectives that add")
 
     def shifts(self) -> frozenset[str]:
         """Return the axes along which any constant of the operator differs."""
@@ -116,7 +116,7 @@ class Call:
             Certain: a rank takes the piece of another rank. NotKnown: the constant does not count whole pieces.
         """
         if key not in self.offsets:
-            raise NotKnown(f"its constants differ along {', '.join(sorted(self.shifts()))}, and are no whole numbers")
+            raise NotKnown(f"its constants differ along {', '.join(sorted(self.shifts()))}, and are not whole numbers")
         first, steps = self.offsets[key]
         axes = tuple(sorted(steps, key=lambda axis: -steps[axis]))
         size = size or abs(steps[axes[-1]])

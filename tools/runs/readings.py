@@ -285,7 +285,7 @@ class Part:
 
     Args:
         start_step: steps done before it.
-        began: when its training began, seconds since 1970 (None: a run from before that was written).
+        began: when its training began, in seconds since 1970 (None for runs of older versions, which did not write it).
     """
 
     start_step: int
@@ -372,7 +372,7 @@ def load_run(folder: Path) -> Run:
     """Return all data of a run's folder that the reports need.
 
     Raises:
-        DataError: as `check_folder`.
+        DataError: as in `check_folder`.
     """
     check_folder(folder)
     recipe = recipe_of(folder)

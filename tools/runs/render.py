@@ -48,7 +48,7 @@ def draw(found: Sequence[Study], path: Path) -> Path:
     """Draw the attempts of the runs over time to an .svg or .png file; return `path`.
 
     Raises:
-        DataError: as `save_figure`.
+        DataError: as in `save_figure`.
     """
     return save_figure(_figure(found), path)
 

@@ -256,7 +256,7 @@ def study(folder: Path) -> Study:
     """Read the folder of one run and return its study.
 
     Raises:
-        DataError: as `read_run`.
+        DataError: as in `read_run`.
     """
     run = load_run(folder)
     time = ledger(run)

@@ -30,7 +30,8 @@ class Sizes:
         interleaved: whether the rows of a dense `linear_fc1` alternate between gate and up.
         mtp_layers: MTP layers; the class has none, `model.Reference` adds them from its decoder layer.
         mtp_factor: weight of the MTP loss.
-        aux_coefficient: of the sequence-wise balance loss (DeepSeek-V3 technical report, section 2.1.2).
+        aux_coefficient: the coefficient of the sequence-wise balance loss (DeepSeek-V3 technical report, section
+            2.1.2).
         bias_rate: step of the aux-free bias after each training step; 0 leaves the bias unchanged.
         telechat2: Llama with a bias behind attention's output and behind the MLP's, under TeleChat2's names; `hf` has
             LlamaConfig's words all the same.

@@ -34,7 +34,8 @@ class Piece:
     """A `Piece` is a box of elements that goes from one slice to another.
 
     Args:
-        place: of the old slice, in row-major order. source, target: where the box begins in either slice; size: of it.
+        place: the place of the old slice, in row-major order. source, target: where the box begins in either slice;
+            size: its size.
     """
 
     place: int

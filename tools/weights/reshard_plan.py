@@ -71,7 +71,7 @@ class Plan:
     """A `Plan` is a new layout of a checkpoint that is not written yet.
 
     Args:
-        world: ranks of the new layout; prefix: of its files' names.
+        world: the number of ranks of the new layout; prefix: the prefix of its files' names.
     """
 
     moves: tuple[Move, ...]

@@ -68,7 +68,7 @@ def equal_costs(recipe: Recipe) -> str:
     """Return the reason why every sample of this recipe costs the same; return an empty text if they differ.
 
     Raises:
-        RecipeError: it trains on no Megatron corpus.
+        RecipeError: the recipe does not train on a Megatron corpus.
     """
     view = View(recipe)
     if not view.megatron:
@@ -229,7 +229,8 @@ class Steps:
         micro_batch_loads, step_loads: attention of a rank's micro-batch, and of its step, over the mean of the step:
             float64 [len(SHARES)], means over steps.
         speed_up: modelled computation of these steps without the plan over that with it, waiting included.
-        attention_share: of all work. of_one_document: attending pairs over those of undivided samples.
+        attention_share: the share of attention in all work. of_one_document: attending pairs divided by those of
+            undivided samples.
         one_step: the middle one of them.
         context: attending pairs of the slowest context-parallel rank over the mean, for samples cut into consecutive
             parts and by `context_parallel.balanced`; None without context parallelism that cuts samples.
