@@ -60,7 +60,7 @@ def enable_plugins(config) -> None:
     `name: False` leaves a plugin off, for a recipe that inherits it from its base, or that wants none of `UNWRITTEN`.
 
     Raises:
-        RecipeError: for a plugin that does not exist.
+        RecipeError: the recipe names a plugin that does not exist.
     """
     sealed = importlib.import_module("plugins.sealed_checkpoint.adapter")
     sealed.SealingCheckpointMonitor.run_dir = config.get("output_dir")

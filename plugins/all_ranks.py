@@ -11,7 +11,7 @@ def has_loss(rank: int, ranks: int, stages: int, scheduler: str | None) -> bool:
     """Return whether a rank computes the loss: the ranks of the last stage do; with zero_bubble_v the first stage does.
 
     Args:
-        ranks: of the run; stages, scheduler: of its pipeline.
+        ranks: the number of ranks; stages, scheduler: the stages and the scheduler of the pipeline.
     """
     return rank * stages // ranks == (0 if scheduler == "zero_bubble_v" else stages - 1)
 

@@ -71,11 +71,11 @@ def refuse_unknown(
     """Refuse the first of `keys` that is not `known`, because a misspelt key would silently have no effect.
 
     Args:
-        place: what stands before the key in the message, such as ``"rows.yaml: rows[3].config."``.
-        what: a key is called in the message.
+        place: the text before the key in the message, such as ``"rows.yaml: rows[3].config."``.
+        what: the word for a key in the message.
 
     Raises:
-        error: names the key, the nearest known one, or all of them where none is near.
+        error: the key is unknown; the message names the nearest known key, or all keys if none is near.
     """
     names = list(known)
     for key in keys:

@@ -57,7 +57,7 @@ def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) 
     """Replace an attribute as `replace` does, but only until the block ends.
 
     Raises:
-        OutdatedHookError: as `replace`.
+        OutdatedHookError: as in `replace`.
     """
     original = getattr(owner, name)
     replace(owner, name, line, replacement)

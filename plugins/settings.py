@@ -25,8 +25,8 @@ def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
     """Return the dataclass field that defines a key.
 
     Args:
-        default: where it is not written; `MISSING` for a key that must be.
-        meaning: one phrase, for docs and editors. right: what to write instead of another value.
+        default: the value if the key is not written; `MISSING` for a required key.
+        meaning: one phrase for docs and editors. right: what to write instead of a wrong value.
         limits: `least`, `above` and `below` of a number; `choices`; `null`: whether null is the default;
             `bare`: (value, what YAML made it of); `parse`: makes the value, or raises RecipeError without a key;
             `change`: (group, phrase) of `tc3 recipe diff`, where it is not the section's.

@@ -119,7 +119,7 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
     """Set in `architectures` (in place) the class that builds what the plugins edit; this is not for the CPU backend.
 
     Args:
-        classes: those that the plugin edits: MindFormers' class -> ours.
+        classes: the classes that the plugin replaces: MindFormers' class -> ours.
 
     Raises:
         RecipeError: the model has no such class.

@@ -39,12 +39,12 @@ class Manifest:
     """A `Manifest` says what a bundle holds.
 
     Args:
-        format: of the bundle. made: date and time, in UTC.
+        format: the format of the bundle. made: the date and time in UTC.
         device: name of the devices, such as "910B3" or "CPU". devices: number of them.
         simulated: whether a simulated cluster made the numbers, which then no card may claim.
         names: "plain", or "hashed" if names of hosts were replaced by digests.
-        recipe: path of the recipe. digest: of the flat recipe.
-        versions: software -> version. verdict: of the ladder.
+        recipe: the path of the recipe. digest: the digest of the flat recipe.
+        versions: software -> version. verdict: the verdict on the whole first hour.
         files: name -> {"sha256", "bytes"} of every other file.
     """
 
@@ -283,7 +283,8 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 
 def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
-    """Return the memory of a stage with the measured factors; the reserve is taken from the room, not added here."""
+    """Return the memory of a stage with the measured factors; the reserve is subtracted from the
+    device's memory elsewhere."""
     return replace(
         stage,
         activations=stage.activations * terms.activations,

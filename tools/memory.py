@@ -53,8 +53,8 @@ class Proposal:
     """A `Proposal` is a proposed change of a recipe, with its predicted memory and step time.
 
     Args:
-        name: in words; keys: what to write, by dotted key.
-        peak: bytes of the fullest stage, predicted from these keys; freed: of the recipe's own.
+        name: the change in words; keys: the new values by dotted key.
+        peak: the bytes of the fullest stage, predicted from these keys; freed: the bytes that this saves.
         step_s: seconds of a step; slower: over the recipe's own - 1.
         fit: one of `FITS`, `UNKNOWN` (within the model's known error) and `DOES_NOT_FIT`.
         refused: what `tc3 check` finds wrong with it and not with the recipe; "" where nothing.

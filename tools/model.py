@@ -123,11 +123,12 @@ def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | S
 
     Args:
         experts: 0: all layers are dense.
-        dense: that many first layers are dense and all others MoE; `frequency` counts only where it is 0.
+        dense: the number of first layers that are dense, while all others are MoE; `frequency` counts only where it is
+            0.
         frequency: one layer in `frequency` is MoE, beginning with the first; or for each layer 1 (MoE) or 0.
 
     Raises:
-        ValueError: a list of another length.
+        ValueError: a list has another length.
     """
     if not experts:
         return (DENSE,) * layers
@@ -210,8 +211,8 @@ class Weight:
     Args:
         split: what is cut: "rows" or "columns" over tp, "experts" over ep, "" nothing.
         wide: used in fp32 (router, norms, embedding), so not cast to the compute precision.
-        multiplies: it is the right side of a matmul.
-        frozen: it is not trained, so that it has neither a gradient nor an optimizer state.
+        multiplies: whether the weight is the right side of a matmul.
+        frozen: whether the weight is not trained, and so has neither a gradient nor an optimizer state.
     """
 
     name: str
@@ -306,7 +307,8 @@ class Adapters:
     """An `Adapters` holds the adapters of `plugins.lora`, beside which all other weights are frozen.
 
     Args:
-        rank: of each. adapted: for each linear layer the names of its `weights`, which MindFormers has in one matrix.
+        rank: the rank of each adapter. adapted: for each linear layer the names of its `weights`, which MindFormers has
+            in one matrix.
     """
 
     rank: int

@@ -84,7 +84,7 @@ class Start:
         """Check this node as `tc3 train` does; if a run is already in progress, the agent joins it.
 
         Raises:
-            TC3Error: something is to be mended first.
+            TC3Error: the user has to correct something first.
         """
         goes_on = bool(self.resume) or under_way(self.run_dir)
         for check in checks(self.recipe, self.run_dir, goes_on, port, None, slots):
@@ -248,7 +248,7 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
     long as `auto` finds no checkpoint.
 
     Raises:
-        UsageError: it is empty, or names two folders.
+        UsageError: the option is empty, or names two folders.
     """
     if "" in given:
         raise click.UsageError("--resume is empty: write auto, or the folder of a checkpoint")
@@ -280,7 +280,7 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     addresses.
 
     Raises:
-        ClusterError: the list has no such host, or several.
+        ClusterError: the list has no such host, or several of them.
     """
     if given is not None:
         if given not in hosts:

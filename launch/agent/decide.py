@@ -239,9 +239,9 @@ def verdict(
     """Return which host caused the end of `attempt`, and what happens next.
 
     Args:
-        attempt: it has a plan, and the ends of its hosts as far as they were written.
+        attempt: the attempt, with its plan and the ends of its hosts as far as they were written.
         earlier: the attempts before it, the oldest first, with their verdicts.
-        can: how the recipe runs on only these hosts (`launch.agent.smaller`), or why it cannot.
+        can: a function that returns how the recipe runs on only these hosts (`launch.agent.smaller`), or why it cannot.
         now: the disk's clock; without it hosts that have written no end count as gone.
         saved: the step of the newest complete checkpoint; None if it is not known.
     """

@@ -294,8 +294,8 @@ class Claim:
     """This is one claim (a file that only one agent can win), as one agent sees it.
 
     Args:
-        disk: the shared one.
-        folder: the attempt's.
+        disk: the shared disk.
+        folder: the folder of the attempt.
         what: the work that is claimed; part of a file's name.
         me: the agent that claims.
         dead: a function that says whether a holder has given no sign of life for too long.

@@ -56,7 +56,7 @@ class Agent:
         prepare: called by the agent that plans an attempt, before others know of the plan; see `Planning`.
         outcome: the result of this agent's last part; `failed` means that the part itself failed, and did not end
             because of another host.
-        parts: in how many attempts this agent took part.
+        parts: the number of attempts in which this agent took part.
     """
 
     job: Job

@@ -115,7 +115,7 @@ class Phases:
     """This follows the local workers of one attempt; create it before they start.
 
     Attributes:
-        phase, since: of the worker that is behind; `since` by `clock`.
+        phase, since: the phase of the slowest worker, and its begin by `clock`.
         step: the newest step that a local worker has on record.
         behind: the global rank of the only worker that is behind the other ones, if there is one.
     """

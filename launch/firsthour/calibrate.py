@@ -45,7 +45,7 @@ def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, floa
 
 
 def fit_memory(rows: Sequence[Mapping[str, float]]) -> MemoryTerms | None:
-    """Return the terms of memory that fit measured peaks best; return None if the runs do not tell them apart."""
+    """Return the terms of memory that fit measured peaks best; return None if the runs do not determine them."""
     if len(rows) < 3:
         return None
     known = np.array([[row["activations"], row["buffers"], GIB] for row in rows])
@@ -91,7 +91,7 @@ def judge_fit(seconds: float, after: Mapping[str, float], fitted: Sequence[str],
     """Return the findings about a calibration.
 
     Args:
-        seconds: of the measured step. after: its terms with the fitted efficiencies, which are `fitted`.
+        seconds: the seconds of the measured step. after: its terms with the fitted efficiencies, which are `fitted`.
         memory: the fitted terms; None if they could not be told, for which `why_no_memory` is the reason.
     """
     off = sum(after.values()) / seconds - 1

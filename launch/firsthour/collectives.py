@@ -44,7 +44,7 @@ def rows_of(config: Configuration, hardware: Hardware, devices: int, on_cpu: boo
     """Return the rows of a plan in the form that judge_collectives takes, without the measured values.
 
     Args:
-        devices: that are there; groups that need more are in no row's "groups".
+        devices: the number of devices; groups that need more devices are left out of "groups".
     """
     run = replace(config, dp=2) if on_cpu and config.devices == 1 else config
     rows = []
@@ -139,9 +139,9 @@ def judge_collectives(
     """Return the findings about the groups of a recipe.
 
     Args:
-        rows: of each kind of group "group", "operator", "bytes", "ranks", "stride", "groups" (lists of ranks),
+        rows: for each kind of group "group", "operator", "bytes", "ranks", "stride", "groups" (lists of ranks),
             "seconds" (of each group and round), and "predicted" seconds, or None on a CPU.
-        names, each: of the nodes, and devices of a node.
+        names, each: the names of the nodes, and the number of devices of a node.
     """
     found: list[Finding] = []
     for row in rows:

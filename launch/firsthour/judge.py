@@ -184,8 +184,8 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
     devices.
 
     Args:
-        rows: of each host and device, "host", "device", "results": operator and check -> [status, error, detail], and
-            "shipped": what tc3 accuracy ops --shipped says of the host's golden results, or None.
+        rows: for each host and device "host", "device", "results": operator and check -> [status, error,
+            detail], and "shipped": what tc3 accuracy ops --shipped says of the host's golden results, or None.
     """
     found: list[Finding] = []
     checks = 0

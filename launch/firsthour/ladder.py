@@ -32,7 +32,7 @@ class Rung:
     """A `Rung` is one check of a cluster's first hour.
 
     Args:
-        share: of the budget. needs: checks that it trusts. essential: no run may start while it is unknown.
+        share: the share of the budget. needs: checks that it trusts. essential: no run may start while it is unknown.
         asks: the question that it answers. gate: when it is ok. remedy: what to do where it is not.
     """
 
@@ -100,7 +100,7 @@ class Finding:
 
     Args:
         where: the host; "" if it is about no single host. device: its number on the host, or None.
-        what: was looked at. seen: in words. remedy: what to do; "" if nothing.
+        what: the thing that was checked. seen: the result in words. remedy: what to do; "" if nothing.
     """
 
     verdict: Verdict

@@ -90,7 +90,7 @@ def train(ranks: Sequence[Rank], steps: int, state: State | None = None) -> tupl
 
     Args:
         ranks: the devices; each takes an equal share of the tokens of a step, so their number divides TOKENS.
-        state: from which the run goes on; a new one by default.
+        state: the state from which the run goes on; by default a new state.
     """
     state = start() if state is None else state
     begin = {name: array.copy() for name, array in state.weights.items()}

@@ -59,7 +59,8 @@ class Hour:
     """An `Hour` runs the first hour of a recipe on this machine.
 
     Args:
-        recipe: its file. work: folder of everything that the hour writes. nodes: file of hosts, or None for this host.
+        recipe: the file of the recipe. work: folder of everything that the hour writes. nodes: file of hosts, or None
+            for this host.
     """
 
     recipe: Path

@@ -267,8 +267,8 @@ class Voice:
     """This holds a running model and its tokenizer, and continues texts with them.
 
     Args:
-        logits: of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether prompt and
-            text are printed while they come.
+        logits: the logits of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether
+            prompt and text are printed while they come.
     """
 
     def __init__(self, logits: Logits, tokenizer: Tokenizer, window: int, most: int, aloud: bool):

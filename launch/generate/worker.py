@@ -106,7 +106,7 @@ def reader(weights: Path, recipe: Recipe) -> Reader:
     """Return a function that returns the whole value of a parameter by its name, with experts in logical order.
 
     Args:
-        weights: an iteration of a run in any layout, or a Hugging Face folder. recipe: of its model.
+        weights: an iteration of a run in any layout, or a Hugging Face folder. recipe: the recipe of its model.
 
     Raises:
         CheckpointError: not whole, or not of this model; the function raises it for what is missing.

@@ -60,7 +60,8 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
 
     Args:
         recipe: flat and effective, `auto` resolved.
-        world: workers of all nodes; `on_this_node`: of this one. Ranks have folders of their own in the cache.
+        world: the number of workers of all nodes; `on_this_node`: the number on this node. Ranks have folders of their
+            own in the cache.
 
     Raises:
         DataError: a corpus cannot be read.

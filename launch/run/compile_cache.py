@@ -160,7 +160,7 @@ def prepare(
     Args:
         recipe: flat and effective.
         attempt: the attempt's folder; MindSpore reads and writes `attempt/compile_cache`.
-        world: workers of all nodes; `ranks`: those that this node starts.
+        world: the number of workers of all nodes; `ranks`: the ranks that this node starts.
         over: whether the attempt has ended, while this node waits for what the others can load.
 
     This never raises an error: if the cache cannot be used, `said` says why, and the workers compile without it.

@@ -36,10 +36,10 @@ class Cores:
     if there is one.
 
     Attributes:
-        options: of msrun.
-        environment: of the workers; a value that the user has set stays.
+        options: the options of msrun.
+        environment: the environment of the workers; a value that the user has set stays.
         said: sentences for the user.
-        file: where the bind file goes, and its content; none where msrun takes none.
+        file: the path and the content of the bind file; None if msrun takes no bind file.
     """
 
     options: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ class Size:
 
     Attributes:
         mini: whether it is a mini;
-        workers: of a mini that keeps its parallel strategy; None for any other.
+        workers: the number of workers of a mini that keeps its parallel strategy; None for any other.
     """
 
     mini: bool = False
@@ -165,7 +165,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     more.
 
     Args:
-        steps: that the user asked for; these are refused if there is not enough for them.
+        steps: the number of steps that the user asked for, which is refused if there are too few samples.
 
     Raises:
         DataError: a row is not a conversation, there is no tokenizer, or there are fewer samples than requested.

@@ -37,9 +37,9 @@ _MSRUN_END = re.compile(r"Worker process (\d+) exit with exception. Error code: 
 class Failure:
     """This describes what ended a run: one message, the log to read, and the most informative lines of that log.
 
-    `user_error`: the message is all, and the user's to mend; `stopped`: it is all, and says what was wrong in training.
-    `rank` and `code` (negative: a signal) are those of the worker that failed, where one is known. `error`: the line of
-    the log that says what was wrong; `mend`: what to do about it. Both may be empty.
+    `user_error`: the message says all, and the user has to correct something; `stopped`: it says what was wrong in
+    training. `rank` and `code` (negative: a signal) are those of the worker that failed, where one is known. `error`:
+    the line of the log that says what was wrong; `mend`: what to do about it. Both may be empty.
     """
 
     message: str

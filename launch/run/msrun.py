@@ -74,7 +74,7 @@ def msrun_command(
     the supervisor reads the logs.
 
     Raises:
-        ClusterError: no msrun stands beside the running Python.
+        ClusterError: there is no msrun beside the running Python.
     """
     count = worker_count(recipe)
     command = [
@@ -102,7 +102,7 @@ def msrun_of() -> Path:
     """Return the path of the msrun that belongs to this Python environment, whatever PATH says.
 
     Raises:
-        ClusterError: there is none.
+        ClusterError: there is no msrun.
     """
     path = Path(sys.executable).parent / "msrun"
     if not path.exists():

@@ -45,7 +45,7 @@ _HELD_OUT = "plugins.held_out_loss.data_path"
 def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
     """Raise ClusterError when the recipe is for Ascend and this host lacks its NPUs (/dev/davinci*).
 
-    `here`: workers of this host, one of several.
+    `here`: the number of workers on this host, if the run has several hosts.
     """
     if not on_ascend(recipe):
         return
@@ -208,10 +208,10 @@ def check_disk(folder: Path) -> None:
 def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path | None = None) -> None:
     """Raise CheckpointError if `run_dir` holds another run (and neither flag is given) or other files.
 
-    `force` is None if the command has no such option. `saves`: where that run's checkpoints are.
+    `force` is None if the command has no such option. `saves`: the folder of that run's checkpoints.
 
     Raises:
-        ClusterError: the run is in progress; not for agents, which may join it.
+        ClusterError: the run is in progress (agents may join it, and get no error).
     """
     if force is not None:
         _refuse_running(run_dir)
@@ -284,7 +284,7 @@ def only_run_in(*folders: Path, together: bool = False) -> Iterator[None]:
     """Hold the locks of a run's folders, which the kernel frees even if this process is killed; raise ClusterError if
     another run holds one.
 
-    `together`: with the agents of other nodes, which keep others out, not each other.
+    `together`: the run is shared with the agents of other nodes, which lock out all other processes.
 
     If a start fails in the block, neither the locks nor folders that were made for them are left. A file system without
     locks (Lustre without `-o flock`, some of FUSE) is reported, and does not stop the run.

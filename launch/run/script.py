@@ -100,7 +100,7 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
     with code 0.
 
     Raises:
-        CheckpointError: as `tc3 train`, here or later.
+        CheckpointError: as in `tc3 train`, here or later.
     """
     checkpoint = None
     if resume is None:
@@ -198,7 +198,7 @@ def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -
     """Return the number of workers, their cluster and the port of msrun's scheduler.
 
     Raises:
-        ClusterError: as `launch_script`.
+        ClusterError: as in `launch_script`.
     """
     port = PORT if launch.port is None else launch.port
     refuse_other_port(port)

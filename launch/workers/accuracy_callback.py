@@ -22,8 +22,8 @@ class AccuracyDump(Callback):
     """This callback starts msprobe's `PrecisionDebugger` before each step and stops it after the step.
 
     Args:
-        run_dir: where the dump goes: `stepN/rankM/`.
-        level, task: msprobe's.
+        run_dir: the folder below which the dump is written (`stepN/rankM/`).
+        level, task: the settings `level` and `task` of msprobe.
     """
 
     def __init__(self, run_dir, level, task, **kwargs):

@@ -131,7 +131,7 @@ def _ahead(since: float, seconds: float) -> int:
     now.
 
     Args:
-        since: seconds since that step ended; `seconds`: of the shortest of the last steps.
+        since: seconds since that step ended; `seconds`: the duration of the shortest of the last steps.
     """
     return max(1, math.ceil((max(since, 0.0) + AHEAD) / max(seconds, 1e-3)))
 

@@ -41,7 +41,7 @@ class FirstStep:
     The record also holds the rank's place in each group as MindSpore was given it, by which MindSpore slices weights.
 
     Args:
-        collectives: of this rank. file: for the record.
+        collectives: the collectives of this rank. file: the file of the record.
     """
 
     def __init__(self, collectives: Collectives, file: Path):

@@ -78,8 +78,8 @@ def enable(config, settings) -> None:
     """Make the training data of `config` (a MindFormerConfig) come in balanced order.
 
     Raises:
-        RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
-        DataError, RecipeError: later, when the data is opened: documents that the recipe's masks do not fit.
+        RecipeError: the settings are wrong, or the plugin cannot work with this recipe or gains nothing.
+        DataError, RecipeError: the recipe's masks do not fit the documents; raised later, when the data is opened.
     """
     schedule = schedule_of({**config, "plugins": {"attention_balance": settings}}, os.environ)
     config.train_dataset.data_loader.schedule = schedule
@@ -99,7 +99,7 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
 
     Raises:
         RecipeError: a sample has more documents than its compressed mask holds.
-        DataError: documents that do not end with the EOD token of the recipe.
+        DataError: documents do not end with the EOD token of the recipe.
     """
     parts = getattr(source, "datasets", [source])
     indices = [index_of(part) for part in parts]

@@ -218,7 +218,8 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
 
     Args:
         costs: float64 [..., ranks * micro_batches * slots], at least 0, in the order of the global batch.
-        ranks: data-parallel ranks. micro_batches: of a step. slots: samples of a rank's micro-batch.
+        ranks: data-parallel ranks. micro_batches: the number of micro-batches of a step. slots: samples of a rank's
+            micro-batch.
         objective: where ranks wait for each other.
 
     Returns:

@@ -140,7 +140,7 @@ def objective_of(
     repeated.
 
     Raises:
-        RecipeError: EP groups that do not consist of whole data-parallel ranks, equally many each.
+        RecipeError: EP groups do not consist of equally many whole data-parallel ranks.
     """
     devices = context_parallel * tensor_parallel
     together = max(expert_parallel // devices, 1)

@@ -65,7 +65,8 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 class Layout:
     """This says how the samples of a step are divided among ranks, micro-batches and slots.
 
-    ranks: data-parallel ranks; micro_batches: of a step on each rank; slots: samples of a rank's micro-batch;
+    ranks: data-parallel ranks; micro_batches: the number of micro-batches of a step on each rank; slots: samples of a
+        rank's micro-batch;
     objective: where ranks wait; window: global batches whose samples may change places (1: none, the default).
     """
 
@@ -93,7 +94,7 @@ def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | N
 
     Args:
         costs: float64 [items of the dataset], in the dataset's order; may be memory-mapped.
-        first: from 0, over the whole dataset: a resumed run passes the step that it resumes at.
+        first: the first step, from 0 over the whole dataset; a resumed run passes the step at which it resumes.
 
     Raises:
         DataError: the dataset ends before these steps.
@@ -138,8 +139,9 @@ def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
 class Balance:
     """Return the step times divided by the time of an evenly loaded step, float64 [steps]; 1 is perfect.
 
-    before: without the plugin; after: with the plan; bound: no assignment of these samples to the same steps is
-    shorter (with a window the samples change steps, so a step may lie below the bound of its old samples).
+    before: the times without the plugin; after: the times with the plan; bound: no assignment of these samples to the
+    same steps is shorter (with a window the samples change steps, so a step may lie below the bound of its old
+    samples).
     """
 
     before: np.ndarray
@@ -251,7 +253,7 @@ read = Settings.read
 class Schedule:
     """This holds what a loader needs to put its samples in order.
 
-    layout: how a step is divided; cost: of a sample; gathered: as in `plan.delivery_order`;
+    layout: how a step is divided; cost: the cost of a sample; gathered: as in `plan.delivery_order`;
     eod_pad_length: entries of the compressed mask, None with a full mask; padding: those that must stay padding.
     """
 
@@ -270,7 +272,7 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
         environment: variables of the training process.
 
     Raises:
-        RecipeError: as `check`, or a recipe without the cost of a sample.
+        RecipeError: as in `check`, or the recipe does not give the cost of a sample.
     """
     settings, layout = check(recipe)
     if settings.cost is None:
@@ -295,7 +297,7 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
     yet.
 
     Raises:
-        RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
+        RecipeError: the settings are wrong, or the plugin cannot work with this recipe or gains nothing.
     """
     settings = read(value_at(recipe, KEY))
     loader = _section(recipe, "train_dataset.data_loader")
@@ -320,7 +322,7 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     semi-auto parallel, where MindFormers switches accumulation off.
 
     Raises:
-        RecipeError: EP groups that do not consist of whole data-parallel ranks, or interleaved parts of micro-batches.
+        RecipeError: EP groups do not consist of whole data-parallel ranks, or parts of micro-batches are interleaved.
     """
     interleaved = _number(recipe, INTERLEAVE)
     if interleaved > 1:

@@ -36,7 +36,7 @@ def enable(config, settings) -> None:
     """Let the global batch of `config` (a MindFormerConfig) grow as its settings say.
 
     Raises:
-        RecipeError: settings that are wrong, or a recipe in which the batch cannot change.
+        RecipeError: the settings are wrong, or the batch of this recipe cannot change.
     """
     recipe = {**config, "plugins": {**(config.get("plugins") or {}), "batch_ramp": settings}}
     chosen, division = check(recipe), division_of(recipe)
@@ -120,7 +120,7 @@ class Stage:
     """This is the stage in which a run is: it gives the train step and the callbacks the numbers of its batch.
 
     Attributes:
-        samples: of a step, 0 before the first one. division: how they are divided.
+        samples: the samples of a step, 0 before the first one. division: how they are divided.
     """
 
     def __init__(self, division: Division):
@@ -189,7 +189,7 @@ class BySamples(LearningRateSchedule):
     """This gives a schedule the samples that were trained, in steps of the full batch, instead of the steps.
 
     Args:
-        schedule: MindFormers' schedule of the recipe. ramp: of the run.
+        schedule: MindFormers' schedule of the recipe. ramp: the ramp of the run.
     """
 
     def __init__(self, schedule: LearningRateSchedule, ramp: Ramp):

@@ -137,9 +137,10 @@ class Division:
     """This says how the samples of a step are divided over ranks and micro-batches.
 
     Attributes:
-        ranks: data-parallel ranks; micro: samples of a micro-batch on one rank; micro_batches: of a step of the
-        recipe's own batch; pipeline: stages of the model; whole: whether a rank's step is one batch, however many
-        samples it has, because the model is not split over devices (MindFormers then accumulates no gradients).
+        ranks: data-parallel ranks; micro: samples of a micro-batch on one rank; micro_batches: the number of
+        micro-batches of a step of the recipe's own batch; pipeline: stages of the model; whole: whether a rank's step
+        is one batch, however many samples it has, because the model is not split over devices (MindFormers then
+            accumulates no gradients).
     """
 
     ranks: int
@@ -181,7 +182,7 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     """Return the settings of a recipe whose `plugins.batch_ramp` is on.
 
     Raises:
-        RecipeError: settings that are wrong, a layout that cannot divide a stage, or a recipe in which the plugin
+        RecipeError: the settings are wrong, the layout cannot divide a stage, or this is a recipe in which the plugin
             cannot change the batch.
     """
     settings, division = read(value_at(recipe, KEY)), division_of(recipe)

@@ -67,7 +67,7 @@ def enable(config) -> None:
     Call before `Trainer(config)` and after `build_context(config)`. The recipe file itself stays stock.
 
     Raises:
-        RecipeError: a setting that CPU cannot execute.
+        RecipeError: a CPU cannot execute a setting.
     """
     check(config)
     after_context()

@@ -164,15 +164,15 @@ class CoreAttention(nn.Cell):
     Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
 
     Inputs:
-        query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, of Dv instead of D.
-        G is N, or `num_query_groups` of grouped-query attention;
+        query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv instead of
+        D. G is N, or `num_query_groups` of grouped-query attention;
         attention_mask: 1 where attention is forbidden, [B, 1, S, S] or [S, S].
 
     Outputs:
         [S, B, N * Dv] in the value's type.
 
     Raises:
-        RecipeError: for a variant of attention that this cell does not compute.
+        RecipeError: this cell does not compute the requested variant of attention.
     """
 
     def __init__(

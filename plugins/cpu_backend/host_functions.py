@@ -60,8 +60,8 @@ def register(function: Callable[..., Any]) -> int:
     Functions of one name and one code share a number, as they compute the same.
 
     Raises:
-        TypeError: its name would not say all that it computes with.
-        ValueError: the number is another function's.
+        TypeError: the function's name would not contain everything that it computes with.
+        ValueError: another function already has this number.
     """
     name = name_of(function)
     number = number_of(name)
@@ -79,7 +79,7 @@ def name_of(function: Callable[..., Any]) -> str:
     defaults.
 
     Raises:
-        TypeError: it was not made by `def`, or one of the values can be changed or has no exact text.
+        TypeError: the function was not made by `def`, or one of its captured values is mutable or has no exact text.
     """
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         raise TypeError(f"{function!r}: a graph can call only functions that were made by `def`")
@@ -121,7 +121,7 @@ def require(rank: int) -> None:
     registered. Call this when the network is built, before anything is compiled.
 
     Raises:
-        ClusterError: such a function, by name.
+        ClusterError: the graph calls such a function; the message names it.
     """
     own = os.environ.get("MS_COMPILER_CACHE_PATH")
     for file in sorted(Path(own, f"rank_{rank}").rglob("*.mindir")) if own else []:
@@ -132,7 +132,7 @@ def check(file: Path, known: Collection[int]) -> None:
     """Refuse a graph that calls a Python function whose number is not in `known`.
 
     Raises:
-        ClusterError: such a function, by name.
+        ClusterError: the graph calls such a function; the message names it.
     """
     names = names_in(file.read_bytes())
     strange = ["one without a name"] if names is None else sorted(n for n in names if number_of(n) not in known)

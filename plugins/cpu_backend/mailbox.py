@@ -46,9 +46,9 @@ class Frame:
     """This is one message of an exchange: the array that one rank sends to another.
 
     Attributes:
-        tag: which conversation; number: which exchange of that conversation, from 0;
+        tag: the number of the conversation; number: the number of the exchange in this conversation, from 0;
         dtype: NumPy's name of it ("float32", "bfloat16"), native byte order;
-        shape: of the array, at most `MAX_AXES` axes;
+        shape: the shape of the array, at most `MAX_AXES` axes;
         payload: [nbytes] uint8, the array in C order;
         note: what the sender calls it, for messages and to compare; at most `MAX_NOTE` bytes.
     """
@@ -75,7 +75,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
     """Write one frame; this blocks until the kernel has taken the whole frame.
 
     Raises:
-        OSError: when the connection is gone.
+        OSError: the connection is lost.
     """
     shape = frame.shape + (0,) * (MAX_AXES - len(frame.shape))
     size, note = frame.payload.nbytes, frame.note.encode()[:MAX_NOTE]
@@ -90,8 +90,8 @@ def receive(connection: socket.socket) -> Frame:
     """Read one frame into its own buffer; this blocks until the frame is complete.
 
     Raises:
-        Disconnected: when the other side closed, or when the bytes are not a frame;
-        OSError: when the connection broke.
+        Disconnected: the other side closed the connection, or the bytes are not a frame;
+        OSError: the connection broke.
     """
     header = bytearray(HEADER.size)
     fill(connection, memoryview(header))
@@ -138,10 +138,10 @@ class Call:
     """This records which frames one call of an exchange on this rank still waits for.
 
     Attributes:
-        where: how messages name it; tag: its conversation; named: whether it has a name that others understand;
+        where: the name of the call in messages; tag: its conversation; named: whether other ranks know this name;
         numbers: peer -> which frame of the conversation is due from it;
-        unsent, missing: peers to which its frame has not left, from which none has come;
-        arrived: what has come.
+        unsent, missing: peers to which its frame has not been sent, and peers from which no frame has arrived;
+        arrived: the parts that have arrived.
     """
 
     where: str
@@ -157,9 +157,9 @@ class Mailbox:
     """This holds the frames that arrived, by sender and tag, and which ranks are lost or waiting.
 
     Args:
-        rank: whose it is.
+        rank: the rank that owns the mailbox.
         timeout: seconds that a call may wait.
-        tell: sends a text to all other ranks: what this rank waits in.
+        tell: sends all other ranks a text that says where this rank waits.
     """
 
     def __init__(self, rank: int, timeout: float, tell: Callable[[str], None]):
@@ -226,7 +226,7 @@ class Mailbox:
         """Wait until all frames of the call have been sent and received, then return.
 
         Raises:
-            ClusterError: when one of them cannot, or not in time.
+            ClusterError: a peer cannot send, or does not send in time.
         """
         begin = time.monotonic()
         untold = begin + min(PATIENCE, self.timeout / 4) if call.named else None

@@ -157,8 +157,8 @@ class Mesh:
 
         Args:
             parts: peer -> its part; an empty one where the peer is only waited for.
-            note: what this is called on every rank.
-            where: what it is called in messages of this rank.
+            note: the name of this exchange on every rank.
+            where: its name in messages of this rank.
 
         Raises:
             ClusterError: a peer is lost or late; says what it waits in or sent instead.

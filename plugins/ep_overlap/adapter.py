@@ -15,7 +15,7 @@ def enable(config, settings) -> None:
     """Cut the work of `plugins.hierarchical_ep` into chunks; that plugin must be enabled first.
 
     Raises:
-        RecipeError: settings that cannot be, or no plugin to cut the work of.
+        RecipeError: the settings are impossible, or there is no plugin whose work could be cut.
     """
     if not (config.plugins or {}).get("hierarchical_ep"):
         raise RecipeError(

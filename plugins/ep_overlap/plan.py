@@ -168,7 +168,7 @@ def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
         b * s ascending index arrays, batch part first; together every token once.
 
     Raises:
-        RecipeError: more parts than rows, or no part.
+        RecipeError: there are more parts than rows, or no part.
     """
     _check(batch, sequence, chunks)
     tokens = np.arange(batch * sequence).reshape(batch, sequence)
@@ -229,7 +229,7 @@ def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, sha
 
     Args:
         chains: the steps of a chunk (`Layer.passes`).
-        shares: of the tokens in each chunk.
+        shares: the shares of the tokens in each chunk.
         shared: seconds of the shared expert, 0 without one.
     """
     named = {stage.name: stage for chain in chains for stage in chain}

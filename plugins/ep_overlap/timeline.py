@@ -73,8 +73,8 @@ def simulate(ops: Sequence[Op]) -> Timeline:
     of issue each can be placed at once, but for those that wait for something issued later: they are tried again.
 
     Raises:
-        ValueError: an unknown stream, a key twice, a dependency that does not exist, or an order in which streams wait
-            for each other for ever. On a device the last of these hangs.
+        ValueError: a stream is unknown, a key occurs twice, a dependency does not exist, or the order makes streams
+            wait for each other for ever. On a device the last of these hangs.
     """
     _check(ops)
     free = dict.fromkeys(STREAMS, 0.0)

@@ -18,7 +18,7 @@ def enable(config, settings) -> None:
     `plugins.hierarchical_ep` is enabled, because that plugin provides the experts.
 
     Raises:
-        RecipeError: settings that cannot be, or a recipe in which nothing could be moved or counted.
+        RecipeError: the settings are impossible, or the recipe has nothing to move or count.
     """
     ours = read(settings)
     sharded = config.context.device_target != "CPU" or chosen(config)

@@ -39,7 +39,7 @@ class Experts:
     """This holds the parameters of one MoE layer that the callback needs.
 
     Attributes:
-        number: of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
+        number: the number of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
         tensors: parameters that move with the experts, the weights first. cell: the experts, which take copies.
     """
 
@@ -71,11 +71,11 @@ class ExpertBalance(ExpertMigrateCallback):
 
     Args:
         settings: `plugins.expert_balance.settings.Settings`.
-        devices: ranks of an EP group, or 1; nodes: of them that plans balance first.
+        devices: the number of ranks of an EP group, or 1; nodes: the number of their nodes, which plans balance first.
         copies: (token, expert) pairs of a rank's micro-batch.
-        rate: by which the routers' biases move in a step.
+        rate: the amount by which the routers' biases move in a step.
         layers: decoder layers of the model; those of MTP are counted behind them.
-        run_dir: where to record; checkpoint, save_path: see `record.file_of`.
+        run_dir: the folder of the record; checkpoint, save_path: see `record.file_of`.
     """
 
     def __init__(self, settings, devices, nodes, rate, copies, layers, run_dir, checkpoint, save_path, **kwargs):

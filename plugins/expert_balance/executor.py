@@ -36,8 +36,8 @@ def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray
     The ranks of a row hold each slice once, in the order of the slices; all ranks of the stage are in one row each.
 
     Args:
-        mesh: of the stage's devices, the axis of neighbouring ranks last. cuts: axes of the mesh that cut axis 0,
-            counted from the last, the outermost cut first; -1: none.
+        mesh: the mesh of the stage's devices, the axis of neighbouring ranks last. cuts: axes of the mesh that cut axis
+            0, counted from the last, the outermost cut first; -1: none.
         slices: in which axis 0 is held. More than the mesh cuts: the optimizer is sharded, and neighbours
             among the ranks with the same part share it.
     """
@@ -96,7 +96,7 @@ class Slice:
 
     Attributes:
         parameter: this rank's slice of axis 0.
-        ranks: that hold all slices, one each, in the order of the slices.
+        ranks: the ranks that hold all slices, one slice each, in the order of the slices.
     """
 
     parameter: Any
@@ -108,7 +108,7 @@ class Layer:
     """This holds the tensors that change on this rank when the experts of one MoE layer move.
 
     Attributes:
-        row: of the layer in a plan; number: of the layer in the model.
+        row: the row of the layer in a plan; number: the number of the layer in the model.
         placement: the parameter int [E], logical expert -> slot, the same on all ranks that have the layer.
         tensors: weights and the optimizer's state of them. All ranks have them in one order.
     """
@@ -152,7 +152,7 @@ def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray
     the same time.
 
     Args:
-        ranks: all that follow the plan. layers: those of this rank's stage.
+        ranks: all ranks that follow the plan. layers: the layers of this rank's stage.
         old, new: int [layers of the model, E], logical expert -> slot.
 
     Returns:

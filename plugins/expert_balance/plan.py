@@ -61,7 +61,7 @@ def improved(
             `near_enough` says.
         aligned: swap between equal places of two devices only, so that where the optimizer's state of a device's
             experts is sharded over their copies, it stays on the ranks that hold that shard.
-        nodes: of consecutive devices; experts do not leave their node.
+        nodes: the number of nodes, each of consecutive devices; experts do not leave their node.
     """
     each = len(loads) // devices
     at = np.argsort(old)  # [E] expert of each slot
@@ -232,9 +232,10 @@ def node_limited(
     holds its experts.
 
     Args:
-        loads, old, devices, most, aligned: as `swaps` has them. nodes: of consecutive devices.
-        groups: of consecutive experts, of which the router gives a token only a few (`n_group`); a multiple of
-            `nodes`. Each is wholly on one node in `old` and stays so. 1: experts change nodes one by one.
+        loads, old, devices, most, aligned: as `swaps` has them. nodes: the number of nodes, each of consecutive
+            devices.
+        groups: the number of groups of consecutive experts, of which the router gives a token only a few (`n_group`); a
+            multiple of `nodes`. Each is wholly on one node in `old` and stays so. 1: experts change nodes one by one.
     """
     near = near_enough(len(loads) // devices)
     if groups > 1:

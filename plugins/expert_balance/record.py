@@ -28,7 +28,8 @@ class Moved:
 
     Args:
         slots: int64 [layers, E], the placement from now on.
-        experts: that changed device. sent_bytes: by all ranks. plan_s, move_s: seconds.
+        experts: the number of experts that changed device. sent_bytes: the bytes that all ranks sent. plan_s, move_s:
+            seconds.
         copies: int64 [layers, D x spare] from now on, as in `plugins.expert_balance.copies`; None: no spare slots.
     """
 
@@ -50,7 +51,7 @@ class Record:
         slots: int64 [layers, E], the placement during the step.
         micro_batch: [layers] max/mean of the worst micro-batch; None where it is not known.
         moved: after the step, or None.
-        nodes: that plans balance first, see `plan.node_limited`; 1: they do not.
+        nodes: the number of nodes that plans balance first (see `plan.node_limited`); 1 if plans balance only devices.
         copies: int64 [layers, D x spare] during the step, as in `plugins.expert_balance.copies`; None: no spare slots.
     """
 

@@ -32,7 +32,7 @@ class Replay:
         ratios: [steps, layers] max/mean of each step under its placement.
         slots: int64 [steps, layers, E], the placement after each step.
         moves: int64 [steps, layers], experts that changed device after a step.
-        plans: of a whole model that were made; plan_s: seconds of one, the mean.
+        plans: the plans of a whole model that were made; plan_s: seconds of one, the mean.
         copies: int64 [steps, layers, D x spare] after each step.
     """
 

@@ -95,7 +95,7 @@ class Watcher:
 
     Args:
         layers: numbers of the MoE layers in the model.
-        rate: by which the routers' biases move in a step; 0: they do not.
+        rate: the amount by which the routers' biases move in a step; 0 if they do not move.
     """
 
     def __init__(self, layers: Sequence[int], rate: float):

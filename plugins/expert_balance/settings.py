@@ -120,10 +120,11 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
 
     Args:
         counts: the routers count their tokens (`moe_router_enable_expert_bias`); expert_parallel: ranks that share the
-            experts; optimizer: its type; experts: of a layer; sharded: MindSpore shards the graph, on CPU or Ascend.
+            experts; optimizer: its type; experts: the experts of a layer; sharded: MindSpore shards the graph, on CPU
+                or Ascend.
 
     Raises:
-        RecipeError: naming the key, and what to write.
+        RecipeError: a setting is wrong; the message names the key and says what to write.
     """
     every = f"{KEY}.every"
     if not counts:

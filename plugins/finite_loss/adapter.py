@@ -42,7 +42,7 @@ def enable(config, settings) -> None:
         settings: see `plan.Settings`.
 
     Raises:
-        RecipeError: an unknown or impossible setting.
+        RecipeError: a setting is unknown or impossible.
     """
     put_in(config, Watch(Settings.read(settings).stop_after, undefined=undefined_of(config)), end)
 

@@ -55,7 +55,7 @@ def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tup
     wrapper of other runs looks whether that is above 0. It is taken for a pipeline and for gradient accumulation.
 
     Args:
-        stages: of the pipeline; micro_steps: `gradient_accumulation_steps`;
+        stages: the stages of the pipeline; micro_steps: `gradient_accumulation_steps`;
         aux_loss_scale: the auxiliary loss's coefficient times the layers that have experts.
     """
     return ("load-balancing loss",) if max(stages, micro_steps) > 1 and not aux_loss_scale else ()
@@ -87,7 +87,7 @@ class Watch:
 
         Args:
             step: its number, from 1 on; losses: by name, see `METRICS`, None where not known; norm: of all gradients,
-            None without clipping; overflow: whether the optimizer skipped the step; scale: of the loss.
+            None without clipping; overflow: whether the optimizer skipped the step; scale: the scale of the loss.
         """
         judged = ((name, value) for name, value in losses.items() if name not in self.undefined)
         wrong = next((f"{name} is {_words(value)}" for name, value in judged if not _finite(value)), None)

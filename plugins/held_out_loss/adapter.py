@@ -86,9 +86,9 @@ class HeldOutLoss(Callback):
     Args:
         data_loaders: a `train_dataset.data_loader` section for each held-back corpus, whose whole global batches are
             read.
-        names: of the corpora, to note the loss of each; None for one corpus without a name.
+        names: the names of the corpora, by which the loss of each is recorded; None for one corpus without a name.
         columns: `train_dataset.input_columns`.
-        batches: how a step's samples lie on the ranks.
+        batches: the distribution of a step's samples over the ranks.
         every: steps between evaluations.
         run_dir: the run's folder.
     """
@@ -201,7 +201,8 @@ def enable(config, settings) -> None:
             `every`, steps.
 
     Raises:
-        RecipeError: an unknown or impossible setting, or a train step that tells no loss of the language model.
+        RecipeError: a setting is unknown or impossible, or the train step does not return the loss of the language
+            model.
         DataError: there is no such corpus.
     """
     loader = config.train_dataset.data_loader

@@ -114,9 +114,9 @@ class Batches:
     """This says how the samples of a step are divided over the ranks and their micro-batches.
 
     Attributes:
-        samples: of the whole step; read: of them, what a rank reads.
+        samples: the number of samples of the whole step; read: the number that a rank reads.
         micro: micro-batches of a rank's step, in a pipeline or by accumulated gradients.
-        stages, scheduler: of the pipeline.
+        stages, scheduler: the stages and the scheduler of the pipeline.
     """
 
     samples: int
@@ -183,7 +183,7 @@ def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarr
     tokens.
 
     Args:
-        tokens: of each corpus and batch, those that count.
+        tokens: the number of tokens that count in each corpus and batch.
     """
     sums = np.array([np.sum(batches) for batches in tokens])
     return [np.array(batches) / total for batches, total in zip(tokens, sums, strict=True)], sums / sums.sum()

@@ -47,7 +47,7 @@ def programs_of(*plans: Plan, order: Sequence[tuple[int, int]] | None = None) ->
     call nothing. Backward is the mirror image: the adjoint of each call, from last to first, without counts.
 
     Args:
-        plans: one plan a chunk (one plan: no overlap).
+        plans: one plan for each chunk (one plan means no overlap).
         order: (chunk, step) in the order the forward steps are issued; by default a wavefront, chunk c's step i in
             slot c + i, the older chunk first.
     """
@@ -225,4 +225,4 @@ def _check_rendezvous(programs: Sequence[Program]) -> None:
             f"rank {rank} is in call {at[rank]} ({programs[rank][at[rank]]}) and waits for rank {other}"
             for rank, other in pairwise(circle)
         ]
-        raise ClusterError("these calls wait for each other for ever: " + "; ".join(lines))
+        raise ClusterError("these calls wait for each other forever: " + "; ".join(lines))

@@ -1,4 +1,4 @@
-"""This module computes the obvious MoE layer: every expert on the tokens that chose it, one expert at a time. The
+"""This module computes the MoE layer in the most direct way: each expert processes the tokens that chose it. The
 computation is in NumPy, with any float type.
 """
 

@@ -78,7 +78,7 @@ def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare:
 
     Args:
         mode: one of `plan.MODES`.
-        tokens: of a rank, sent through the experts at once; top_k: experts of each.
+        tokens: the number of tokens of a rank that are sent through the experts at once; top_k: experts of each.
         spare: pairs that each rank sends itself besides.
     """
     local = topology.experts // topology.ep

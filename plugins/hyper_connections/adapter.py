@@ -60,7 +60,8 @@ def _on_tokens(function: Callable[..., Any], shape: Callable[..., list[int]], dt
     """`function` as an operator of tensors [S, B, ...] and then `weights` weights; each device computes its tokens.
 
     Args:
-        shape: from the shapes of all inputs to that of the result. dtype: of the result; None: of the first input.
+        shape: from the shapes of all inputs to that of the result. dtype: the dtype of the result; None: of the first
+            input.
         along: how sequences are split ("cp_tp" or "None").
     """
 
@@ -85,7 +86,7 @@ class HyperConnection(nn.Cell):
     """This holds the gates of one sublayer, and the products of the streams with them.
 
     Args:
-        config: TransformerConfig. settings: of the plugin.
+        config: TransformerConfig. settings: the settings of the plugin.
     """
 
     def __init__(self, config, settings: Settings):
@@ -159,7 +160,7 @@ class HyperConnectedLayer(TransformerLayer):
     """This is a transformer layer between n residual streams.
 
     Args:
-        settings: of the plugin. The other arguments are those of TransformerLayer.
+        settings: the settings of the plugin. The other arguments are those of TransformerLayer.
     """
 
     def __init__(self, config, submodules, layer_number=1, hidden_dropout=None, settings=None):

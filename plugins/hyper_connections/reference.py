@@ -71,7 +71,7 @@ def forward(x: Array, weights: Weights, sublayer: Any, iterations: int, eps: flo
     """Return the streams [T, n, h] behind a sublayer.
 
     Args:
-        x: [T, n, h]. sublayer: a function of [T, h] to [T, h]. eps: of the root mean square.
+        x: [T, n, h]. sublayer: a function of [T, h] to [T, h]. eps: the epsilon of the root mean square.
     """
     found = [gates_of(token, weights, iterations, eps) for token in x]
     out = sublayer(np.stack([pre @ token for token, (pre, *_) in zip(x, found, strict=True)]))

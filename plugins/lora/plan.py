@@ -64,7 +64,7 @@ def layers_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     Routers, experts (routed and shared), embedding and output layer stay frozen.
 
     Args:
-        fields: of MindFormers' TransformerConfig.
+        fields: the fields of MindFormers' TransformerConfig.
     """
     found: dict[str, tuple[str, ...]] = {}
     low = fields.get("q_lora_rank") is not None
@@ -106,7 +106,7 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) ->
     """Return the settings of `plugins.lora` in a recipe.
 
     Args:
-        written: the recipe's `plugins.lora`. fields: of the TransformerConfig that MindFormers makes of it.
+        written: the recipe's `plugins.lora`. fields: the fields of the TransformerConfig that MindFormers makes of it.
 
     Raises:
         RecipeError: a setting, or something in the recipe that does not go with frozen weights.

@@ -136,7 +136,7 @@ def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[s
     """Return the variable that the workers of `recipe` need; none if the plugin is off, or the target is not Ascend.
 
     Args:
-        environ: where the recipe is launched.
+        environ: the environment in which the recipe is launched.
 
     Raises:
         RecipeError: see `check`.

@@ -30,7 +30,7 @@ def enable(config, settings) -> None:
     """Build models later with biases on outputs only, for `config` (a MindFormerConfig).
 
     Raises:
-        RecipeError: a setting, or another model.
+        RecipeError: a setting is wrong, or the plugin does not support the model.
     """
     model_config = config.model.model_config
     read(settings, model_config)

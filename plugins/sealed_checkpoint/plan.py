@@ -106,8 +106,8 @@ def write_seal(
     """Seal atomically what rank `rank` wrote into `folder`. Return the path of the written seal.
 
     Args:
-        folder: of one iteration.
-        rank, world_size: of this training; step: that the checkpoint holds.
+        folder: the folder of one iteration.
+        rank, world_size: this rank and the number of ranks of this training; step: the step of the checkpoint.
         expected: names of what must be there, see `expected_files`.
         known: checksums of files that were hashed while they were written; others are read.
         made: how it was made: `attempt`, by name; `skipped`, the samples that the run left out (plugins.spike_guard).
@@ -203,7 +203,8 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
     nothing of that one: it may be late.
 
     Args:
-        root: of the iterations; newest: the last of them to be sealed; attempt: that saved it.
+        root: the root of the iterations; newest: the iteration that was sealed last; attempt: the attempt that saved
+            it.
     """
     if not _complete(newest):
         return []

@@ -59,9 +59,9 @@ class CallRecord(NamedTuple):
     """One collective.
 
     Attributes:
-        op: as MindSpore names it; ranks: its group's, in their order; bytes, shape, dtype: of its tensor on the larger
-            side (several tensors: the bytes of all, the rest of the first);
-        peer, sr_tag: of a Send or Receive.
+        op: MindSpore's name of the operator; ranks: the ranks of its group in their order; bytes, shape, dtype: of its
+            tensor on the larger side (several tensors: the bytes of all, the rest of the first);
+        peer, sr_tag: the peer and the tag of a Send or Receive.
     """
 
     op: str
@@ -124,7 +124,7 @@ class Disturbance:
     """These are the delays and faults that a test inserts into the collectives of one rank.
 
     Args:
-        text: see the module; "" is none.
+        text: the text that the module describes; "" means none.
 
     Raises:
         ClusterError: a word of the text is none of these.
@@ -289,7 +289,7 @@ class Collectives:
         test: delays and faults (see `disturbance`); from the environment where it is None.
 
     Attributes:
-        groups: which ranks an operator concerns.
+        groups: the ranks of each group.
     """
 
     def __init__(self, mesh: Mesh, ranks: Ranks, test: str | None = None):

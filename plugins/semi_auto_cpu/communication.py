@@ -66,7 +66,7 @@ def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
     stack.
 
     Raises:
-        ClusterError: another `Ranks` answers them already.
+        ClusterError: another `Ranks` already answers these calls.
     """
     from mindspore.communication import _comm_helper
     from mindspore.ops.function import comm_func

@@ -27,7 +27,7 @@ class Turn:
     """This is one call of MindSpore's compile, which returns at once if MindSpore already has the graph.
 
     Attributes:
-        what: of what it is; None: nothing was compiled, nor loaded.
+        what: a description of the compile; None if nothing was compiled or loaded.
         entry: what was kept of the graph that is loaded; None: it is compiled.
         passed: the library's pass has run.
         whole: weight -> its values before, of those that are cut.

@@ -38,7 +38,7 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
     Args:
         parts: [members] arrays of one shape and dtype.
         operation: a key of `OPERATIONS`.
-        out: of that shape and dtype. Of booleans, sum and max are "any", prod and min "all".
+        out: the result, of this shape and dtype. Of booleans, sum and max are "any", prod and min "all".
 
     Raises:
         ClusterError: an operation that is not known here.
@@ -86,7 +86,7 @@ class Meeting:
 
     Attributes:
         operator, group: names for messages; members: global ranks in the order of the group;
-        number: how many collectives these members had before.
+        number: the number of collectives that these members made before.
     """
 
     mesh: Mesh
@@ -120,7 +120,7 @@ class Meeting:
 
         Args:
             parts: [size] arrays of one dtype and one axis.
-            what: that in which all members must agree; it says the dtype.
+            what: the values in which all members must agree, such as the dtype.
 
         Raises:
             ClusterError: a member is lost, late, or at something else.

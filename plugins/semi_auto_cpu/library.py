@@ -79,7 +79,7 @@ class Call:
 
     Attributes:
         name: the operator as MindSpore's front end knows it;
-        attrs: its attributes as MindSpore prints them;
+        attrs: the operator's attributes as MindSpore prints them;
         inputs, outputs: what MindSpore's kernel has, in its order;
         arguments: how the inputs make up the operator's own arguments: an index of `inputs`, a range of indices (a
             list of tensors) or a constant. None: they are the inputs.
@@ -164,7 +164,7 @@ def store(results: Any, outputs: Sequence[np.ndarray]) -> None:
         outputs: the views of the outputs.
 
     Raises:
-        ValueError: another number of results, or another number of elements, than MindSpore expects.
+        ValueError: the number of results or of elements differs from what MindSpore expects.
     """
     results = results if isinstance(results, tuple) else (results,)
     if len(results) > len(outputs):
@@ -181,7 +181,7 @@ class Library:
     """This is the loaded library; each process has one, from `load`.
 
     Attributes:
-        path: its file;
+        path: the file of the library;
         rank: told in errors;
         failure: the first exception that Python's side of an operator or of the pass raised. MindSpore stops with its
             text, but as an error of its own.

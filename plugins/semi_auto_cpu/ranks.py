@@ -67,7 +67,7 @@ class Ranks:
         """Return the number of ranks in a group.
 
         Raises:
-            ClusterError: no rank created it.
+            ClusterError: no rank created this group.
         """
         if group != WORLD and group not in self.groups and (made_up := MADE_UP.fullmatch(group)):
             return int(made_up[1])

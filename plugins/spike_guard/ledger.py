@@ -82,8 +82,9 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
     choose them.
 
     Args:
-        weights: of each data set, as the blend has them; counts: items that it has of each; lengths: of the data sets;
-        wanted: how many items.
+        weights: the weights of each data set, as the blend has them; counts: items that it has of each; lengths: the
+            lengths of the data sets;
+        wanted: the number of items.
 
     Returns:
         int64 [up to `wanted`, 2]: data set, item of it. Fewer where the one whose turn it is has no more.

@@ -145,7 +145,7 @@ def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
     for the next step, and the predicted value.
 
     Args:
-        good: of the last steps, the newest last; all are above 0.
+        good: the values of the last good steps, the newest last; all are above 0.
     """
     logs = np.log(good)
     one, two = np.triu_indices(len(logs), 1)

@@ -39,7 +39,7 @@ def enable(config, settings) -> None:
     """Record the first steps of the run of `config` (a MindFormerConfig).
 
     Raises:
-        RecipeError: an unknown or impossible setting.
+        RecipeError: a setting is unknown or impossible.
     """
     steps = Settings.read(settings).steps
     kind = MindFormerModuleType.CALLBACK
@@ -52,7 +52,7 @@ class Record:
     each recorded step.
 
     Args:
-        config: of the run. steps: how many of this part of the run are recorded.
+        config: the config of the run. steps: how many of this part of the run are recorded.
     """
 
     def __init__(self, config, steps: int):

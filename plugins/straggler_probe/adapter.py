@@ -62,7 +62,7 @@ def enable(config, settings) -> None:
     """Add the callback that probes this rank to `config` (a MindFormerConfig).
 
     Raises:
-        RecipeError: an unknown or impossible setting.
+        RecipeError: a setting is unknown or impossible.
     """
     device = config.context.device_target
     config.callbacks.append(

@@ -100,7 +100,8 @@ def threshold(tests: int, probes: int, alarm: float) -> float:
     """Return ln A: the evidence that a series must reach before its rank is named as slow.
 
     Args:
-        tests: series that are tested. probes: of each. alarm: chance that any of them is named though it is healthy.
+        tests: series that are tested. probes: the probes of each series. alarm: chance that any of them is named though
+            it is healthy.
     """
     return math.log(tests * probes / alarm)
 
@@ -195,7 +196,7 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
     time has that chance once more whenever the number of probes has doubled.
 
     Args:
-        records: of all ranks, see `record.read_run`.
+        records: the records of all ranks, see `record.read_run`.
         groups: rank -> group whose ranks do the same work, see `by_stage`; a rank without one has no peers. None: all
             ranks do the same.
     """
@@ -291,7 +292,7 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
     and at which probes the evidence is enough.
 
     Args:
-        floor: no limit is below it. enough: see `threshold`.
+        floor: the smallest limit. enough: see `threshold`.
     """
     excess = above_others(values)
     spread = noise(excess)

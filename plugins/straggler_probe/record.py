@@ -29,8 +29,9 @@ class Record:
             took of its core is taken out.
         seconds: since the probe before (or the first step's end); all that follows is within them.
         steps: steps. data: waited for batches; None where the host does not see it (`runner_config.sink_mode: True`).
-        cpu: processor time of all threads of the worker. waited: in which its threads were ready, but had no core.
-        stopped: in which a limit had stopped its control group.
+        cpu: the processor time of all threads of the worker. waited: the time in which threads were ready but had no
+            core.
+        stopped: the time in which a limit had stopped its control group.
     """
 
     step: int

@@ -91,7 +91,7 @@ class RankCalls:
 
     Args:
         calls, bytes: executed, and how large their tensors were. by_name: calls of each operator.
-        differences: from what the dry run reports, one line each.
+        differences: the differences from the report of the dry run, one line each.
     """
 
     rank: int
@@ -118,7 +118,7 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
     """Compile every rank of a run's own recipe, and compare the collectives.
 
     Args:
-        run_dir: of `tc3 train`. at_once: compiles at a time; as many as fit where it is None.
+        run_dir: the run folder of `tc3 train`. at_once: the number of compiles at a time; None for as many as fit.
 
     Raises:
         RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
@@ -168,7 +168,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
     """Return what a rank recorded of its first step.
 
     Raises:
-        DataError: nothing, or not what it should be.
+        DataError: the file is missing, or its content is wrong.
     """
     file = calls_file(run_dir, rank)
     if not file.is_file():

@@ -50,8 +50,8 @@ class Step:
 
     Args:
         op: name of its primitive. output: type and shape of its result.
-        arguments: in order; constants are values, as nobody computes them.
-        keep_dims: of a reduction.
+        arguments: the arguments in order; constants are given as values.
+        keep_dims: whether a reduction keeps the dimension.
     """
 
     op: str
@@ -249,7 +249,7 @@ class Found:
 
     Args:
         kernels: each kind once, by `Kernel.key`. counts: how many there are of each.
-        skipped: why a kernel cannot be computed again -> how many.
+        skipped: the number of kernels that cannot be computed again, by the reason.
     """
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
@@ -348,8 +348,8 @@ class Allowance:
     Args:
         dtype: the type of fewest bits that it depends on.
         count: numbers that it sums; 0 where it is only moved.
-        stores: how often a value is rounded to 16 bits on its longest way, each operator's result being stored.
-        casts: how often it is rounded to 16 bits by a Cast.
+        stores: how often a value is rounded to 16 bits on its longest way, if the result of each operator is stored.
+        casts: how often a Cast rounds the value to 16 bits.
     """
 
     dtype: str
@@ -407,7 +407,7 @@ class Row:
 
     Args:
         name: its operators. where: the path of one. times: how many there are in the graphs.
-        dtype: that it was judged in.
+        dtype: the data type in which the kernel was judged.
         fused, unfused: the largest error of its results against float64. allowed: of the fused one, by Table 2.
         passed, unfused_passed: whether they are within it.
         detail: the worst element.
@@ -435,7 +435,7 @@ class Report:
     """A `Report` holds the judgements of all kernels.
 
     Args:
-        skipped: why kernels were not computed again -> how many.
+        skipped: the number of kernels that were not computed again, by the reason.
     """
 
     rows: list[Row] = field(default_factory=list)

@@ -88,7 +88,7 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
     """Return the largest allowed error, as `judge.errors` measures it.
 
     Args:
-        dtype: of the operator's inputs: float32, float16, bfloat16 or hfloat32.
+        dtype: the dtype of the operator's inputs: float32, float16, bfloat16 or hfloat32.
         count: terms that one output element accumulates; 0 for an operator that only moves values.
         roundings: how often a value is stored in `dtype` on its way to the output.
     """

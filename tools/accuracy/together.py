@@ -70,10 +70,10 @@ class Plugin:
     """A `Plugin` holds the settings with which a plugin is tried in a recipe, and what else the recipe then needs.
 
     Args:
-        settings: its section; needs: degrees of a `Sharding`; beside: other plugins that it works on; chats: whether
-            it reads conversations; dense: whether it is for grouped-query attention, which the models without experts
-            have; model: keys of `model_config` that it needs; grows: whether it needs steps that can be halved, whose
-            data pass through the process.
+        settings: the section of the plugin; needs: degrees of a `Sharding`; beside: other plugins that must be on;
+            chats: whether it reads conversations; dense: whether it is for grouped-query attention, which the models
+            without experts have; model: keys of `model_config` that it needs; grows: whether it needs steps that can
+            be halved, whose data pass through the process.
     """
 
     settings: Any = field(default_factory=dict)

@@ -46,26 +46,34 @@ def _experts(view: View, built: Built, found: Findings) -> None:
     experts, topk = built.number("num_moe_experts"), built.number("moe_router_topk")
     layers, dense = built.number("num_layers"), built.number("first_k_dense_replace")
     if experts and topk > experts:
-        found.error((*MODEL, "num_experts_per_tok"), f"{topk} experts a token of {experts}", f"at most {experts}")
+        found.error(
+            (*MODEL, "num_experts_per_tok"),
+            f"a token cannot choose {topk} of {experts} experts",
+            f"write at most {experts}",
+        )
     if dense > layers:
-        wrong = f"{dense} dense layers of {layers}"
-        found.error((*MODEL, "first_k_dense_replace"), wrong, f"at most {layers}", rule="dense_replace")
+        wrong = f"the model has only {layers} layers, not {dense}"
+        found.error((*MODEL, "first_k_dense_replace"), wrong, f"write at most {layers}", rule="dense_replace")
     frequency = built.fields.get("moe_layer_freq")
     if dense and type(frequency) is int and frequency > 1:
-        found.error((*MODEL, "moe_layer_freq"), "cannot be combined with first_k_dense_replace", "1", rule="layer_freq")
+        found.error(
+            (*MODEL, "moe_layer_freq"), "cannot be combined with first_k_dense_replace", "write 1", rule="layer_freq"
+        )
     template = [0] * dense + [1] * (layers - dense)
     if isinstance(frequency, list) and (frequency != template if dense else len(frequency) != layers):
-        wrong = f"does not describe {layers} layers with {dense} dense ones first"
-        found.error((*MODEL, "moe_layer_freq"), wrong, "leave it out", rule="layer_freq_list")
+        wrong = f"the list does not describe {layers} layers of which the first {dense} are dense"
+        found.error((*MODEL, "moe_layer_freq"), wrong, "leave the key out", rule="layer_freq_list")
     if experts and view.parallel:
         if experts % view.ep:
-            wrong = f"{experts} experts cannot be divided over {view.ep}"
-            found.error((*PARALLEL, "expert_parallel"), wrong, "a divisor of the experts", rule="ep_experts")
+            wrong = f"{experts} experts cannot be divided over {view.ep} ranks"
+            found.error(
+                (*PARALLEL, "expert_parallel"), wrong, "write a divisor of the number of experts", rule="ep_experts"
+            )
         if view.dp * view.tp % view.ep:
             wrong = f"{view.ep} does not divide data_parallel x model_parallel = {view.dp} x {view.tp}"
             found.error((*PARALLEL, "expert_parallel"), wrong, rule="ep_devices")
     elif view.parallel and view.ep > 1 and not experts:
-        found.error((*PARALLEL, "expert_parallel"), "the model has no experts", "1")
+        found.error((*PARALLEL, "expert_parallel"), "the model has no experts", "write 1")
 
 
 def _router(view: View, built: Built, found: Findings) -> None:
@@ -76,11 +84,18 @@ def _router(view: View, built: Built, found: Findings) -> None:
         return
     path = (*MODEL, "topk_group")
     if not groups:
-        found.error(path, "needs n_group", "set n_group, or topk_group: 0", rule="group_topk")
+        found.error(path, "has no meaning without n_group", "set n_group, or write topk_group: 0", rule="group_topk")
     elif experts % groups:
-        found.error((*MODEL, "n_group"), f"{groups} groups do not divide {experts} experts", rule="group_experts")
+        found.error(
+            (*MODEL, "n_group"), f"{experts} experts cannot be divided into {groups} groups", rule="group_experts"
+        )
     elif chosen > groups:
-        found.error(path, f"{chosen} groups of {groups}", f"at most {groups}", rule="group_topk_fits")
+        found.error(
+            path,
+            f"a token cannot choose {chosen} of {groups} groups",
+            f"write at most {groups}",
+            rule="group_topk_fits",
+        )
     elif topk % chosen:
         found.error(path, f"{chosen} does not divide num_experts_per_tok {topk}", rule="topk_group_divides")
 
@@ -89,25 +104,29 @@ def _tied(view: View, found: Findings) -> None:
     """The training models of this family have output weights of their own, whatever these keys say."""
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
         if view.get((*MODEL, key)) is tied:
-            found.warning((*MODEL, key), "does not reach the training model, so nothing is tied", f"{not tied}")
+            found.warning(
+                (*MODEL, key), "does not reach the training model, which never ties these weights", f"write {not tied}"
+            )
 
 
 def _not_computed(view: View, found: Findings) -> None:
     """Report what a public config.json may say, and MindFormers' training graph takes and does not compute."""
-    every = "every token attends to all tokens before it"
+    every = "MindFormers drops this key, and every token attends to all tokens before it"
     if view.flag((*MODEL, "use_sliding_window")):
-        found.error((*MODEL, "use_sliding_window"), f"MindFormers drops this key: {every}", "False")
+        found.error((*MODEL, "use_sliding_window"), every, "write False")
     elif view.get((*MODEL, "sliding_window")) is not None and not view.has((*MODEL, "use_sliding_window")):
-        right = "leave it out, or write use_sliding_window: False beside it"
-        found.error((*MODEL, "sliding_window"), f"MindFormers drops this key: {every}", right)
+        right = "leave the key out, or add use_sliding_window: False"
+        found.error((*MODEL, "sliding_window"), every, right)
     types = view.get((*MODEL, "layer_types"))
     if types and any(kind != "full_attention" for kind in (types if isinstance(types, list) else [types])):
-        found.error((*MODEL, "layer_types"), f"MindFormers drops this key: {every}", "leave it out")
+        found.error((*MODEL, "layer_types"), every, "leave the key out")
     if view.get((*MODEL, "softmax_scale")) is not None:
-        wrong = "nothing that trains reads it: scores are divided by the root of a head's size"
-        found.error((*MODEL, "softmax_scale"), wrong, "leave it out")
+        wrong = "training does not read this key: attention divides the scores by the square root of the head's size"
+        found.error((*MODEL, "softmax_scale"), wrong, "leave the key out")
     if view.get((*MODEL, "partial_rotary_factor")) not in (None, 1):
-        found.error((*MODEL, "partial_rotary_factor"), "nothing that trains reads it", "1.0, or leave it out")
+        found.error(
+            (*MODEL, "partial_rotary_factor"), "training does not read this key", "write 1.0, or leave the key out"
+        )
 
 
 def _divisions(view: View, built: Built, found: Findings) -> None:
@@ -120,12 +139,12 @@ def _divisions(view: View, built: Built, found: Findings) -> None:
         size = built.number(name)
         if size and size % tp:
             found.error(
-                (*MODEL, key), f"{size} cannot be divided over {tp} tensor-parallel ranks", f"a multiple of {tp}"
+                (*MODEL, key), f"{size} cannot be divided over {tp} tensor-parallel ranks", f"write a multiple of {tp}"
             )
     if seq % cp:
         found.error((*PARALLEL, "context_parallel"), f"{cp} does not divide seq_length {seq}")
     elif view.flag((*PARALLEL, "use_seq_parallel")) and seq % (tp * cp):
-        wrong = f"sequence parallelism cuts seq_length {seq} into {tp} x {cp} parts, which do not come out even"
+        wrong = f"sequence parallelism cannot cut seq_length {seq} into {tp} x {cp} equal parts"
         found.error((*PARALLEL, "use_seq_parallel"), wrong)
 
 
@@ -134,10 +153,14 @@ def _nodes(view: View, built: Built, found: Findings) -> None:
     node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
     if view.tp > node or (view.devices >= node and node % view.tp):
         wrong = f"{view.tp} tensor-parallel ranks do not fit into a node of {node} devices"
-        found.warning((*PARALLEL, "model_parallel"), wrong, f"a divisor of {node}: it communicates in every layer")
+        found.warning(
+            (*PARALLEL, "model_parallel"),
+            wrong,
+            f"write a divisor of {node}, because tensor parallelism communicates in every layer",
+        )
     if built.number("num_moe_experts") and view.ep > node and view.ep % node:
-        wrong = f"an expert group of {view.ep} fills no whole number of nodes of {node}"
-        found.warning((*PARALLEL, "expert_parallel"), wrong, f"a divisor or a multiple of {node}")
+        wrong = f"an expert group of {view.ep} devices does not fill a whole number of nodes of {node} devices"
+        found.warning((*PARALLEL, "expert_parallel"), wrong, f"write a divisor or a multiple of {node}")
 
 
 def _batches(view: View, found: Findings) -> None:
@@ -145,23 +168,33 @@ def _batches(view: View, found: Findings) -> None:
     path = ("runner_config", "gradient_accumulation_steps")
     if steps > 1 and not view.parallel:
         found.error(
-            path, f"{steps} becomes 1 in silence outside semi-auto parallel mode", "1", rule="accumulation_alone"
+            path,
+            f"MindFormers silently replaces {steps} by 1 outside semi-auto parallel mode",
+            "write 1",
+            rule="accumulation_alone",
         )
     elif steps > 1 and view.pp > 1:
-        wrong = f"{steps} becomes 1 in silence in a pipeline"
-        found.error(path, wrong, "1, and raise micro_batch_num", rule="accumulation_pipeline")
+        wrong = f"MindFormers silently replaces {steps} by 1 in a pipeline"
+        found.error(path, wrong, "write 1, and raise micro_batch_num", rule="accumulation_pipeline")
     micro = view.number((*PARALLEL, "micro_batch_num"), 1)
     if view.parallel and view.pp == 1 and micro > 1:
-        wrong = f"{micro} becomes 1 without a pipeline"
-        found.error((*PARALLEL, "micro_batch_num"), wrong, "1", rule="micro_without_pipeline")
+        wrong = f"MindFormers replaces {micro} by 1 without a pipeline"
+        found.error((*PARALLEL, "micro_batch_num"), wrong, "write 1", rule="micro_without_pipeline")
     for key, value in {"data_parallel": view.dp, "expert_parallel": view.ep}.items():
         if value > 1 and not view.flag(("use_parallel",)):
-            found.error((*PARALLEL, key), f"{value} without use_parallel", "use_parallel: True, or 1")
+            found.error(
+                (*PARALLEL, key),
+                f"{value} has no effect without use_parallel",
+                "write use_parallel: True, or write 1 here",
+            )
     for key, value in {"model_parallel": view.tp, "pipeline_stage": view.pp, "context_parallel": view.cp}.items():
         if value > 1 and not view.parallel:
-            wrong = f"{value} becomes 1 in silence outside semi-auto parallel mode"
+            wrong = f"MindFormers silently replaces {value} by 1 outside semi-auto parallel mode"
             found.error(
-                (*PARALLEL, key), wrong, "1, or parallel_mode: 1 and use_parallel: True", rule="accumulation_alone"
+                (*PARALLEL, key),
+                wrong,
+                "write 1 here, or set parallel_mode: 1 and use_parallel: True",
+                rule="accumulation_alone",
             )
 
 
@@ -186,10 +219,12 @@ def _fill(view: View, built: Built, found: Findings) -> None:
     elif not interleaved and built.fields.get("disable_lazy_inline") is True:
         rule = "micro_not_inlined"
     if rule:
-        found.error(path, f"{wrong}, which MindSpore needs for this schedule", f"at least {view.pp}", rule=rule)
+        found.error(path, f"{wrong}, as MindSpore requires for this schedule", f"write at least {view.pp}", rule=rule)
     else:
         idle = 1 - micro / (micro + view.pp - 1)
-        found.warning(path, f"{wrong}, which idle about {idle:.0%} of a step", f"at least {view.pp}")
+        found.warning(
+            path, f"{wrong}, so that a stage is idle for about {idle:.0%} of a step", f"write at least {view.pp}"
+        )
 
 
 def columns_of(view: View) -> list[str]:
@@ -207,16 +242,16 @@ def _dataset(view: View, built: Built, found: Findings) -> None:
         for index, handler in enumerate(handlers if isinstance(handlers, list) else []):
             length = handler.get("seq_length") if isinstance(handler, dict) else None
             if type(length) is int and length != seq:
-                wrong = f"samples of {length} tokens for a model of seq_length {seq}"
+                wrong = f"the samples have {length} tokens, but the model has seq_length {seq}"
                 found.error((*LOADER, "handler", index, "seq_length"), wrong, f"write {seq}")
         return
     wanted = columns_of(view)
     path = (*LOADER, "config", "seq_length")
     length = view.get(path)
     if type(length) is int and length != seq:
-        found.error(path, f"samples of {length} tokens for a model of seq_length {seq}", f"write {seq}")
+        found.error(path, f"the samples have {length} tokens, but the model has seq_length {seq}", f"write {seq}")
     elif length is None:
-        found.error((*LOADER, "config"), "has no seq_length", f"write seq_length: {seq}")
+        found.error((*LOADER, "config"), "seq_length is missing in this section", f"write seq_length: {seq}")
     for key in ("input_columns", "construct_args_key"):
         columns = view.get(("train_dataset", key))
         if isinstance(columns, list) and columns != wanted and set(map(str, columns)) != set(wanted):
@@ -224,8 +259,8 @@ def _dataset(view: View, built: Built, found: Findings) -> None:
             found.error(("train_dataset", key), wrong, f"write {wanted}", rule="columns")
     sizes = view.get((*LOADER, "sizes"))
     if isinstance(sizes, list) and sizes and type(sizes[0]) is int and 0 <= sizes[0] < view.global_batch:
-        wrong = f"{sizes[0]} samples are less than one step of {view.global_batch}"
-        found.error((*LOADER, "sizes"), wrong, "more samples", rule="dataset_size")
+        wrong = f"{sizes[0]} samples are fewer than the {view.global_batch} samples of one step"
+        found.error((*LOADER, "sizes"), wrong, "ask for more samples", rule="dataset_size")
 
 
 def _strategy(view: View, found: Findings) -> None:
@@ -235,24 +270,24 @@ def _strategy(view: View, found: Findings) -> None:
         return
     if not isinstance(strategy, list) or not all(_whole(row) for row in strategy):
         wrong = f"{strategy!r} is not a list of lists of numbers"
-        found.error(_STRATEGY, wrong, f"[[{view.dp}, 1], ...], or none", rule="strategy_list")
+        found.error(_STRATEGY, wrong, f"write [[{view.dp}, 1], ...], or leave the key out", rule="strategy_list")
         return
     wrong_rows = [row for row in strategy if row[0] != view.dp]
     if wrong_rows:
-        wrong = f"cuts the batch into {wrong_rows[0][0]} parts, data_parallel is {view.dp}"
-        found.error(_STRATEGY, wrong, f"{view.dp} in every entry", rule="strategy_dp")
+        wrong = f"cuts the batch into {wrong_rows[0][0]} parts, but data_parallel is {view.dp}"
+        found.error(_STRATEGY, wrong, f"write {view.dp} as the first number of every entry", rule="strategy_dp")
         return
     columns = columns_of(view) if view.megatron else view.get(("train_dataset", "input_columns"))
     if not isinstance(columns, list):
         return
     right = [[view.dp, 1, 1, 1] if name == "attention_mask" else [view.dp, 1] for name in columns]
     if len(strategy) != len(right):
-        wrong = f"{len(strategy)} entries for {len(right)} columns ({', '.join(map(str, columns))})"
+        wrong = f"the list has {len(strategy)} entries for {len(right)} columns ({', '.join(map(str, columns))})"
         found.error(_STRATEGY, wrong, f"write {right}", rule="strategy_list")
         return
     for row, wanted, column in zip(strategy, right, columns, strict=True):
         if len(row) != len(wanted) or any(part != 1 for part in row[1:]):
-            found.error(_STRATEGY, f"{row} for {column}", f"write {wanted}", rule="strategy_list")
+            found.error(_STRATEGY, f"{row} does not fit the column {column}", f"write {wanted}", rule="strategy_list")
 
 
 def _endless_compile(view: View, built: Built, found: Findings) -> None:
@@ -264,7 +299,10 @@ def _endless_compile(view: View, built: Built, found: Findings) -> None:
         found.error(
             (*section, "optimizer_level" if level else "gradient_accumulation_shard"),
             "MindSpore 2.9.0 does not finish compiling a pipeline with sharded gradients and lazy inline",
-            "a larger parallel_config.expert_parallel makes gradients smaller, too; see docs/memory.md",
+            (
+                "leave the key out; a larger parallel_config.expert_parallel also makes gradients smaller, see "
+                "docs/memory.md"
+            ),
             rule="endless_compile",
         )
 
@@ -282,11 +320,14 @@ def _lost_gradients(view: View, built: Built, found: Findings) -> None:
     if whole:
         weights, right = "weights that model_parallel cuts" if view.tp > 1 else "all weights", ""
     elif experts:
-        weights, right = "experts", "a smaller parallel_config.expert_parallel, or "
+        weights, right = "experts", "write a smaller parallel_config.expert_parallel, or "
     else:
         return
-    wrong = f"with enable_parallel_optimizer the {weights} get gradients of zero: no other rank has a copy of them"
-    right += "parallel.enable_parallel_optimizer: False, or 1"
+    wrong = (
+        f"with enable_parallel_optimizer the gradients of {weights} become zero, because no other rank has a "
+        "copy of them"
+    )
+    right += "write parallel.enable_parallel_optimizer: False, or write 1 here"
     found.error(("runner_config", "gradient_accumulation_steps"), wrong, right, rule="lost_gradients")
 
 
@@ -306,23 +347,30 @@ def _optimizer_shard(view: View, found: Findings) -> None:
     section = ("parallel", "parallel_optimizer_config")
     gradients, level = (*section, "gradient_accumulation_shard"), view.get((*section, "optimizer_level"))
     if view.has(gradients) and level in ("level1", "level3"):
-        wrong = f"MindSpore refuses it beside optimizer_level {level}, True or False"
-        right = "leave it out" + ", or optimizer_level: level2" * (view.pp == 1)
+        wrong = f"MindSpore refuses this key, True or False, together with optimizer_level {level}"
+        right = "leave the key out" + ", or write optimizer_level: level2" * (view.pp == 1)
         found.error(gradients, wrong, right, rule="optimizer_level_gradients")
     elif view.get(gradients) is False and level == "level2":
-        found.error(gradients, "becomes True in silence: so optimizer_level level2 has it", "True, or leave it out")
+        wrong = "optimizer_level level2 silently sets this key to True"
+        found.error(gradients, wrong, "write True, or leave the key out")
     if level == "level3":
-        more = 'MindSpore 2.9.0 compiled no pipeline with it that was tried ("The pointer[context] is null"), and ' * (
-            view.pp > 1
+        more = (
+            'MindSpore 2.9.0 failed to compile every pipeline that was tried with level3 ("The pointer[context] is '
+            'null"), and '
+        ) * (view.pp > 1)
+        found.warning(
+            (*section, "optimizer_level"), f"{more}the memory model does not know level3", "see docs/memory.md"
         )
-        found.warning((*section, "optimizer_level"), f"{more}its memory is not modelled", "see docs/memory.md")
     path = (*section, "optimizer_weight_shard_size")
     size = view.get(path)
     copies = view.dp * view.cp
     if type(size) is int and size != -1:
         if size < 1:
             found.error(
-                path, f"{size} is neither -1 nor a size", "-1 shards as widely as possible", rule="optimizer_shard"
+                path,
+                f"{size} is neither -1 nor a number of ranks",
+                "write -1 to shard over as many ranks as possible",
+                rule="optimizer_shard",
             )
         elif copies % size:
             found.error(path, f"{size} does not divide the {copies} data-parallel copies", rule="optimizer_shard")
@@ -332,7 +380,11 @@ def _schedule(view: View, found: Findings) -> None:
     """Check the learning-rate schedule against its own length."""
     warmup, total = view.get(("lr_schedule", "warmup_steps")), view.get(("lr_schedule", "total_steps"))
     if type(warmup) is int and type(total) is int and 0 < total < warmup:
-        found.error(("lr_schedule", "warmup_steps"), f"{warmup} of {total} steps", "fewer than total_steps")
+        found.error(
+            ("lr_schedule", "warmup_steps"),
+            f"the warm-up of {warmup} steps is longer than the {total} steps of the schedule",
+            "write less than total_steps",
+        )
     rates = (("lr_schedule",), ("grouped_lr_schedule",), ("optimizer", "learning_rate"))
     if all(view.get(path) is None for path in rates):
         found.error(("optimizer",), "the recipe has neither lr_schedule nor learning_rate", "write a schedule")
@@ -351,25 +403,30 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
         found.error((*PARALLEL, "model_parallel"), wrong, rule="heads_tp")
     elif heads % (tp * ulysses):
         wrong = f"{heads} heads cannot be divided over model_parallel x ulysses_degree_in_cp = {tp} x {ulysses}"
-        found.error(DEGREE, wrong, "fewer", rule="heads_cp")
+        found.error(DEGREE, wrong, "write a smaller degree", rule="heads_cp")
     if view.parallel and view.cp % max(ulysses, 1):
         found.error(DEGREE, f"{ulysses} does not divide context_parallel {view.cp}", rule="heads_cp")
     _ulysses(view, built, found)
     if built.fields.get("multi_latent_attention"):
         query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
         if built.number("v_head_dim") > query:
-            wrong = f"larger than qk_head_dim + qk_pos_emb_head_dim = {query}"
+            wrong = f"is larger than qk_head_dim + qk_pos_emb_head_dim = {query}"
             found.error((*MODEL, "v_head_dim"), wrong, rule="v_head_dim")
         if built.number("qk_pos_emb_head_dim") % 2:
-            found.error((*MODEL, "qk_pos_emb_head_dim"), "RoPE turns pairs: an even number is needed")
+            found.error(
+                (*MODEL, "qk_pos_emb_head_dim"), "RoPE rotates pairs of numbers, so that this size must be even"
+            )
     else:
         groups = built.number("num_query_groups")
         if groups and heads % groups:
-            found.error((*MODEL, "num_key_value_heads"), f"{groups} do not divide {heads} heads")
+            found.error((*MODEL, "num_key_value_heads"), f"{heads} heads cannot be divided into {groups} groups")
         if groups and groups % tp:
-            found.error((*PARALLEL, "model_parallel"), f"{groups} key-value heads cannot be divided over {tp} ranks")
+            found.error(
+                (*PARALLEL, "model_parallel"),
+                f"{groups} key-value heads cannot be divided over {tp} tensor-parallel ranks",
+            )
         if heads and hidden % heads:  # even where head_dim is given
-            found.error((*MODEL, "num_attention_heads"), f"{heads} do not divide hidden_size {hidden}")
+            found.error((*MODEL, "num_attention_heads"), f"hidden_size {hidden} cannot be divided by {heads} heads")
 
 
 def _ulysses(view: View, built: Built, found: Findings) -> None:
@@ -380,13 +437,18 @@ def _ulysses(view: View, built: Built, found: Findings) -> None:
         model = None
     degree = view.number(DEGREE, 1) if view.parallel else 1
     if view.get(_ALGORITHM) == "ulysses_cp" and view.parallel and degree == 1 < view.cp:
-        wrong = "changes nothing by itself: MindFormers reads ulysses_degree_in_cp, and gathers keys and values at 1"
-        found.warning(_ALGORITHM, wrong, "colossalai_cp, which says what it does", rule="heads_cp")
+        wrong = (
+            "ulysses_cp has no effect on its own: MindFormers reads only ulysses_degree_in_cp, and with a degree of 1 "
+            "it gathers keys and values"
+        )
+        found.warning(_ALGORITHM, wrong, "write colossalai_cp, which names what runs", rule="heads_cp")
     if degree <= 1 or view.cp % degree or (model and model.heads % (view.tp * degree)):
         return  # nothing, or said already
     refused = not_compiled(model) if model else None
     if refused:
-        found.error(DEGREE, refused[0], "1", rule=refused[1])
+        found.error(DEGREE, refused[0], "write 1", rule=refused[1])
     else:
-        wrong = "keys and values are gathered over the whole of cp all the same, and heads are exchanged on top"
-        found.warning(DEGREE, wrong, "1")
+        wrong = (
+            "MindFormers still gathers keys and values over all context-parallel ranks, and exchanges heads in addition"
+        )
+        found.warning(DEGREE, wrong, "write 1")

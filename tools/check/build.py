@@ -39,16 +39,20 @@ def check_arrival(view: View, schema: Schema, built: Built, found: Findings) -> 
         wrong = f"sets TransformerConfig.{target}, which {dotted(other) if other else 'a default'} sets too"
         if not view.has(path):
             path = other or path
-        found.error(path, f"{wrong}; MindFormers refuses both", "keep one of them", rule="converter_conflict")
+        found.error(
+            path, f"{wrong}; MindFormers refuses this", "keep only one of the two keys", rule="converter_conflict"
+        )
     for key in built.unread:
         _unread(key, view, schema, built, found)
     _inert(view, schema, built, found)
     batch = view.get((*MODEL, "batch_size"))
     if type(batch) is int and batch != view.batch and view.has((*RUNNER, "batch_size")):
-        right = f"write {view.batch}, or an anchor of that key"
-        found.error((*MODEL, "batch_size"), f"{batch} is replaced by runner_config.batch_size {view.batch}", right)
+        right = f"write {view.batch}, or refer to that key with a YAML anchor"
+        found.error(
+            (*MODEL, "batch_size"), f"MindFormers replaces {batch} by runner_config.batch_size {view.batch}", right
+        )
     if model.startswith("telechat3") and view.get(("model", "model_config", "vocab_size")) is None:
-        found.warning(MODEL, "has no vocab_size: MindFormers takes 131072", "write it")
+        found.warning(MODEL, "vocab_size is missing, and MindFormers then takes 131072", "write vocab_size")
 
 
 def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings) -> None:
@@ -59,18 +63,20 @@ def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings)
     rule = "config_ignored" if ignored else "converter_unmapped"
     if target is None or target not in built.fields:
         if not ignored and key in schema.models[model]["defaults"]:
-            found.warning(path, "reaches no field of TransformerConfig: MindFormers does not use it", rule=rule)
+            found.warning(
+                path, "does not reach TransformerConfig, so that MindFormers does not use the value", rule=rule
+            )
         return
     arrived = built.fields[target]
     if same(_apply(_FUNCTIONS.get(target), value), arrived):
         if value and not ignored and not view.has((*MODEL, target)):  # what is off needs no second spelling
-            wrong = f"does not reach the model ({model} has no rule for it); {target} is {arrived} only by default"
+            wrong = f"does not reach the model ({model} does not map this key); {target} is {arrived} only by default"
             found.warning(path, wrong, f"write {target}: {arrived} as well", rule=rule)
         return
-    wrong = f"{value!r} does not reach the model: MindFormers builds it with {target} = {arrived!r}"
+    wrong = f"{value!r} does not reach the model, which MindFormers builds with {target} = {arrived!r}"
     right = f"write {target}: {value}"
     if (said := view.get((*MODEL, target))) is not None:  # perhaps as this message told, and this key is of a base
-        right = f"write the same under both keys: {key}: {said}, or {target}: {value}"
+        right = f"write the same value under both keys, either {key}: {said} or {target}: {value}"
     found.error(path, wrong, right, rule=rule)
 
 
@@ -83,8 +89,8 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
     for name in transformer["unread"]:
         path, value = built.origin.get(name), built.fields.get(name)
         if path is not None and view.has(path) and value and value != defaults[name]["default"]:
-            wrong = f"has no effect: nothing that trains reads TransformerConfig.{name}"
-            found.warning(path, wrong, "leave it out", rule="inert")
+            wrong = f"has no effect, because no training code reads TransformerConfig.{name}"
+            found.warning(path, wrong, "leave the key out", rule="inert")
 
 
 def same(written: Any, arrived: Any) -> bool:
@@ -111,7 +117,10 @@ def check_built(reports: list[Report]) -> str:
         return ""
     results = built_by_mindformers([report.recipe for report in reports])
     if results is None:
-        return "MindFormers could not be started; the checks emulated its converter (--no-build hides this line)"
+        return (
+            "MindFormers could not be started, so only the emulation of its converter was checked (--no-build "
+            "hides this line)"
+        )
     for report, result in zip(reports, results, strict=True):
         found = Findings(report.recipe, load_schema().line)
         _compare(View(report.recipe), load_schema(), result, found)
@@ -123,18 +132,21 @@ def _compare(view: View, schema: Schema, result: dict[str, Any], found: Findings
     """Check one recipe against one build."""
     if "error" in result:
         message = result["error"].replace("\n", " ")
-        found.error(MODEL, f"MindFormers refuses to build it: {message}")
+        found.error(MODEL, f"MindFormers refuses to build this model: {message}")
         return
     model, built = schema.model_type(view.recipe), convert(view, schema)
     for key, value in view.get(MODEL, {}).items():
         for target, function in schema.targets(model, key):
             arrived = result["fields"].get(target)
             if function is None and target not in _DERIVED and value is not None and not same(value, arrived):
-                wrong = f"{value!r} did not arrive: MindFormers built {target} = {arrived!r}"
+                wrong = f"{value!r} does not reach the model, which MindFormers built with {target} = {arrived!r}"
                 found.error((*MODEL, key), wrong)
     layers = layers_of(view, built)
     if layers is not None and result["layers"] != layers:
-        found.error((*MODEL, "offset"), f"MindFormers splits the layers {result['layers']}, the recipe says {layers}")
+        found.error(
+            (*MODEL, "offset"),
+            f"MindFormers splits the layers as {result['layers']}, but tc3 reads the recipe as {layers}",
+        )
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -119,7 +119,7 @@ def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
     """
     for error in failed:
         if error.path == OFFSET:
-            found.error(error.path, f"{error.why}; all else is checked with an even layout")
+            found.error(error.path, f"{error.why}; everything else is checked with an even layout")
         elif not any(finding.severity == ERROR for finding in found.found):
             found.error(error.path, f"auto: {error.why}")
 
@@ -133,7 +133,7 @@ def _sections(view: View, found: Findings) -> None:
     """Check sections without which no training starts."""
     missing: list[KeyPath] = [path for path in _SECTIONS if not isinstance(view.get(path), dict)]
     for path in missing + [("train_dataset",)] * (view.get(("train_dataset",)) is None):
-        found.error(path, "this section is missing", "every training recipe has it")
+        found.error(path, "this section is missing", "every training recipe needs this section")
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
@@ -222,7 +222,7 @@ def _samples(table: dict[str, Any]) -> str:
 def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
     layout = " ".join(f"{name}{size}" for name, size in table["layout"].items() if size > 1) or "one device"
     adapters = table["parameters_trained"] if table["parameters_trained"] != table["parameters_total"] else 0
-    trained = f", frozen; adapters {adapters:,}" if adapters else ""
+    trained = f" (frozen; adapters: {adapters:,})" if adapters else ""
     steps = f"{table['steps']:,} for {_short(table['token_budget'])} tokens" if table["steps"] else "unknown"
     return [
         ("parameters", f"{table['parameters_total']:,}{trained}"),

@@ -8,17 +8,11 @@ experts to a wrong place.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from plugins.yarn import plan as yarn
-from tools.estimate.configuration import weight_copies, weight_shards
-from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory.model import counted_weights
-from tools.estimate.muon import orthogonal
-from tools.hardware.units import short_dtype
+from tools.check.muon import check_muon
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -51,8 +45,8 @@ def check_conflicts(view: View, built: Built, found: Findings) -> None:
         _sequence(view, built, found)
     _callbacks(view, built, found)
     _trainer(view, found)
-    if view.get(_KIND) == "Muon":
-        _muon(view, built, found)
+    if view.get(("optimizer", "type")) == "Muon":
+        check_muon(view, built, found)
     if view.on_cpu:
         _on_cpu(view, built, found)
 
@@ -66,25 +60,32 @@ def _attention(view: View, built: Built, found: Findings) -> None:
     flash = fields.get("use_flash_attention") is True
     for key in ("use_attn_mask_compression", "use_eod_attn_mask_compression"):
         if fields.get(key) and not flash:
-            found.error(_m(key), "needs flash attention", "use_flash_attention: True", rule="mask_flash")
+            found.error(
+                _m(key), "works only with flash attention", "write use_flash_attention: True", rule="mask_flash"
+            )
         elif fields.get(key) and seq < 2048:
-            wrong = f"the compressed mask is 2048 x 2048, seq_length is {seq}"
-            found.error(_m(key), wrong, f"{key}: False", rule="mask_2048")
+            wrong = f"the compressed mask needs sequences of at least 2048 tokens, but seq_length is {seq}"
+            found.error(_m(key), wrong, f"write {key}: False", rule="mask_2048")
     if fields.get("use_attn_mask_compression") and fields.get("use_eod_attn_mask_compression"):
-        wrong = "the end-of-document mask replaces it"
-        found.warning(_m("use_attn_mask_compression"), wrong, "use_attn_mask_compression: False")
+        wrong = "use_eod_attn_mask_compression replaces this mask"
+        found.warning(_m("use_attn_mask_compression"), wrong, "write use_attn_mask_compression: False")
     if fields.get("use_ring_attention") and not flash:
-        found.error(_m("use_ring_attention"), "needs flash attention", "use_flash_attention: True", rule="ring_flash")
+        found.error(
+            _m("use_ring_attention"),
+            "works only with flash attention",
+            "write use_flash_attention: True",
+            rule="ring_flash",
+        )
     if view.parallel and view.cp > 1 and not flash:
-        wrong = "context parallelism needs flash attention"
-        found.error(_m("use_flash_attention"), wrong, "True", rule="cp_flash")
+        wrong = "context parallelism works only with flash attention"
+        found.error(_m("use_flash_attention"), wrong, "write True", rule="cp_flash")
     if fields.get("multi_latent_attention") is True:
         for key, kind, rule in (
             ("apply_rope_fusion", "fused", "rope_fusion_mla"),
             ("rotary_interleaved", "interleaved", "rotary_interleaved_mla"),
         ):
             if fields.get(key):
-                found.error(_m(key), f"multi-latent attention has no {kind} RoPE", "False", rule=rule)
+                found.error(_m(key), f"multi-latent attention has no {kind} RoPE", "write False", rule=rule)
 
 
 def _router(view: View, built: Built, found: Findings) -> None:
@@ -93,21 +94,24 @@ def _router(view: View, built: Built, found: Findings) -> None:
         return
     dispatcher = fields.get("moe_token_dispatcher_type")
     if fields.get("add_bias_linear"):
-        found.error(_m("add_bias_linear"), "experts have no bias", "False", rule="moe_bias_linear")
+        found.error(_m("add_bias_linear"), "MindFormers' experts have no bias", "write False", rule="moe_bias_linear")
     if fields.get("moe_router_enable_expert_bias") and fields.get("moe_router_score_function") != "sigmoid":
-        wrong = "the aux-free bias needs the sigmoid score"
-        right = "moe_router_score_function: sigmoid"
+        wrong = "the router's bias works only with sigmoid scores"
+        right = "write moe_router_score_function: sigmoid"
         found.error(_m("moe_router_enable_expert_bias"), wrong, right, rule="expert_bias_sigmoid")
     _relocation(view, built, found)
     if dispatcher == DISPATCHER_OF["hierarchical"]:
         ep, node = built.number("expert_model_parallel_size", 1), built.number("npu_nums_per_device", 1)
         if ep < node:
-            wrong = f"{dispatcher} works on whole nodes: expert_parallel {ep} < npu_nums_per_device {node}"
-            right = f"{DEFAULT_DISPATCHER}, or a larger group"
+            wrong = (
+                f"{dispatcher} needs expert groups of whole nodes, but expert_parallel {ep} is less than "
+                f"npu_nums_per_device {node}"
+            )
+            right = f"write {DEFAULT_DISPATCHER}, or a larger expert_parallel"
             found.error(_m("moe_token_dispatcher_type"), wrong, right, rule="deredundency_ep")
     if view.parallel and view.tp > 1 and not view.flag((*PARALLEL, "use_seq_parallel")):
-        wrong = "experts with tensor parallelism need sequence parallelism"
-        found.error((*PARALLEL, "use_seq_parallel"), wrong, "True", rule="moe_tp_sequence")
+        wrong = "a model with experts and tensor parallelism needs sequence parallelism"
+        found.error((*PARALLEL, "use_seq_parallel"), wrong, "write True", rule="moe_tp_sequence")
 
 
 def _masks(view: View, built: Built, found: Findings) -> None:
@@ -117,24 +121,26 @@ def _masks(view: View, built: Built, found: Findings) -> None:
     compressed = view.flag((*_CONFIG, "create_compressed_eod_mask"))
     documents = built.fields.get("use_eod_attn_mask_compression") is True
     if documents and not compressed:
-        wrong = "the dataset returns no end-of-document positions"
+        wrong = "the model asks for end-of-document positions, but the dataset does not return them"
         found.error(
-            _m("use_eod_attn_mask_compression"), wrong, "create_compressed_eod_mask: True", rule="eod_compression"
+            _m("use_eod_attn_mask_compression"), wrong, "write create_compressed_eod_mask: True", rule="eod_compression"
         )
     if compressed and built.number("seq_length") < 2048:
-        wrong = f"needs sequences of 2048 tokens, seq_length is {built.number('seq_length')}"
-        found.error((*_CONFIG, "create_compressed_eod_mask"), wrong, "False", rule="mask_2048")
+        wrong = f"needs sequences of at least 2048 tokens, but seq_length is {built.number('seq_length')}"
+        found.error((*_CONFIG, "create_compressed_eod_mask"), wrong, "write False", rule="mask_2048")
     if compressed and not any(view.flag((*_CONFIG, key)) for key in ("reset_position_ids", "reset_attention_mask")):
-        wrong = "without reset_position_ids or reset_attention_mask the mask of the first sample serves them all"
-        found.warning((*_CONFIG, "create_compressed_eod_mask"), wrong, "reset_position_ids: True")
+        wrong = (
+            "without reset_position_ids or reset_attention_mask the mask of the first sample is used for all samples"
+        )
+        found.warning((*_CONFIG, "create_compressed_eod_mask"), wrong, "write reset_position_ids: True")
     if compressed and view.flag((*_CONFIG, "create_attention_mask")):
-        wrong = "the compressed mask replaces it"
-        found.warning((*_CONFIG, "create_attention_mask"), wrong, "create_attention_mask: False")
+        wrong = "the compressed mask replaces this mask"
+        found.warning((*_CONFIG, "create_attention_mask"), wrong, "write create_attention_mask: False")
     if view.flag((*_CONFIG, "reset_attention_mask")) and not compressed:
         needs = view.flag((*_CONFIG, "create_attention_mask"), True)
         if not needs or built.fields.get("use_attn_mask_compression"):
-            wrong = "documents stay visible to each other: the attention does not read this mask"
-            found.error((*_CONFIG, "reset_attention_mask"), wrong, "create_compressed_eod_mask: True")
+            wrong = "the attention does not read this mask, so that tokens attend to other documents"
+            found.error((*_CONFIG, "reset_attention_mask"), wrong, "write create_compressed_eod_mask: True")
 
 
 def _positions(view: View, built: Built, found: Findings) -> None:
@@ -146,27 +152,29 @@ def _positions(view: View, built: Built, found: Findings) -> None:
     kind, factor = fields.get("position_embedding_type"), fields.get("rotary_scaling_factor")
     latent = fields.get("multi_latent_attention")
     if kind == "yarn" and not latent and view.get(_YARN) in (None, False):
-        wrong = "the training graph's YaRN reads qk_pos_emb_head_dim, which only multi-latent attention has"
-        right = f"{yarn.KEY}: {{attention_factor: {' or '.join(yarn.RATES)}}}, which builds it for grouped queries"
+        wrong = "MindFormers' YaRN reads qk_pos_emb_head_dim, which only multi-latent attention has"
+        right = f"{yarn.KEY}: {{attention_factor: {' or '.join(yarn.RATES)}}} computes YaRN for grouped-query attention"
         if (
             "qk_pos_emb_head_dim" in fields
         ):  # of a mixture of experts: its type's default, with which the run would train
             turned, head = built.number("qk_pos_emb_head_dim"), built.number("kv_channels")
-            wrong += f": it would turn {turned} of the {head} numbers of a head"
-            right = "position_embedding_type: rope; no plugin builds YaRN for grouped queries in a mixture of experts"
+            wrong += f", and would rotate {turned} of the {head} numbers of a head"
+            right = "write rope: no plugin computes YaRN for grouped-query attention in a model with experts"
         found.error(_m("position_embedding_type"), wrong, right, rule="yarn_mla")
     if not latent or not isinstance(factor, (int, float)):
         return
     seq, trained = built.number("seq_length"), built.number("max_position_embeddings")
     if kind == "rope" and factor != 1:
-        wrong = f"RoPE does not use it, but the attention is still scaled by mscale({factor:g})"
-        found.warning(_m("rotary_scaling_factor"), wrong, "rotary_scaling_factor: 1")
+        wrong = f"RoPE does not use this factor, but MindFormers still scales the attention by mscale({factor:g})"
+        found.warning(_m("rotary_scaling_factor"), wrong, "write rotary_scaling_factor: 1")
     if kind == "yarn" and trained and seq > factor * trained:
-        wrong = f"{factor:g} x max_position_embeddings {trained} do not reach seq_length {seq}"
-        found.warning(_m("rotary_scaling_factor"), wrong, f"at least {-(-seq // trained)}")
+        wrong = f"{factor:g} x max_position_embeddings {trained} is less than seq_length {seq}"
+        found.warning(_m("rotary_scaling_factor"), wrong, f"write at least {-(-seq // trained)}")
     if kind == "rope" and trained and seq > trained:
-        wrong = f"seq_length {seq} is beyond the {trained} positions that RoPE is built for"
-        found.warning(_m("max_position_embeddings"), wrong, 'position_embedding_type: "yarn", or a larger value')
+        wrong = f"seq_length {seq} is larger than the {trained} positions for which RoPE is built"
+        found.warning(
+            _m("max_position_embeddings"), wrong, 'write position_embedding_type: "yarn", or a larger number here'
+        )
 
 
 def _rope_scaling(scaling: dict[str, Any], fields: dict[str, Any], found: Findings) -> None:
@@ -175,50 +183,75 @@ def _rope_scaling(scaling: dict[str, Any], fields: dict[str, Any], found: Findin
     more = [key for key in yarn.NUMBERS if key.startswith(("beta", "mscale")) and kind == "yarn"]
     missing = [key for key in ("factor", *more) if key not in scaling and fields.get(key) is None]
     if kind is None:
-        found.error(_m("rope_scaling"), "has no rope_type", 'rope_type: "yarn"', rule="position_embedding")
+        found.error(
+            _m("rope_scaling"),
+            "rope_type is missing in this section",
+            'write rope_type: "yarn"',
+            rule="position_embedding",
+        )
     if missing:
-        found.error(_m("rope_scaling"), f"has no {', '.join(missing)}", "YaRN needs them", rule="rope_scaling")
+        found.error(
+            _m("rope_scaling"),
+            f"MindFormers needs {', '.join(missing)}",
+            "write these keys in this section",
+            rule="rope_scaling",
+        )
 
 
 def _pipeline(view: View, built: Built, found: Findings) -> None:
     interleaved = view.flag((*_PIPELINE, "pipeline_interleave"))
     written = view.number(_m("pp_interleave_num"), 1)
     if view.pp > 1 and written > 1 and not interleaved:
-        wrong = f"{written} chunks a stage become 1: the pipeline is not interleaved"
-        found.error(_m("pp_interleave_num"), wrong, "pipeline_interleave: True", rule="offset_chunks")
+        wrong = f"the pipeline is not interleaved, so that MindFormers replaces {written} chunks per stage by 1"
+        found.error(_m("pp_interleave_num"), wrong, "write pipeline_interleave: True", rule="offset_chunks")
     if view.has(_PIPELINE) and not interleaved and view.scheduler != "1f1b":
-        right = "pipeline_interleave: True, or 1f1b"
-        found.error((*_PIPELINE, "pipeline_scheduler"), f"{view.scheduler} needs interleaving", right, rule="scheduler")
+        right = "write pipeline_interleave: True, or 1f1b here"
+        found.error(
+            (*_PIPELINE, "pipeline_scheduler"),
+            f"{view.scheduler} needs an interleaved pipeline",
+            right,
+            rule="scheduler",
+        )
     elif view.scheduler == "seqvpp":
         wrong = "the trainer refuses seqvpp without seq_split_num, and seq_split_num in graph mode"
-        right = "1f1b (interleaved as well), or seqpipe"
+        right = "write 1f1b (which can also be interleaved) or seqpipe"
         found.error((*_PIPELINE, "pipeline_scheduler"), wrong, right, rule="seqvpp_split")
     elif view.scheduler == "seqsmartvpp" and view.pp % 2:
-        wrong = f"MindSpore's seqsmartvpp is for an even number of stages, not for {view.pp}"
-        right = "1f1b (interleaved as well), or seqpipe"
+        wrong = f"MindSpore's seqsmartvpp needs an even number of stages, not {view.pp}"
+        right = "write 1f1b (which can also be interleaved) or seqpipe"
         found.error((*_PIPELINE, "pipeline_scheduler"), wrong, right, rule="smart_even")
     if view.scheduler == "zero_bubble_v":
         if written != 2:
-            found.error(_m("pp_interleave_num"), "zero_bubble_v needs two chunks a stage", "2", rule="zbv_interleave")
+            found.error(
+                _m("pp_interleave_num"), "zero_bubble_v needs two chunks per stage", "write 2", rule="zbv_interleave"
+            )
         if view.number((*PARALLEL, "micro_batch_num"), 1) < 2 * view.pp:
             wrong = "zero_bubble_v needs two micro-batches per stage"
-            found.error((*PARALLEL, "micro_batch_num"), wrong, f"at least {2 * view.pp}", rule="zbv_micro")
+            found.error((*PARALLEL, "micro_batch_num"), wrong, f"write at least {2 * view.pp}", rule="zbv_micro")
     kept = (None, "MFTrainOneStepCell", "MFPipelineWithLossScaleCell")
     if view.pp > 1 and view.get(("runner_wrapper", "type")) not in kept:
-        found.warning(("runner_wrapper", "type"), "is replaced by MFPipelineWithLossScaleCell in a pipeline")
+        found.warning(
+            ("runner_wrapper", "type"), "MindFormers replaces this type by MFPipelineWithLossScaleCell in a pipeline"
+        )
 
 
 def _sequence(view: View, built: Built, found: Findings) -> None:
     if view.flag((*PARALLEL, "use_seq_parallel")) and view.tp <= 1:
-        wrong = "sequence parallelism needs tensor parallelism"
-        found.error((*PARALLEL, "use_seq_parallel"), wrong, "False", rule="sequence_parallel_tp")
+        wrong = "sequence parallelism works only with tensor parallelism"
+        found.error((*PARALLEL, "use_seq_parallel"), wrong, "write False", rule="sequence_parallel_tp")
     if view.number((*PARALLEL, "seq_split_num"), 1) > 1:
-        found.error((*PARALLEL, "seq_split_num"), "is not supported in graph mode", "1", rule="seq_split")
+        found.error(
+            (*PARALLEL, "seq_split_num"),
+            "MindFormers does not support this setting in graph mode",
+            "write 1",
+            rule="seq_split",
+        )
     algorithm = view.get((*PARALLEL, "context_parallel_algo"))
     degree = view.number((*PARALLEL, "ulysses_degree_in_cp"), 1)
     if view.cp == 1 and (algorithm not in (None, "colossalai_cp") or degree > 1):
         found.warning(
-            (*PARALLEL, "context_parallel"), "is 1: context_parallel_algo and ulysses_degree_in_cp do nothing"
+            (*PARALLEL, "context_parallel"),
+            "is 1, so that context_parallel_algo and ulysses_degree_in_cp have no effect",
         )
 
 
@@ -238,18 +271,23 @@ def _callbacks(view: View, built: Built, found: Findings) -> None:
         if isinstance(item, dict) and item.get("type") == "TopkBiasBalanceCallback":
             for key, (value, name) in twins.items():
                 if key in item and item[key] != value:
-                    wrong = f"{item[key]!r}, but {name} is {value!r}"
-                    found.error(("callbacks", index, key), wrong, f"write {value!r}, or an anchor")
+                    wrong = f"is {item[key]!r}, but {name} is {value!r}"
+                    found.error(("callbacks", index, key), wrong, f"write {value!r}, or a YAML anchor")
             # it compares the loads of all micro-batches with the share that so many should have; one unless written
             key, right = "gradient_accumulation_steps", view.accumulation
             written = item.get(key, 1)
             if built.fields.get("moe_router_enable_expert_bias") and written != right:
-                wrong = f"{written!r}, but runner_config.{key} is {right}: routers' biases move wrongly"
-                found.error(("callbacks", index, key), wrong, f"write {right}, or an anchor", rule="accumulated_loads")
+                wrong = (
+                    f"is {written!r}, but runner_config.{key} is {right}, so that the routers' biases are "
+                    "updated wrongly"
+                )
+                found.error(
+                    ("callbacks", index, key), wrong, f"write {right}, or a YAML anchor", rule="accumulated_loads"
+                )
     bias = built.number("num_moe_experts") and built.fields.get("moe_router_enable_expert_bias")
     if bias and callbacks and "TopkBiasBalanceCallback" not in kinds:
-        wrong = "no TopkBiasBalanceCallback: the router's bias stays zero"
-        found.error(("callbacks",), wrong, "add it, or moe_router_enable_expert_bias: False")
+        wrong = "without TopkBiasBalanceCallback the router's bias stays zero"
+        found.error(("callbacks",), wrong, "add this callback, or write moe_router_enable_expert_bias: False")
 
 
 def _trainer(view: View, found: Findings) -> None:
@@ -258,30 +296,43 @@ def _trainer(view: View, found: Findings) -> None:
         value = view.get(("train_dataset", key))
         if value is not None and value != view.get(tuple(owner.split("."))):
             found.error(
-                ("train_dataset", key), f"is overwritten by {owner}", f"write {owner}", rule="dataset_overwritten"
+                ("train_dataset", key),
+                f"MindFormers overwrites this key with {owner}",
+                f"write {owner}",
+                rule="dataset_overwritten",
             )
     _background_save(view, found)
     sink = view.flag((*RUNNER, "sink_mode"), True)
     level = view.get(("context", "dataset_broadcast_opt_level"))
     if not view.flag(("use_legacy",), True) and view.number(("micro_batch_interleave_num",), 1) > 1:
-        found.error(("micro_batch_interleave_num",), "is not supported in graph mode", "1", rule="micro_interleave")
+        found.error(
+            ("micro_batch_interleave_num",),
+            "MindFormers does not support this setting in graph mode",
+            "write 1",
+            rule="micro_interleave",
+        )
     if view.flag(("use_legacy",), True):
-        wrong = "MindFormers' default, the legacy models, has no TeleChat3"
-        found.error(("use_legacy",), wrong, "use_legacy: False")
+        wrong = "MindFormers' default is the legacy models, among which there is no TeleChat3"
+        found.error(("use_legacy",), wrong, "write use_legacy: False")
     if view.flag(("recompute_config", "recompute_slice_activation")):
         path = ("recompute_config", "recompute_slice_activation")
-        found.error(path, "is not supported in graph mode", "False", rule="slice_activation")
+        found.error(
+            path, "MindFormers does not support this setting in graph mode", "write False", rule="slice_activation"
+        )
     if type(level) is int and level > 0 and not sink:
         found.error(
-            (*RUNNER, "sink_mode"), f"dataset_broadcast_opt_level {level} needs it", "True", rule="broadcast_sink"
+            (*RUNNER, "sink_mode"),
+            f"dataset_broadcast_opt_level {level} works only with sink mode",
+            "write True",
+            rule="broadcast_sink",
         )
     if view.parallel and view.megatron and not view.on_cpu and not view.ramp.stages:  # which has a rule of its own
         if type(level) is int and level < 3:
             path = ("context", "dataset_broadcast_opt_level")
-            found.error(path, f"{level}: the Megatron loader needs 3", "3", rule="broadcast_level")
+            found.error(path, f"the Megatron loader needs 3, not {level}", "write 3", rule="broadcast_level")
         elif level is None and not view.get(_SPEED_UP):
-            wrong = "has no dataset_broadcast_opt_level, which the Megatron loader needs to be 3"
-            found.error(("context",), wrong, "dataset_broadcast_opt_level: 3", rule="broadcast_level")
+            wrong = "dataset_broadcast_opt_level is missing, but the Megatron loader needs 3"
+            found.error(("context",), wrong, "write dataset_broadcast_opt_level: 3", rule="broadcast_level")
 
 
 def _background_save(view: View, found: Findings) -> None:
@@ -291,15 +342,15 @@ def _background_save(view: View, found: Findings) -> None:
         return
     if view.on_cpu and view.devices > 1:
         wrong = (
-            "MindFormers asks all ranks by an operator that CPU lacks: the run ends at the step after its first save"
+            "MindFormers asks all ranks with an operator that CPU lacks, and the run ends one step after its first save"
         )
-        found.error(path, wrong, "False, or one worker", rule="async_save_ranks")
+        found.error(path, wrong, "write False, or use one worker", rule="async_save_ranks")
     elif view.devices > _FLAGS:
         wrong = (
-            f"MindFormers counts the ranks that still write in an int8, which cannot count {view.devices:,}: "
-            "a save may be taken for complete while ranks still write it"
+            f"MindFormers counts the ranks that are still writing in an int8, which cannot hold {view.devices:,}, so "
+            "that a save may count as complete while ranks are still writing"
         )
-        found.error(path, wrong, f"False, or at most {_FLAGS} devices", rule="async_save_ranks")
+        found.error(path, wrong, f"write False, or use at most {_FLAGS} devices", rule="async_save_ranks")
 
 
 Rule = tuple[bool, KeyPath, str, str]  # whether it holds, where, what is right, why
@@ -308,22 +359,29 @@ Rule = tuple[bool, KeyPath, str, str]  # whether it holds, where, what is right,
 def _on_cpu(view: View, built: Built, found: Findings) -> None:
     """Report what the CPU refuses deep inside MindSpore, and what only CPU gets wrong in silence."""
     mode, clip = view.get(("context", "mode"), 0), ("runner_wrapper", "use_clip_grad")
-    unclipped = "True, with a max_grad_norm that no gradient reaches"
+    unclipped = "True, with a max_grad_norm above every gradient"
     rules: list[Rule] = [
         (mode in (0, "GRAPH_MODE"), ("context", "mode"), "0", "PyNative is 20 times slower"),
-        (not view.flag((*RUNNER, "sink_mode"), True), (*RUNNER, "sink_mode"), "False", "it multiplies the epochs"),
+        (
+            not view.flag((*RUNNER, "sink_mode"), True),
+            (*RUNNER, "sink_mode"),
+            "False",
+            "sink mode multiplies the epochs there",
+        ),
         (view.flag(clip, True), clip, unclipped, "a step cannot return None for the norm"),
     ]
     if view.sharded_on_cpu:
         level = ("context", "dataset_broadcast_opt_level")
-        rules.append((view.get(level) == 0, level, "0", "other tensor-parallel ranks would be given no data"))
+        rules.append((view.get(level) == 0, level, "0", "the other tensor-parallel ranks would get no data"))
     else:
         rules += _data_parallel(view, built)
     for holds, path, right, why in rules:
         if not holds:
-            found.error(path, "cannot run on CPU" + (f" ({why})" if why else ""), f"device_target CPU needs {right}")
+            found.error(
+                path, "this setting cannot run on CPU" + f": {why}" * bool(why), f"device_target CPU needs {right}"
+            )
     if view.get(("monitor_config", "monitor_on")) is True:
-        found.error(("monitor_config", "monitor_on"), "cannot run on CPU", "False")
+        found.error(("monitor_config", "monitor_on"), "this setting cannot run on CPU", "write False")
 
 
 def _data_parallel(view: View, built: Built) -> list[Rule]:
@@ -331,103 +389,48 @@ def _data_parallel(view: View, built: Built) -> list[Rule]:
     fields, wrapper = built.fields, ("runner_wrapper", "type")
     mode = view.get(("parallel", "parallel_mode"), 1)
     return [
-        (fields.get("compute_dtype") in ("float32", "fp32"), (*MODEL, "compute_dtype"), "float32", "no bf16 kernels"),
-        (fields.get("fused_norm") is False, (*MODEL, "fused_norm"), "False", "no RmsNorm kernel"),
-        (fields.get("hidden_act") == "swiglu", (*MODEL, "hidden_act"), "'swiglu'", "no fused kernel"),
+        (
+            fields.get("compute_dtype") in ("float32", "fp32"),
+            (*MODEL, "compute_dtype"),
+            "float32",
+            "there are no bfloat16 kernels",
+        ),
+        (fields.get("fused_norm") is False, (*MODEL, "fused_norm"), "False", "there is no RmsNorm kernel"),
+        (
+            fields.get("hidden_act") == "swiglu",
+            (*MODEL, "hidden_act"),
+            "'swiglu'",
+            "there is no kernel of the fused activation",
+        ),
         (mode in (0, "DATA_PARALLEL"), ("parallel", "parallel_mode"), "0 (data parallel) or 1 (semi-auto)", ""),
         (view.get(wrapper) == "MFTrainOneStepCell", wrapper, "MFTrainOneStepCell", ""),
         *(
-            (view.get((*PARALLEL, key), 1) == 1, (*PARALLEL, key), "1, or parallel.parallel_mode: 1", "data parallel")
+            (
+                view.get((*PARALLEL, key), 1) == 1,
+                (*PARALLEL, key),
+                "1, or parallel.parallel_mode: 1",
+                "the recipe is only data parallel",
+            )
             for key in ("model_parallel", "pipeline_stage", "context_parallel")
         ),
         (
             view.ep == 1 or bool(view.get(("plugins", "hierarchical_ep"))),
             (*PARALLEL, "expert_parallel"),
             "1, or plugins.hierarchical_ep, or parallel.parallel_mode: 1",
-            "MindFormers' dispatchers have no kernels in data parallel",
+            "MindFormers' dispatchers have no kernels in data-parallel mode",
         ),
     ]
 
 
 KEYS = ("print_expert_load", "enable_expert_relocation")
-_KIND = ("optimizer", "type")
-
-
-def _muon(view: View, built: Built, found: Findings) -> None:
-    """Report what Muon refuses when it is built, after the launch, and what a CPU cannot compute of it."""
-    if built.fields.get("multi_latent_attention") is not True:
-        wrong = "Muon knows only the weights of multi-latent attention"
-        found.error(_KIND, wrong, "AdamW, or a model with multi_latent_attention: True", rule="muon_latent")
-    if built.fields.get("mla_qkv_concat"):
-        wrong = "Muon would make fused projections orthogonal as one matrix, and QK-clip would not find them"
-        found.error(_m("mla_qkv_concat"), wrong, "False", rule="muon_parts")
-    if short_dtype(built.fields.get("params_dtype"), "fp32") != "fp32":
-        wrong = "Muon's moments have this type, and MindSpore refuses to assign float32 averages to them"
-        found.error(_m("params_dtype"), wrong, "float32, or AdamW", rule="muon_moments")
-    if view.flag(("optimizer", "swap")):
-        found.error(("optimizer", "swap"), "Muon keeps its state on the device", "False", rule="muon_swap")
-    if view.get(("optimizer", "ns_steps"), 5) != 5:
-        wrong = "nothing reads the key: Muon takes five Newton-Schulz steps"
-        found.error(("optimizer", "ns_steps"), wrong, "leave it out", rule="muon_steps")
-    threshold = view.get(("optimizer", "qk_clip_threshold"), 100)
-    if type(threshold) in (int, float) and threshold <= 0:
-        wrong = "QK-clip would scale the weights of each head to nothing"
-        found.error(("optimizer", "qk_clip_threshold"), wrong, "a logit, such as 100", rule="muon_clip")
-    if view.parallel and view.flag(_SHARDED):
-        path = (*_SHARDS, "optimizer_weight_shard_size")
-        size = view.get(path, -1)
-        if type(size) is int and size <= 1:  # MindSpore ignores 1
-            wrong = "Muon gathers whole matrices and must be told over how many ranks they are cut"
-            right = f"a divisor of data_parallel {view.dp} that is more than 1, or enable_parallel_optimizer: False"
-            found.error(path, wrong, right, rule="muon_shard_size")
-        elif type(size) is int and size > view.dp:
-            wrong = f"Muon cuts a matrix over data-parallel ranks, of which there are {view.dp}, not over {size}"
-            found.error(path, wrong, f"at most {view.dp}", rule="muon_shard_ranks")
-        else:
-            _muon_shards(view, found)
-    if view.cpu_classes:
-        wrong = "Muon asks for groups of ranks and computes in bfloat16: on CPU it needs the sharded graph"
-        found.error(_KIND, wrong, "AdamW, or use_parallel: True and parallel.parallel_mode: 1")
-    elif not view.flag(("use_parallel",)):
-        wrong = "Muon asks for groups of ranks, also on one device, and MindSpore has none without use_parallel"
-        found.error(_KIND, wrong, "AdamW, or use_parallel: True")
-
-
-def _muon_shards(view: View, found: Findings) -> None:
-    """Report what Muon gathers or takes for whole although MindSpore does not cut it so."""
-    try:
-        config = from_recipe(view.recipe)
-    except RecipeError:
-        return  # other rules say why
-    every = replace(config, shard_threshold=0)
-    held = (weight for stage in range(config.pp) for weight, _ in counted_weights(config, stage))
-    for weight in dict.fromkeys(each for each in held if orthogonal(each, config)):
-        if weight.split == "experts":
-            sharing = min(config.shard_size, weight_copies(weight, config))
-            if config.model.experts % (config.ep * sharing):
-                own = config.model.experts // config.ep
-                wrong = f"{sharing} shards of the {own} experts of a rank would cut experts"
-                found.error(
-                    (*_SHARDS, "optimizer_weight_shard_size"), wrong, f"a divisor of {own}", rule="muon_experts"
-                )
-        elif weight_shards(weight, every) > weight_shards(weight, config):
-            wrong = (
-                f"MindSpore leaves the matrix {weight.name} [{weight.rows}, {weight.columns}] whole, because it is "
-                "smaller, but Muon takes it for a shard: it would stack equal copies, and change it by less"
-            )
-            found.error((*_SHARDS, "parallel_optimizer_threshold"), wrong, "0", rule="muon_threshold")
-            return
-
-
 _SHARDED = ("parallel", "enable_parallel_optimizer")
-_SHARDS = ("parallel", "parallel_optimizer_config")
-_OURS = "leave it out; plugins.expert_balance does this"
+_OURS = "leave the key out; plugins.expert_balance moves experts"
 # mindformers 1.9.0, moe_layer.py: the rows that a rank sends are sorted by np.argsort, which keeps no order among the
 # experts that go to one device, and the slots that the router's map gives them are popped from a set
 _MISPLACED = (
-    "weights do not land where the router's map says: experts that go to one device are sent in the order of an "
-    "unstable sort (192 experts on 8 devices: 100 of them misplaced, in 20 of 20 trials; 16 on 4: in 5 of 20, with "
-    "AVX-512)"
+    "moved experts do not arrive in the slots of the router's map, because an unstable sort orders the experts that "
+    "go to one device (with 192 experts on 8 devices 100 were misplaced, in 20 of 20 trials; with 16 on 4 some were in "
+    "5 of 20, with AVX-512)"
 )
 
 
@@ -442,11 +445,11 @@ def _relocation(view: View, built: Built, found: Findings) -> None:
     dispatcher = built.fields.get("moe_token_dispatcher_type")
     if dispatcher != DEFAULT_DISPATCHER:
         for key in on:
-            only = f"works with the {DEFAULT_DISPATCHER} dispatcher only, not {dispatcher}"
+            only = f"works only with the {DEFAULT_DISPATCHER} dispatcher, not with {dispatcher}"
             found.error(key, only, rule="relocation")
     key, optimizer = on[0], view.get(("optimizer", "type"))
     if optimizer != "AdamW":
-        found.error(key, f"works with AdamW only, not {optimizer}", _OURS, rule="relocation_adamw")
+        found.error(key, f"works only with AdamW, not with {optimizer}", _OURS, rule="relocation_adamw")
     if view.flag(_SHARDED):
         found.error(key, f"does not work with {'.'.join(_SHARDED)}", _OURS, rule="relocation_sharded")
     if built.number("moe_router_num_groups") > 1:
@@ -455,7 +458,7 @@ def _relocation(view: View, built: Built, found: Findings) -> None:
     if any(isinstance(each, dict) and each.get("type") == "CheckpointMonitor" for each in callbacks):
         found.error(key, "does not work with CheckpointMonitor", _OURS, rule="relocation_saves")
     else:
-        found.warning(key, "without a CheckpointMonitor, which it refuses, this run saves nothing", _OURS)
+        found.warning(key, "does not allow a CheckpointMonitor, so that this run saves no checkpoint", _OURS)
     relocation = (*MODEL, "enable_expert_relocation")
     if relocation in on and built.number("num_moe_experts") > max(view.ep, 1):
         found.error(relocation, _MISPLACED, _OURS, rule="relocation_order")

@@ -35,7 +35,7 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
     for path in _CHECKPOINTS:
         value = view.get(path)
         if isinstance(value, str) and value and not Path(value).exists():
-            missing(path, f"{value}: no such file or folder here")
+            missing(path, f"there is no file or folder {value} on this machine")
     value = view.get(_CHECKPOINTS[0])
     try:  # weights to begin with, whose experts may stand in an order that this recipe does not know
         if isinstance(value, str) and value and Path(value).is_dir():
@@ -44,14 +44,14 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
         found.error(_CHECKPOINTS[0], str(error))
     folder = view.get(("pretrained_model_dir",))
     if isinstance(folder, str) and folder and not Path(folder).is_dir():
-        missing(("pretrained_model_dir",), f"{folder}: no such folder here")
+        missing(("pretrained_model_dir",), f"there is no folder {folder} on this machine")
     for name in view.instruction_files:
         if "://" not in name and not any(letter in name for letter in "*?[") and not Path(name).is_file():
-            missing((*LOADER, "data_files"), f"{name}: no such file here")
+            missing((*LOADER, "data_files"), f"there is no file {name} on this machine")
     if view.megatron:
         split = view.get((*_CONFIG, "split"))
         if isinstance(split, str) and re.fullmatch(r"[0.,\s]+", split):
-            found.error((*_CONFIG, "split"), f"{split!r} leaves nothing to train on", "'1, 0, 0'")
+            found.error((*_CONFIG, "split"), f"{split!r} leaves no samples for training", "write '1, 0, 0'")
         for prefix, share in _corpora(view.get(_PATH), found):
             _dataset(prefix, share, view, built, found, missing)
 
@@ -62,17 +62,17 @@ def _speed_up(view: View, found: Findings) -> None:
     if not isinstance(name, str) or not name:
         return
     if not Path(name).is_file():
-        wrong = f"{name}: no such file (MindFormers ships none)"
-        right = "write it, or set context.dataset_broadcast_opt_level: 3 instead"
+        wrong = f"there is no file {name}, and MindFormers does not ship one"
+        right = "write this file, or set context.dataset_broadcast_opt_level: 3 instead"
         found.error(_SPEED_UP, wrong, right, rule="speed_up_json")
         return
     try:
         level = json.loads(Path(name).read_text(encoding="utf-8")).get("dataset_broadcast_opt_level", 0)
     except (OSError, ValueError, AttributeError) as error:
-        found.error(_SPEED_UP, f"{name}: is not a JSON object ({error})", rule="speed_up_json")
+        found.error(_SPEED_UP, f"{name} is not a JSON object ({error})", rule="speed_up_json")
         return
     if view.megatron and view.parallel and level != 3:
-        wrong = f"{name} says dataset_broadcast_opt_level {level}; the Megatron loader needs 3"
+        wrong = f"{name} sets dataset_broadcast_opt_level to {level}, but the Megatron loader needs 3"
         found.error(_SPEED_UP, wrong, rule="broadcast_level")
 
 
@@ -86,7 +86,9 @@ def _corpora(value: Any, found: Findings) -> list[tuple[str, float]]:
         found.error(_PATH, str(error), rule="blend")
         return []
     if weights is None and any(map(_is_number, prefixes)):
-        found.error(_PATH, f"{len(value)} entries: a weight has no prefix", "['1', PREFIX]", rule="blend")
+        found.error(
+            _PATH, f"in this list of length {len(value)} a weight has no prefix", "write ['1', PREFIX]", rule="blend"
+        )
         return []
     whole = sum(weights) if weights else 1.0
     return list(zip(prefixes, [weight / whole for weight in weights or [1.0] * len(prefixes)], strict=True))
@@ -104,24 +106,28 @@ def _dataset(prefix: str, share: float, view: View, built: Built, found: Finding
     """Check one .bin/.idx pair against vocabulary, sequence length and the recipe's number of samples."""
     absent = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
     if absent:
-        missing(_PATH, f"{' and '.join(absent)}: not here", f"tc3 data prepare --input TEXT --output {prefix}")
+        missing(
+            _PATH,
+            f"{' and '.join(absent)} not found on this machine",
+            f"`tc3 data prepare --input TEXT --output {prefix}` writes them",
+        )
         return
     try:
         index = IndexReader(prefix)
     except DataError as error:
-        found.error(_PATH, str(error), f"tc3 data verify {prefix}")
+        found.error(_PATH, str(error), f"`tc3 data verify {prefix}` says more")
         return
     seq, vocabulary = built.number("seq_length", 1), built.number("vocab_size")
     if index.tokens <= seq:
-        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, one sample needs {seq + 1:,}", "more data")
+        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
     _sidecar(prefix, vocabulary, view, found)
     _documents(index, seq, view, found)
     sizes = view.get((*LOADER, "sizes"))
     wanted = share * sizes[0] * seq if isinstance(sizes, list) and sizes and type(sizes[0]) is int else 0
     if wanted > 8 * index.tokens > 0:
         part = f"{100 * share:.3g} % of " if share < 1 else ""
-        passes = f"{wanted / index.tokens:.0f} passes over the {index.tokens:,} tokens of {prefix}"
-        found.warning((*LOADER, "sizes"), f"{part}{sizes[0]:,} samples are {passes}")
+        passes = f"{wanted / index.tokens:.0f} times the {index.tokens:,} tokens of {prefix}"
+        found.warning((*LOADER, "sizes"), f"{part}{sizes[0]:,} samples repeat {passes}")
 
 
 def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
@@ -132,10 +138,10 @@ def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
         return  # not made by our tool: nothing is known of its tokenizer
     size, eod, written = notes.get("vocab_size"), notes.get("eod_id"), view.get((*_CONFIG, "eod"))
     if isinstance(size, int) and size > vocabulary:
-        wrong = f"{prefix} holds ids of a vocabulary of {size:,}, the model has {vocabulary:,}"
-        found.error(("model", "model_config", "vocab_size"), wrong, f"at least {size:,}")
+        wrong = f"{prefix} was made with a vocabulary of {size:,}, but the model's vocabulary is {vocabulary:,}"
+        found.error(("model", "model_config", "vocab_size"), wrong, f"write at least {size:,}")
     if isinstance(eod, int) and isinstance(written, int) and eod != written:
-        wrong = f"{written}, but {prefix} ends its documents with id {eod}"
+        wrong = f"is {written}, but {prefix} ends its documents with id {eod}"
         found.error((*_CONFIG, "eod"), wrong, f"write {eod}", rule="eod_count")
 
 
@@ -154,8 +160,12 @@ def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> Non
     most = int(np.searchsorted(np.cumsum(np.sort(index.lengths), dtype=np.int64), seq)) + 2
     most_entries = most + padding
     if mean > room:
-        wrong = f"room for {room} documents per sample, this data has {mean:.0f} on average"
-        found.error(path, wrong, f"more than {mean + padding:.0f}, at most {most_entries}", rule="eod_count")
+        wrong = f"the mask has room for {room} documents per sample, but this data has {mean:.0f} on average"
+        found.error(
+            path, wrong, f"write more than {mean + padding:.0f}; {most_entries} is always enough", rule="eod_count"
+        )
     elif most > room:
-        wrong = f"room for {room} documents per sample, a sample of the shortest may hold {most}"
-        found.warning(path, wrong, f"{most_entries} is always enough", rule="eod_count")
+        wrong = (
+            f"the mask has room for {room} documents per sample, but a sample of the shortest documents may hold {most}"
+        )
+        found.warning(path, wrong, f"write {most_entries}, which is always enough", rule="eod_count")

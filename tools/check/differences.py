@@ -24,13 +24,13 @@ def modelled(recipe: Recipe) -> str:
     none.
     """
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
-    return f"modelled, for search, estimates and check; not to be trained: {why}" if why else ""
+    return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""
 
 
 def check_differences(view: View, built: Built, found: Findings) -> None:
     """Note every case in which MindFormers computes something else than one may expect for this recipe."""
     if said := modelled(view.recipe):  # what would be trained is another model, or nothing
-        found.note(("model",), said, "see card.yaml")
+        found.note(("model",), said, "see the card.yaml beside the recipe")
     _shared_embedding(view, built, found)
     _auxiliary_loss(view, built, found)
     _rounded_probabilities(view, built, found)
@@ -69,12 +69,16 @@ def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
         return  # its shares of experts are those of all ranks
     parts = []
     if view.batch > 1:
-        parts.append(f"the {view.batch} samples of a micro-batch together (runner_config.batch_size)")
+        parts.append(f"all {view.batch} samples of a micro-batch (runner_config.batch_size)")
     cut = (view.cp if view.parallel else 1) * (view.tp if view.parallel and kind != "seq_aux_loss" else 1)
     if cut > 1:
-        parts.append(f"each of {cut} parts of a sequence by itself")
+        parts.append(f"each of the {cut} parts into which ranks cut a sequence")
     if parts:
-        wrong = f"{kind} is not taken sequence by sequence but over {' and '.join(parts)}; another layout, another loss"
+        over = " and ".join(parts)
+        wrong = (
+            f"MindFormers computes {kind} not for each sequence, but over {over}, so that the loss depends on "
+            "the layout"
+        )
         found.note((*MODEL, "moe_router_load_balancing_type"), wrong, f"see {_PAGE}", rule="auxiliary_loss")
 
 
@@ -83,10 +87,8 @@ def _rounded_probabilities(view: View, built: Built, found: Findings) -> None:
     dispatcher, dtype = (built.fields.get(key) for key in ("moe_token_dispatcher_type", "compute_dtype"))
     rounds = dispatcher == DISPATCHER_OF["hierarchical"] and str(dtype).lower() not in ("bfloat16", "bf16")
     if built.number("num_moe_experts") and rounds and not view.cpu_classes:
-        wrong = (
-            f"{dispatcher} rounds the router's probabilities and their gradients to bfloat16, whatever compute_dtype"
-        )
-        right = f"{DEFAULT_DISPATCHER}, or plugins.hierarchical_ep, to keep {dtype}; see {_PAGE}"
+        wrong = f"{dispatcher} rounds the router's probabilities and their gradients to bfloat16 with any compute_dtype"
+        right = f"{DEFAULT_DISPATCHER} and plugins.hierarchical_ep keep {dtype}, see {_PAGE}"
         found.note((*MODEL, "moe_token_dispatcher_type"), wrong, right, rule="rounded_probabilities")
 
 
@@ -95,7 +97,7 @@ def _rounded_queries(view: View, built: Built, found: Findings) -> None:
     fields = built.fields
     rounds = str(fields.get("compute_dtype")).lower() in ("float32", "fp32") and fields.get("use_flash_attention")
     if rounds and not fields.get("multi_latent_attention") and not view.cpu_classes:
-        wrong = "grouped-query attention rounds queries, keys and values, and their gradients, to float16 all the same"
+        wrong = "grouped-query attention still rounds queries, keys, values and their gradients to float16"
         found.note((*MODEL, "compute_dtype"), wrong, f"see {_PAGE}", rule="rounded_queries")
 
 
@@ -106,22 +108,26 @@ def _dealt_samples(view: View, built: Built, found: Findings) -> None:
     reasons = []
     masked, whole = view.flag((*LOADER, "config", "eod_mask_loss")), built.fields.get("calculate_per_token_loss")
     if masked and not whole and view.micro_batches * view.accumulation > 1:
-        reasons.append("eod_mask_loss leaves its micro-batches unequal numbers of tokens, and their means are averaged")
+        reasons.append(
+            "with eod_mask_loss micro-batches have different numbers of tokens, but their mean losses are averaged"
+        )
     if built.number("num_moe_experts") and built.fields.get("moe_aux_loss_coeff"):
         reasons += _taken_together(view, str(built.fields.get("moe_router_load_balancing_type")))
     if reasons:
-        wrong = f"losses are not those without it, beyond rounding: {'; '.join(reasons)}"
+        wrong = f"losses differ from those without this plugin by more than rounding: {'; '.join(reasons)}"
         found.note(("plugins", "attention_balance"), wrong, "see docs/attention-balance.md", rule="masked_mean")
 
 
 def _taken_together(view: View, kind: str) -> list[str]:
     """Say why the auxiliary loss depends on which samples share a micro-batch or rank; empty where it does not."""
     if view.get(("plugins", "group_aux_loss")) not in (None, False):
-        return ["group_aux_loss takes the auxiliary loss of the samples that an EP group has at once"]
+        return ["group_aux_loss computes the auxiliary loss over the samples that an EP group has at the same time"]
     if kind == "gbs_aux_loss":
-        return ["gbs_aux_loss counts the experts of the step's micro-batches up to the present one"]
+        return ["gbs_aux_loss counts the chosen experts of all micro-batches of the step so far"]
     if view.batch > 1 and not view.cpu_classes:
-        return [f"{kind} is taken over a micro-batch's {view.batch} samples together (runner_config.batch_size)"]
+        return [
+            f"MindFormers computes {kind} over all {view.batch} samples of a micro-batch (runner_config.batch_size)"
+        ]
     return []
 
 
@@ -132,8 +138,8 @@ def _documents_of_mtp(view: View, built: Built, found: Findings) -> None:
         return
     data = config if isinstance(config, dict) else {}
     if mtp_documents.crosses(data, built.fields, built.number("mtp_num_layers")):
-        wrong = "at the end of a document MTP predicts the next document, which attention keeps apart"
-        right = f"{mtp_documents.KEY}: {{}}, to leave that out; see {_PAGE}"
+        wrong = "at the end of a document MTP predicts tokens of the next document, which attention cannot see"
+        right = f"{mtp_documents.KEY}: {{}} leaves these predictions out, see {_PAGE}"
         found.note((*MODEL, "num_nextn_predict_layers"), wrong, right, rule="mtp_documents")
 
 
@@ -143,8 +149,8 @@ def _groups_of_experts(view: View, built: Built, found: Findings) -> None:
     limits = bool(built.number("num_moe_experts")) and groups > 1 and chosen < groups
     if limits and built.fields.get("moe_router_enable_expert_bias"):
         wrong = (
-            f"experts outside the {chosen} of {groups} groups that a token chooses count as score 0, and are chosen "
-            "where the bias, which training moves, makes the scores of the allowed experts negative"
+            f"experts outside the {chosen} of {groups} groups that a token chooses get the score 0; the router chooses "
+            "them all the same if the trained bias makes the scores of the allowed experts negative"
         )
         path = built.origin.get("moe_router_num_groups", (*MODEL, "n_group"))
-        found.note(path, wrong, f"1 routes without groups; see {_PAGE}", rule="masked_groups")
+        found.note(path, wrong, f"n_group: 1 routes without groups, see {_PAGE}", rule="masked_groups")

@@ -61,8 +61,8 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         _hierarchical_ep(view, built, found)
     if on(_OVERLAP):
         if not on(_HIERARCHICAL):
-            wrong = "it cuts what plugins.hierarchical_ep does, which is off"
-            found.error(_OVERLAP, wrong, "switch plugins.hierarchical_ep on, or this off")
+            wrong = "this plugin cuts the dispatch of plugins.hierarchical_ep, which is off"
+            found.error(_OVERLAP, wrong, "switch plugins.hierarchical_ep on, or this plugin off")
         with _refusals(_OVERLAP, found):
             chunks, _ = ep_overlap.read(view.get(_OVERLAP))
             if chunks != "auto":
@@ -120,9 +120,9 @@ def _batch_ramp(view: View, found: Findings) -> None:
         last, steps = view.ramp.stages[-1][0], view.ramp.steps_of(view.samples)
         if 0 < steps <= last:
             wrong = f"the ramp lasts until step {last:,}, but the run ends with step {steps:,}"
-            right = f"stages that end earlier, or at least {view.ramp.samples_until(last + 1):,} samples"
+            right = f"write stages that end earlier, or train at least {view.ramp.samples_until(last + 1):,} samples"
             found.warning(
-                (*_RAMP, "stages"), f"{wrong}: it never trains {view.global_batch:,} samples in a step", right
+                (*_RAMP, "stages"), f"{wrong}, so that no step trains the full {view.global_batch:,} samples", right
             )
 
 
@@ -147,8 +147,11 @@ def _packed_labels(view: View, on: bool, found: Findings) -> None:
     elif view.packs and not view.flag((*LOADER, "streaming")):
         handlers = [item.get("type") for item in view.get((*LOADER, "handler")) if isinstance(item, dict)]
         path = (*LOADER, "handler", handlers.index(packed_labels.PACKING))
-        wrong = "trains each token on the one after the next, and the last of a conversation on the padding token"
-        found.error(path, wrong, f"{packed_labels.KEY}: {{}}", rule="packed_labels")
+        wrong = (
+            "packing shifts the labels twice, so that each token is trained to predict the token after the next, and "
+            "the last token of a conversation to predict padding"
+        )
+        found.error(path, wrong, f"add {packed_labels.KEY}: {{}}", rule="packed_labels")
 
 
 def _yarn(view: View, found: Findings) -> None:
@@ -161,8 +164,8 @@ def _yarn(view: View, found: Findings) -> None:
         reach = yarn.read(view.get(_YARN), model if isinstance(model, dict) else {})
         longest = reach.factor * reach.original
         if (length := view.number((*MODEL, "seq_length"), 0)) > longest:
-            wrong = f"{reach.factor:g} x {reach.original} tokens do not reach seq_length {length}"
-            right = f"at least {-(-length // reach.original)}, or what the weights were trained with"
+            wrong = f"{reach.factor:g} x {reach.original} tokens are fewer than seq_length {length}"
+            right = f"write at least {-(-length // reach.original)}, unless the weights were trained with this factor"
             found.warning((*MODEL, "rope_scaling", "factor"), wrong, right)
 
 
@@ -173,18 +176,20 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
         node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
         hierarchical_ep.read(view.get(_HIERARCHICAL), view.ep, node, built.number("num_moe_experts"), rank=0)
     if view.ep == 1:
-        wrong = "every device holds all experts: nothing to dispatch between devices"
-        found.error(_HIERARCHICAL, wrong, "parallel_config.expert_parallel above 1, or leave the plugin out")
+        wrong = "every device holds all experts, so that there is nothing to dispatch between devices"
+        found.error(_HIERARCHICAL, wrong, "write parallel_config.expert_parallel above 1, or leave the plugin out")
     dispatcher = (*MODEL, "moe_token_dispatcher_type")
     usual = hierarchical_ep.DEFAULT_DISPATCHER
     if view.get(dispatcher, usual) != usual:
-        found.error(dispatcher, "plugins.hierarchical_ep sets this key itself", repr(usual))
+        found.error(dispatcher, "plugins.hierarchical_ep sets this key itself", f"write {usual!r}")
     for key in MINDFORMERS_OWN:
         if built.fields.get(key):
-            found.error((*MODEL, key), "plugins.hierarchical_ep has no expert relocation", "False")
+            found.error((*MODEL, key), "plugins.hierarchical_ep does not support expert relocation", "write False")
     if view.cpu_classes and view.ep != view.devices:
-        wrong = f"{view.ep} of {view.devices} workers share the experts"
-        found.error((*PARALLEL, "expert_parallel"), wrong, f"device_target CPU needs {view.devices}: all workers")
+        wrong = f"only {view.ep} of the {view.devices} workers would share the experts"
+        found.error(
+            (*PARALLEL, "expert_parallel"), wrong, f"on CPU all workers must share them, so write {view.devices}"
+        )
 
 
 def _operator_fusion(view: View, found: Findings) -> None:
@@ -192,18 +197,18 @@ def _operator_fusion(view: View, found: Findings) -> None:
     with _refusals((), found, "operator_fusion"):
         fusion = operator_fusion.check(view.recipe)
         if fusion and view.on_cpu and fusion.level != "off":
-            found.note(_FUSION, "a CPU has no kernels of DVM: nothing is fused here", where)
+            found.note(_FUSION, "a CPU has no DVM kernels, so that nothing is fused here", where)
         elif fusion and fusion.level == "cube":
-            found.warning((*_FUSION, "level"), "cube is experimental: nobody has run it on an NPU here", where)
+            found.warning((*_FUSION, "level"), "cube is experimental, and we have not run this level on an NPU", where)
 
 
 def _grouped_gradient(view: View, found: Findings) -> None:
     where = "see docs/grouped-gradient.md"
     with _refusals((), found, "grouped_gradient"):
         if grouped_gradient.check(view.recipe):
-            found.warning(_GRADIENT, "experimental: nobody has run it on an NPU here", where)
+            found.warning(_GRADIENT, "this plugin is experimental, and we have not run it on an NPU", where)
         else:
-            found.note(_GRADIENT, "a CPU has no such operator: nothing is replaced here", where)
+            found.note(_GRADIENT, "a CPU does not have this operator, so that nothing is replaced here", where)
 
 
 def _expert_balance(view: View, built: Built, found: Findings) -> None:

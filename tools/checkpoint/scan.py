@@ -32,7 +32,7 @@ def scan_checkpoints(
 
     Args:
         root: the folder that holds MindFormers' `iteration_*` folders (`checkpoint.save_path`); may not exist.
-        unfit: why a checkpoint (folder, its step) is not to be taken, whole or not.
+        unfit: returns why a checkpoint (folder, step) must not be used, even if it is complete.
 
     Returns:
         The newest complete checkpoint or None, and what was skipped before it, each with the reason. Saves that an

@@ -54,8 +54,9 @@ class Tensor:
     """A `Tensor` describes one tensor of a checkpoint and the files that hold its slices.
 
     Args:
-        dtype: as safetensors writes it; shape: of the whole; cuts: into how many parts each axis is cut.
-        copies: by slice, in row-major order: (rank, file) of all that hold it, by rank.
+        dtype: as safetensors writes it; shape: the shape of the whole tensor; cuts: into how many parts each axis is
+            cut.
+        copies: for each slice in row-major order, (rank, file) of all ranks that hold it, sorted by rank.
     """
 
     dtype: str

@@ -78,7 +78,7 @@ SHOWN = 10
 class Skips:
     """A `Skips` counts skipped documents by kind: `empty`, `invalid_utf8` and `broken_lines`.
 
-    strict: raise at the first that is not merely empty. reporter: where the first `SHOWN` of them are named.
+    strict: raise an error at the first skipped document that is not empty. reporter: prints the first `SHOWN` faults.
     """
 
     strict: bool = False

@@ -65,7 +65,7 @@ def parsed(text: str) -> Report | Trouble:
         return Trouble(
             "report",
             f"the output has {len(text):,} characters, so it is not a report",
-            "look what prints there when a shell starts",
+            "find out what prints text there when a shell starts",
         )
     try:
         return read_report(text)
@@ -244,7 +244,9 @@ def _ask(host: str, command: str, sessions: _Sessions, told: _Meaning) -> tuple[
         finally:
             late = sessions.end(process)
         if late:
-            mend = "look there for a file system or a driver that hangs; give slow hosts more time by --limit SECONDS"
+            mend = (
+                "look for a file system or a driver that hangs on that host; --limit SECONDS gives slow hosts more time"
+            )
             return Trouble("ssh", f"no answer within {sessions.limit:g} s", mend), None
         errors.seek(0)
         return told(host, code, text, errors.read(_MOST).decode(errors="replace")), skew
@@ -298,10 +300,12 @@ def _output(host: str, code: int, text: bytes, errors: str) -> str | Trouble:
     """Return what the command printed on a host."""
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit code {code}")
     if code == _FAILED:
-        return Trouble("ssh", last, f"ssh -o BatchMode=yes {host} true must work without a question")
+        return Trouble("ssh", last, f"`ssh -o BatchMode=yes {host} true` must work without asking for a password")
     _, found, rest = text.partition(_REPORT + b"\n")
     if not found or code not in (0, 1):
-        return Trouble("report", last, f"the checkout, Python and this folder must be there as here ({CHECKOUT})")
+        return Trouble(
+            "report", last, f"the checkout, Python and this folder must have the same paths there as here ({CHECKOUT})"
+        )
     return rest.decode(errors="replace")
 
 

@@ -24,22 +24,25 @@ from tools.process.host import shorten
 
 SKEW = 0.1  # seconds, as the check `clock` allows
 ORDER: Sequence[Verdict] = ("fail", "warn", "unknown")
-_SAME = "the same package on every host"
+_SAME = "install the same package on every host"
 # fact, or what it begins with -> (verdict where a host has another value, what to do)
 _MEANING: dict[str, tuple[Verdict, str]] = {
-    "code": ("fail", "one checkout on a disk that all hosts see, or git pull there"),
+    "code": ("fail", "use one checkout on a disk that all hosts share, or run git pull on that host"),
     "mindspore": ("fail", "pip install -e . there"),
     "mindformers": ("fail", "pip install -e . there"),
     "Python": ("warn", _SAME),
     "driver": ("warn", _SAME),
     "firmware": ("warn", _SAME),
-    "CANN": ("fail", "one CANN on every host: collectives between two releases are not supported"),
-    "NPUs": ("fail", "npu-smi info there; leave the host out if it lacks one"),
+    "CANN": (
+        "fail",
+        "install one CANN release on every host, because collectives between two releases are not supported",
+    ),
+    "NPUs": ("fail", "run npu-smi info on that host; leave the host out if it lacks an NPU"),
     "kernel": ("warn", _SAME),
-    "cores": ("warn", "lscpu, and the cpuset of the job there"),
+    "cores": ("warn", "run lscpu on that host, and look at the cpuset of its job"),
     "packet size": ("warn", "ip link set CARD mtu N (as the switch, on every host)"),
-    "recipe": ("fail", "the same recipe and bases on every host"),
-    "data": ("fail", "copy the corpus again, or mount the same disk"),
+    "recipe": ("fail", "copy the same recipe and bases to every host"),
+    "data": ("fail", "copy the corpus again, or mount the same disk on all hosts"),
 }
 
 
@@ -108,7 +111,9 @@ def _fact(name: str, reports: Mapping[str, Report]) -> list[Outlier]:
     silent = [host for host, value in told.items() if value is None]
     groups = _grouped(known)
     most = bool(groups) and 2 * len(groups[0][1]) > len(known)
-    usual = f"{len(groups[0][1])} of {len(told)} hosts have {groups[0][0]}" if most else "no value has most hosts"
+    usual = (
+        f"{len(groups[0][1])} of {len(told)} hosts have {groups[0][0]}" if most else "no value is common to most hosts"
+    )
     verdict, mend = next((meaning for key, meaning in _MEANING.items() if name.startswith(key)), ("warn", _SAME))
     others = groups[1:] if most else groups
     found = [Outlier(name, verdict, hosts, value, usual, mend) for value, hosts in others]
@@ -134,7 +139,7 @@ def _check(name: str, reports: Mapping[str, Report]) -> tuple[list[Outlier], Ver
         hosts = [host for host, item in items.items() if item.verdict == verdict]
         if hosts and (verdict == "fail" or same is None):
             seen = Counter(items[host].seen for host in hosts).most_common()
-            words = seen[0][0] + (f"; {len(seen) - 1} other answers" if len(seen) > 1 else "")
+            words = seen[0][0] + (f"; there are {len(seen) - 1} other answers" if len(seen) > 1 else "")
             usual = f"{verdicts['ok']} of {len(reports)} hosts ok"
             found.append(Outlier(name, verdict, hosts, words, usual, _mend(name)))
     if missing := [host for host in reports if host not in items]:
@@ -162,7 +167,10 @@ def _clocks(answers: Mapping[str, Answer]) -> list[Outlier]:
         found.append(Outlier("clocks", "fail", wrong, _range(off[host] for host in wrong), usual, _mend("clock")))
     if hidden:
         worst = max(measured[host].error for host in hidden)
-        words = f"{_range(off[host] for host in hidden)}, give or take {worst:.3f}: the round trip is too long to tell"
+        words = (
+            f"{_range(off[host] for host in hidden)}, with an uncertainty of {worst:.3f}: the round trip is too "
+            "long for an exact answer"
+        )
         found.append(Outlier("clocks", "unknown", hidden, words))
     silent = [host for host, answer in answers.items() if isinstance(answer.told, Report) and host not in measured]
     if silent:

@@ -33,7 +33,9 @@ _VERSION_FILES = {  # CANN 8.5 calls its folder cann; earlier ones ascend-toolki
     "firmware": [f"{_ASCEND}/firmware/version.info"],
     "CANN": [f"{_ASCEND}/{folder}/*/ascend_toolkit_install.info" for folder in ("ascend-toolkit/latest", "cann")],
 }
-_NPU_SMI_SILENT = "npu-smi does not answer: no driver, no permission (root, group HwHiAiUser), or it hangs"
+_NPU_SMI_SILENT = (
+    "npu-smi does not answer: there is no driver or no permission (root, group HwHiAiUser), or npu-smi hangs"
+)
 _USAGE = re.compile(r"Aicore Usage Rate\(%\)\s*:\s*(\d+)", re.IGNORECASE)
 _FREQUENCY = re.compile(r"Aicore\s+(cur)?\s*Freq\(MHZ\)\s*:\s*(\d+)", re.IGNORECASE)
 
@@ -45,25 +47,30 @@ def _hccl_ports() -> range:
 
 
 @check(
-    why="HCCL's ports lie in the range of which Linux gives any client one; then a job fails to start, now and then",
-    source="CANN, HCCL_IF_BASE_PORT: 60000-60031 unless it says otherwise",
+    why="if HCCL's ports lie in the range from which Linux gives ports to clients, a job sometimes fails to start",
+    source="CANN, HCCL_IF_BASE_PORT: HCCL uses 60000-60031 by default",
     mend="sysctl -w net.ipv4.ip_local_reserved_ports=60000-60031",
     npu=True,
 )
 def reserved_ports(patient: Patient) -> Answer:
     """Check that the system gives no network client a port that HCCL needs."""
     span = patient.root.read("/proc/sys/net/ipv4/ip_local_port_range")
-    low, high = map(int, told(span, "the range of clients' ports cannot be read").split())
+    low, high = map(int, told(span, "the range of client ports cannot be read").split())
     reserved = set(expand(patient.root.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""))
     open_ones = [port for port in _hccl_ports() if low <= port <= high and port not in reserved]
-    seen = f"clients get {low}-{high}"
+    seen = f"clients get ports {low}-{high}"
     return Answer("warn" if open_ones else "ok", seen + (f", {compress(open_ones)} not reserved" if open_ones else ""))
 
 
 @check(
-    why="HCCL, and the scheduler of a script of tc3 train --script, cannot listen where somebody does already",
+    why=(
+        "HCCL, and the scheduler of a script from tc3 train --script, cannot listen on a port that another process uses"
+    ),
     source="msrun --master_port; CANN, HCCL_IF_BASE_PORT",
-    mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
+    mend=(
+        "`ss -ltnp` shows which process listens; end this process, or choose other ports (MASTER_PORT, "
+        "HCCL_IF_BASE_PORT)"
+    ),
 )
 def free_ports(patient: Patient) -> Answer:
     """Check that no program listens on the ports that a launch needs; tc3 train itself chooses the port of the
@@ -88,25 +95,30 @@ def card_sizes(root: Root) -> dict[str, str]:
 
 
 @check(
-    why="cards of different packet sizes on one network lose large packets without a word",
+    why="network cards with different packet sizes (MTU) on one network lose large packets without an error",
     source="ip-link(8)",
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
     """Check that all network cards have the same packet size; tc3 doctor --nodes compares it between hosts."""
-    sizes = told(card_sizes(patient.root) or None, "no network card is seen (in a container: ask its host)")
+    sizes = told(
+        card_sizes(patient.root) or None, "no network card is visible (in a container, run tc3 doctor on its host)"
+    )
     seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
     return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
 
 
 @check(
-    why="other hosts look for the master by this name; one that means 'myself' leads each of them to itself",
+    why=(
+        "other hosts look for the master under this name; if the name means a loopback address, each host connects "
+        "to itself"
+    ),
     source="hosts(5); Debian writes 127.0.1.1",
     mend="write the host's own address into /etc/hosts, or give msrun an address (MASTER_ADDR)",
 )
 def host_name(patient: Patient) -> Answer:
     """Check that the host's name resolves to an address that other hosts can reach."""
-    name = told(patient.root.read("/proc/sys/kernel/hostname") or None, "the host does not say its name")
+    name = told(patient.root.read("/proc/sys/kernel/hostname") or None, "the host does not tell its name")
     rows = [line.split("#")[0].split() for line in (patient.root.read("/etc/hosts") or "").splitlines()]
     addresses = [row[0] for row in rows if name in row[1:]]
     if not addresses:
@@ -128,27 +140,32 @@ def _npu_smi_table(patient: Patient) -> str:
 @check(
     why="every worker drives one NPU",
     source="launch/run/preflight.py",
-    mend="docker --device=/dev/davinciN (and davinci_manager, devmm_svm, hisi_hdc), or fewer devices a node",
+    mend=(
+        "pass the devices with docker --device=/dev/davinciN (and davinci_manager, devmm_svm, hisi_hdc), or use "
+        "fewer devices per node"
+    ),
     npu=True,
 )
 def npus(patient: Patient) -> Answer:
     """Check that the host has as many NPUs as the recipe has workers on a node."""
     count = len(_npu_files(patient))
     if not count and patient.recipe is None:
-        return Answer("unknown", "no /dev/davinci*, and no recipe says whether NPUs are wanted")
+        return Answer(
+            "unknown", "there is no /dev/davinci*, and without a recipe it is unknown whether NPUs are wanted"
+        )
     return Answer("ok" if count >= patient.workers else "fail", f"{count} of {patient.workers} (/dev/davinci*)")
 
 
 @check(
     why="an NPU that is not healthy fails or slows the whole run",
     source="npu-smi info",
-    mend="npu-smi info -t health -i ID says more; take the host out of the list",
+    mend="`npu-smi info -t health -i ID` says more; take the host out of the list",
     npu=True,
 )
 def npu_health(patient: Patient) -> Answer:
     """Check that npu-smi reports every NPU as OK."""
     text = _npu_smi_table(patient)
-    unknown = f"npu-smi {host.npu_smi_version(text) or ''}: a table of a form that is not known here"
+    unknown = f"npu-smi {host.npu_smi_version(text) or ''}: tc3 cannot read the form of this table"
     chips = told(host.chips(text) or None, unknown)
     bad = [f"NPU {chip.device} {chip.health}" for chip in chips if chip.health != "OK"]
     if not bad and len(chips) < (files := len(_npu_files(patient))):
@@ -157,24 +174,27 @@ def npu_health(patient: Patient) -> Answer:
 
 
 @check(
-    why="what an earlier run left behind holds the NPU's memory",
+    why="a process that an earlier run left behind still holds the NPU's memory",
     source="npu-smi info",
-    mend="kill the processes it names, once you know that they are yours",
+    mend="kill the named processes after you have made sure that they are yours",
     npu=True,
 )
 def npu_processes(patient: Patient) -> Answer:
     """Check that no process uses the NPUs."""
     found = host.npu_processes(_npu_smi_table(patient))
     if found is None:
-        return Answer("unknown", "npu-smi shows no table of processes in a form that is known here")
+        return Answer("unknown", "npu-smi shows no table of processes that tc3 can read")
     rows = [f"{name or 'process'} {pid} on NPU {card}" for card, pid, name in found]
     return Answer("warn" if rows else "ok", ", ".join(rows) or "none")
 
 
 @check(
-    why="an idle NPU clocks down; another threshold in the firmware gained 25-30 % in the report (its number)",
+    why="an idle NPU lowers its clock; the TeleChat3 report gained 25-30 % with another idle threshold in the firmware",
     source=REPORT,
-    mend="ask Huawei's support for the firmware's idle threshold; npu-smi info -t common -i ID during a run",
+    mend=(
+        "ask Huawei's support for the firmware's idle threshold; `npu-smi info -t common -i ID` shows the clock "
+        "during a run"
+    ),
     npu=True,
 )
 def npu_clock(patient: Patient) -> Answer:
@@ -192,14 +212,16 @@ def npu_clock(patient: Patient) -> Answer:
             slow, resting = slow or (low and works), resting or (low and not works)
     told(seen or None, "npu-smi does not tell the clock of the AI cores")
     if resting and not slow:
-        return Answer("unknown", f"without work; ask again during a run ({', '.join(seen)})")
+        return Answer("unknown", f"the NPUs are idle; check again during a run ({', '.join(seen)})")
     return Answer("warn" if slow else "ok", ", ".join(seen))
 
 
 @check(
-    why="a link that is down ends the first collective between hosts in a time-out",
+    why="if a link is down, the first collective between hosts ends in a time-out",
     source="HCCN Tool, -link -g",
-    mend="cable and switch of the port; hccn_tool -i ID -link_stat -g says since when",
+    mend=(
+        "check the cable and the switch of the port; `hccn_tool -i ID -link_stat -g` shows since when the link is down"
+    ),
     npu=True,
 )
 def npu_links(patient: Patient) -> Answer:
@@ -212,7 +234,7 @@ def npu_links(patient: Patient) -> Answer:
         )
         if state := re.search(r"link status:\s*(\w+)", text):
             states[number] = state[1]
-    told(states or None, "hccn_tool does not answer (root)")
+    told(states or None, "hccn_tool does not answer (it needs root)")
     down = [f"NPU {number} {state}" for number, state in states.items() if state != "UP"]
     if down:
         return Answer("fail", ", ".join(down))
@@ -234,7 +256,10 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
 
 
 @check(
-    why="MindSpore loads CANN at start; CANN wants a driver not older than its own, and a driver its firmware",
+    why=(
+        "MindSpore loads CANN at its start; CANN needs a driver that is not older than CANN itself, and the driver "
+        "needs its firmware"
+    ),
     source="CANN, installation guide; compatible_version_fw in the driver's version.info",
     mend="install driver and firmware of one release; source set_env.sh below /usr/local/Ascend for CANN",
     npu=True,
@@ -267,9 +292,9 @@ def _numbers(version: str) -> list[int]:
 
 
 @check(
-    why="a checkpoint that does not fit ends the run; all nodes together write it, here if the folder is shared",
+    why="the run ends if a checkpoint does not fit on the disk; if the folder is shared, all nodes write to this disk",
     source="12 bytes a parameter: weights and AdamW's moments in float32",
-    mend="an output_dir with more room (--set output_dir=...), or fewer kept checkpoints",
+    mend="choose an output_dir with more room (--set output_dir=...), or keep fewer checkpoints",
 )
 def checkpoint_room(patient: Patient) -> Answer:
     """Check that the disk has room for a whole checkpoint."""
@@ -287,7 +312,7 @@ def checkpoint_room(patient: Patient) -> Answer:
 @check(
     why="the kernel kills a worker when memory ends",
     source="launch/run/preflight.py: about 1 GiB for a worker of a toy on CPU",
-    mend="fewer workers, or end what else uses memory",
+    mend="use fewer workers, or end other processes that use memory",
 )
 def memory(patient: Patient) -> Answer:
     """Check that the host has enough memory for the workers. It is not known how much memory a worker with an NPU

@@ -32,19 +32,22 @@ _WRITTEN, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may 
 
 
 @check(
-    why="a core that clocks down starts the NPU's operators late",
+    why="a core that lowers its clock launches the NPU's operators late",
     source="Linux, admin-guide/pm/cpufreq",
     mend="cpupower frequency-set -g performance",
 )
 def governor(patient: Patient) -> Answer:
     """Check that cores run at their full clock frequency."""
     found = {patient.root.read(path) or "?" for path in patient.root.find(f"{_CPU}/cpu[0-9]*/cpufreq/scaling_governor")}
-    told(found or None, "no cpufreq: a virtual machine, or the firmware decides (then its power profile counts)")
+    told(
+        found or None,
+        "there is no cpufreq: this is a virtual machine, or the firmware sets the clock by its power profile",
+    )
     return Answer("ok" if found == {"performance"} else "fail", ", ".join(sorted(found)))
 
 
 @check(
-    why="a core in a deep idle state wakes late, once for each operator that waits for it",
+    why="a core in a deep idle state wakes up late, and each operator that waits for the core is delayed",
     source="Linux, admin-guide/pm/cpuidle",
     mend="cpupower idle-set -D 10",
 )
@@ -52,14 +55,19 @@ def idle_states(patient: Patient) -> Answer:
     """Check that a core can leave each of its enabled idle states quickly."""
     read, worst = patient.root.read, 0
     states = patient.root.find(f"{_CPU}/cpu0/cpuidle/state[0-9]*")
-    for state in told(states or None, "no cpuidle: a virtual machine, or states are off"):
+    for state in told(states or None, "there is no cpuidle: this is a virtual machine, or idle states are off"):
         if read(f"{state}/disable") == "0":
             worst = max(worst, int(read(f"{state}/latency") or 0))
-    return Answer("ok" if worst <= _WAKES else "warn", f"the deepest enabled state wakes in {worst} us")
+    return Answer(
+        "ok" if worst <= _WAKES else "warn", f"a core needs {worst} us to wake up from the deepest enabled state"
+    )
 
 
 @check(
-    why="strict translation slows what hosts and NPUs exchange; the report gained 3-5 % (its number) by passthrough",
+    why=(
+        "strict address translation slows transfers between host and NPUs; the TeleChat3 report gained 3-5 % with "
+        "passthrough"
+    ),
     source=REPORT,
     mend="boot with iommu.passthrough=1 (arm64) or iommu=pt (x86)",
 )
@@ -77,12 +85,15 @@ def iommu(patient: Patient) -> Answer:
         return Answer("unknown", "neither groups nor the kernel's parameters can be read")
     groups = patient.root.find("/sys/kernel/iommu_groups/*")
     if groups:
-        return Answer("unknown", f"{len(groups)} groups of a kind that this kernel does not tell")
-    return Answer("ok", "no IOMMU groups: off, or not there")
+        return Answer("unknown", f"{len(groups)} groups whose type this kernel does not show")
+    return Answer("ok", "there are no IOMMU groups: the IOMMU is off or missing")
 
 
 @check(
-    why="the kernel unmaps pages to see who uses them; bound workers have theirs near already",
+    why=(
+        "the kernel unmaps pages to see which core uses them; bound workers already have their pages on their own "
+        "NUMA node"
+    ),
     source="Linux, admin-guide/sysctl/kernel",
     mend="sysctl -w kernel.numa_balancing=0",
 )
@@ -95,20 +106,25 @@ def numa_balancing(patient: Patient) -> Answer:
 
 
 @check(
-    why="compiling takes a tenth to a fifth longer without (tc3 train asks for them by GLIBC_TUNABLES)",
+    why="compiling takes 10-20 % longer without huge pages (tc3 train asks for them with GLIBC_TUNABLES)",
     source="benchmarks/RESULTS.md",
     mend="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
 )
 def huge_pages(patient: Patient) -> Answer:
     """Check that Linux lets processes ask for transparent huge pages."""
-    chosen = patient.find(r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/enabled", "the kernel does not say")
+    chosen = patient.find(
+        r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/enabled", "the kernel does not show this setting"
+    )
     return Answer("warn" if chosen[1] == "never" else "ok", chosen[1])
 
 
 @check(
-    why="interrupts on a worker's core delay its operators; isolation gained 10-15 % in the report (its number)",
+    why="interrupts on a worker's core delay its operators; the TeleChat3 report gained 10-15 % by isolation",
     source=REPORT,
-    mend="IRQBALANCE_BANNED_CPULIST in /etc/sysconfig/irqbalance (tc3 affinity), or systemctl stop irqbalance",
+    mend=(
+        "set IRQBALANCE_BANNED_CPULIST in /etc/sysconfig/irqbalance (tc3 affinity prints it), or systemctl stop "
+        "irqbalance"
+    ),
 )
 def irqbalance(patient: Patient) -> Answer:
     """Check that no service moves interrupts onto the workers' cores."""
@@ -118,14 +134,17 @@ def irqbalance(patient: Patient) -> Answer:
     for path in ("/etc/sysconfig/irqbalance", "/etc/default/irqbalance"):
         banned = re.search(r"^\s*IRQBALANCE_BANNED_CPU(?:LIST|S)=\"?([^\"\s]+)", read(path) or "", re.MULTILINE)
         if banned:
-            return Answer("ok", f"running, kept off cores {banned[1]}")
+            return Answer("ok", f"irqbalance runs, but is kept off cores {banned[1]}")
     return Answer("warn", "running, on all cores")
 
 
 @check(
-    why="msrun of MindSpore 2.9.0 reads the cpuset of version 1 only: without it --bind_core binds nothing, unsaid",
+    why="msrun of MindSpore 2.9.0 reads only cgroup version 1; without that, --bind_core silently binds nothing",
     source="mindspore/runtime/thread_bind_core.py, _get_available_cpus",
-    mend="nothing for tc3 train and its scripts, whose workers bind themselves; for others the words of tc3 affinity",
+    mend=(
+        "tc3 train and its scripts need no change, because their workers bind themselves; for other launches see "
+        "tc3 affinity"
+    ),
     npu=True,
 )
 def binding(patient: Patient) -> Answer:
@@ -137,9 +156,9 @@ def binding(patient: Patient) -> Answer:
 
 
 @check(
-    why="Linux spreads no threads over isolated cores: all of a worker's threads without a binding stay on one of them",
+    why="Linux does not spread threads over isolated cores, so that all unbound threads of a worker stay on one core",
     source="Linux, admin-guide/kernel-parameters, isolcpus",
-    mend="boot without isolcpus; keep others away by cpusets instead (tc3 affinity prints the lines)",
+    mend="boot without isolcpus, and keep other processes away with cpusets (tc3 affinity prints the lines)",
 )
 def isolated(patient: Patient) -> Answer:
     """Check that no core that workers may use is isolated by a kernel parameter."""
@@ -151,9 +170,9 @@ def isolated(patient: Patient) -> Answer:
 
 
 @check(
-    why="with fewer cores than workers all of them wait for each other",
+    why="with fewer cores than workers all workers wait for each other",
     source="tc3 affinity",
-    mend="a wider cpuset (docker --cpuset-cpus, Slurm --cpus-per-task), or fewer workers",
+    mend="allow more cores (docker --cpuset-cpus, Slurm --cpus-per-task), or use fewer workers",
 )
 def cores(patient: Patient) -> Answer:
     """Check that there is at least one core for each worker."""
@@ -163,9 +182,9 @@ def cores(patient: Patient) -> Answer:
 
 
 @check(
-    why="an interrupt on a worker's core delays its operators; isolation gained 10-15 % in the report (its number)",
+    why="an interrupt on a worker's core delays its operators; the TeleChat3 report gained 10-15 % by isolation",
     source=REPORT,
-    mend="echo CORES > /proc/irq/N/smp_affinity_list, with the interrupts' cores that tc3 affinity prints",
+    mend="echo CORES > /proc/irq/N/smp_affinity_list, with the cores for interrupts that tc3 affinity prints",
     npu=True,
 )
 def interrupts(patient: Patient) -> Answer:
@@ -180,8 +199,10 @@ def interrupts(patient: Patient) -> Answer:
             effective = patient.root.read(f"{folder}/effective_affinity_list")
             hit |= workers.intersection(expand(effective or patient.root.read(f"{folder}/smp_affinity_list") or ""))
             seen += 1
-    told(seen or None, "no interrupts of known devices are seen (in a container: ask its host)")
-    return Answer("warn" if hit else "ok", f"{seen} of devices, on workers' cores: {compress(hit) or 'none'}")
+    told(seen or None, "no interrupts of known devices are visible (in a container, run tc3 doctor on its host)")
+    return Answer(
+        "warn" if hit else "ok", f"{seen} interrupts of devices, of which on workers' cores: {compress(hit) or 'none'}"
+    )
 
 
 def _limit(patient: Patient, name: str) -> float:
@@ -191,7 +212,7 @@ def _limit(patient: Patient, name: str) -> float:
 
 
 @check(
-    why="a worker keeps sockets to its peers, libraries and data files open; the default of 1024 is soon used up",
+    why="a worker keeps many sockets, libraries and data files open, and soon reaches the default limit of 1024",
     source="getrlimit(2), RLIMIT_NOFILE",
     mend="ulimit -n 65536 (docker: --ulimit nofile=65536)",
 )
@@ -215,7 +236,7 @@ def locked_memory(patient: Patient) -> Answer:
 
 
 @check(
-    why="compiling walks deep graphs by recursion",
+    why="the compiler walks deep graphs recursively and needs a large stack",
     source="getrlimit(2), RLIMIT_STACK; Linux's own default is 8 MiB",
     mend="ulimit -s 8192",
 )
@@ -236,7 +257,7 @@ def free_space(patient: Patient, path: str) -> tuple[str, int, int] | None:
 
 
 @check(
-    why="dataset workers pass samples through it; a container has 64 MiB unless told",
+    why="dataset workers pass samples through /dev/shm, which has only 64 MiB in a container by default",
     source="docker run --shm-size",
     mend="docker run --shm-size=64g",
 )
@@ -251,7 +272,7 @@ def shared_memory(patient: Patient) -> Answer:
 
 
 @check(
-    why="a worker that is paged out holds up all others",
+    why="a worker whose memory is swapped out delays all other workers",
     source="swapoff(8)",
     mend="swapoff -a",
 )
@@ -263,7 +284,7 @@ def swap(patient: Patient) -> Answer:
 
 
 @check(
-    why="logs of hosts are compared by their times, and certificates and time-outs trust the clock",
+    why="logs of different hosts are compared by their times, and certificates and time-outs rely on the clock",
     source="chronyc(1), timedatectl(1)",
     mend="systemctl enable --now chronyd; chronyc makestep",
 )
@@ -276,13 +297,13 @@ def clock(patient: Patient) -> Answer:
     synchronised = patient.root.ask("timedatectl", "show", "-p", "NTPSynchronized") or ""
     if "=" in synchronised:
         return Answer("ok" if synchronised.strip().endswith("=yes") else "fail", synchronised.strip())
-    return Answer("unknown", "neither chronyc nor timedatectl answers (in a container: ask its host)")
+    return Answer("unknown", "neither chronyc nor timedatectl answers (in a container, run tc3 doctor on its host)")
 
 
 @check(
     why="a full disk ends a run at its next checkpoint",
     source="df(1)",
-    mend="an output_dir with more room (--set output_dir=...)",
+    mend="choose an output_dir with more room (--set output_dir=...)",
 )
 def disk(patient: Patient) -> Answer:
     """Check that the disk of the checkpoints has enough free space."""
@@ -293,9 +314,9 @@ def disk(patient: Patient) -> Answer:
 
 
 @check(
-    why="every step of a checkpoint waits for the disk; a share that hangs holds up the whole run",
+    why="every save of a checkpoint waits for the disk, and a network file system that hangs stops the whole run",
     source="fsync(2)",
-    mend="another output_dir; then look at the file system (mount, dmesg)",
+    mend="choose another output_dir, then look at the file system (mount, dmesg)",
 )
 def disk_write(patient: Patient) -> Answer:
     """Check how fast four MiB can be written and synchronised on the disk of the checkpoints; the file has no name, so
@@ -312,17 +333,17 @@ def disk_write(patient: Patient) -> Answer:
 
 
 @check(
-    why="recipes, the schema and the replaced internals were verified with these versions",
+    why="recipes, the schema and the patches of internals were verified with these versions",
     source="tools/schema/versions.py",
     mend="pip install -e . (installs the pinned versions)",
 )
 def python_packages(patient: Patient) -> Answer:
     """Check that the installed versions of MindSpore and MindFormers are the verified versions."""
     if not patient.root.live:
-        return Answer("unknown", "a recorded host does not say")
+        return Answer("unknown", "a recorded host does not show this")
     missing = [name for name in verified() if installed(name) is None]
     if missing:
         return Answer("fail", f"not installed: {', '.join(missing)}")
     if found := others():
-        return Answer("fail", f"{words(found)}, verified is {words(verified())}")
+        return Answer("fail", f"{words(found)} is installed, but tc3 was verified with {words(verified())}")
     return Answer("ok", words(verified()))

@@ -57,7 +57,7 @@ MENDS = {
     "bandwidth": "look at the interface of the named end: ethtool, tc qdisc show, ip -s link",
     "latency": "look at the interface of the named end: ethtool, tc qdisc show, ip -s link",
     "throttled": "give the container more CPU (docker: --cpus, Kubernetes: resources.limits.cpu)",
-    "waited": "end what else runs on its cores (top), or keep it away from them (tc3 affinity)",
+    "waited": "end other processes on its cores (top shows them), or keep them away from these cores (tc3 affinity)",
 }
 _FALSE_ALARMS, _LEAST_Z = 0.01, 3.5  # false alarms of a probe by normal noise; the least z
 _MOST_LINK_WAITED = 0.5  # of a link's time in which not both ends had a core
@@ -72,9 +72,9 @@ class Worker(TypedDict):
     """A `Worker` holds a probe's result for one worker.
 
     Attributes:
-        place: where it runs; "" for this host.
+        place: the host of the worker; "" for this host.
         kind: workers of one kind should be equally fast: the device, and how many cores.
-        cores: that it was bound to, in Linux's form; "" if it was not bound.
+        cores: the cores to which it was bound, in Linux's form; "" if it was not bound.
         matmul: GFLOP/s while it was let run.
         memory: GB/s (10^9 bytes, read and written) of a copy in the host's memory while it was let run.
         disk: MB/s (10^6 bytes) of a write with fsync where checkpoints go, all workers of the host at once.
@@ -102,7 +102,7 @@ class Link(TypedDict):
     Attributes:
         bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
         latency: microseconds, half of the fastest round trip; empty in the other direction, of which it is, too.
-        failed: why it could not be measured, "" if it could.
+        failed: the reason why the worker could not be measured; "" if it was.
         waited: the share of the time in which not both ends had a core: 1 - (1 - w) (1 - w') of their own shares.
     """
 
@@ -209,12 +209,13 @@ def _alone(host: str, worker: Worker) -> Iterable[Outlier]:
     if worker["failed"]:
         yield Outlier(host, name(worker), "worker", "fail", worker["failed"])
     if worker["throttled"] and (share := median(worker["throttled"])) > STOPPED:
-        seen = f"stopped {share:.0%} of its time by a limit of its control group (cpu.max, cfs_quota)"
+        seen = f"was stopped {share:.0%} of its time by a limit of its control group (cpu.max, cfs_quota)"
         yield Outlier(host, name(worker), "throttled", "warn", seen)
     if worker["waited"] and (share := median(worker["waited"])) > WAITS:
         cores = f"its cores {worker['cores']}" if worker["cores"] else "a core"
         seen = (
-            f"waited {share:.0%} of its time for {cores}: others run there, or a limit holds it that is not seen here"
+            f"waited {share:.0%} of its time for {cores}: other processes run there, or a limit that tc3 cannot see "
+            "stops the worker"
         )
         yield Outlier(host, name(worker), "waited", "warn", seen)
 
@@ -319,7 +320,7 @@ def _slow_ends(
             fastest = min(own[key], key=lambda ends: times[ends].typical)
             words = _seen(measure, links[fastest][measure], *pair, len(best), "workers")
             who = name(reports[key[0]]["workers"][key[1]])
-            found.append(Outlier(key[0], who, measure, "fail", f"{verb} slowly on each of its links: {words}"))
+            found.append(Outlier(key[0], who, measure, "fail", f"{verb} slowly on all of its links: {words}"))
     rest = {ends: link[measure] for ends, link in links.items() if ends not in explained}
     limits_of_rest = floors(measure, {ends: waited[ends] for ends in rest}, on_cores) if rest else {}
     for ends, words in _slower(measure, rest, limits_of_rest, "links").items():
@@ -371,10 +372,13 @@ def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
         f"; {note}" for note in dict.fromkeys(note for report in reports.values() for note in report["notes"])
     )
     if count < workers or not workers:
-        alone = f"{workers - count} of {workers} worker{'s' * (workers != 1)} without a peer of the same kind"
-        mend = "probe several workers (--workers) or hosts together"
-        return Finding("probe", "unknown", f"{alone}: whether it is slow cannot be told{notes}", WHY, SOURCE, mend)
-    return Finding("probe", "ok", f"{count} workers, none slower than its peers{notes}", WHY, SOURCE, "")
+        alone = (
+            f"{workers - count} of {workers} worker{'s' * (workers != 1)} cannot be compared, because there is no "
+            "other worker of the same kind"
+        )
+        mend = "probe several workers (--workers) or several hosts together"
+        return Finding("probe", "unknown", f"{alone}{notes}", WHY, SOURCE, mend)
+    return Finding("probe", "ok", f"none of the {count} workers is slower than the others{notes}", WHY, SOURCE, "")
 
 
 Measure = Literal["matmul", "memory", "disk"]
@@ -427,7 +431,9 @@ def _slower_than(worker: Worker, peers: Sequence[Worker], measure: Measure, on_c
     floor = FLOORS["disk"] if measure == "disk" else floors(measure, {0: waited_by(worker)}, on_cores)[0]
     own = times_of(measure, worker[measure])
     if min(own.typical, own.best) > (1 + floor) * centre:
-        seen = f"{name(worker)}: {measure} {median(worker[measure]):,.3g} {UNITS[measure]}, where the first hour had "
+        seen = (
+            f"{name(worker)}: {measure} {median(worker[measure]):,.3g} {UNITS[measure]}, but the first hour measured "
+        )
         yield _finding("fail", f"{seen}{1 / centre:,.3g}; it takes {own.typical / centre:.2f} times as long", measure)
 
 

@@ -46,8 +46,8 @@ class Seat:
     """A `Seat` is the place where a worker of the probe runs.
 
     Attributes:
-        cores: to bind it to; none where there are fewer cores than workers.
-        npu: it drives; None for a worker on CPU.
+        cores: the cores to which it is bound; none if there are fewer cores than workers.
+        npu: the NPU that it drives; None for a worker on CPU.
         kind: what it is compared as; "" for the model of the processor and the number of cores.
         place: another one than this host, "" for this: a name, with
         prefix: the command that runs another one there (``ip netns exec NAME``), and

@@ -117,7 +117,7 @@ def run_jobs(
     Args:
         progress: is told of each job "started" and "done", and now and then of what is still "running".
         at_once: how many run at a time, by default as many as fit.
-        texts: for each job where the text of its final graph is kept; none is kept by default.
+        texts: for each job, the file for the text of its final graph; by default no text is kept.
 
     Raises:
         ClusterError: a process died without a result (out of memory, for instance).
@@ -219,7 +219,8 @@ def kept_result(job: Job) -> dict[str, Any] | None:
 
 def keep_result(job: Job, result: dict[str, Any]) -> None:
     """Store a compile's result completely or not at all; refusals by MindSpore are stored, too, except those that this
-    host caused. If the folder cannot be written, a line says so: the report needs the result, and not the file.
+    host caused. If the folder cannot be written, a warning is printed, and the report uses the result
+    without the file.
     """
     if result.get("of_the_host"):
         return
@@ -294,7 +295,7 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
 
     Args:
         kind: class of the exception.
-        recipe: that was compiled; some causes show in its keys only.
+        recipe: the compiled recipe; some causes show only in its keys.
     """
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):

@@ -77,7 +77,7 @@ def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int])
     """Return a line for each group in which MindSpore gave a rank a wrong index; such a rank sliced weights wrongly.
 
     Args:
-        graph: "graph" of a compile's result, which has the ranks of each group. places: of `calls_file`.
+        graph: "graph" of a compile's result, which has the ranks of each group. places: the result of `calls_file`.
     """
     told = [(ranks, places.get(made_up_name(tuple(ranks)))) for ranks in graph["groups"]]
     return [

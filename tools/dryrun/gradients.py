@@ -429,7 +429,7 @@ def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequ
     not.
 
     Args:
-        ways: of the gradient on `rank`, as `_Walk.of_weight` returns them.
+        ways: the ways of the gradient on `rank`, as `_Walk.of_weight` returns them.
         copies: the ranks of a stage that hold the same slice of the weight, `rank` among them.
         elsewhere: one rank for each other stage that holds the weight and must send its gradient here.
 

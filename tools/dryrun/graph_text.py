@@ -48,8 +48,8 @@ class Node:
     """A `Node` is one operator of a subgraph.
 
     Args:
-        op: its name, "" for calls.
-        head: its text without attributes; `text` with them.
+        op: the operator's name; "" for calls.
+        head: the text of the operator without attributes; `text` includes them.
         operands: numbers of the nodes that it takes, in the order in which they stand.
         calls: names of the subgraphs that it runs (Partial only binds one: `binds`).
         types: (inputs, outputs) as text.

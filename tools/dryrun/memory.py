@@ -53,7 +53,7 @@ class Held:
         name: MindSpore's.
         kind: "weight", "state" (of the optimizer: moments) or "accumulated" (gradients over micro-batches).
         dtype: MindSpore's name, such as "Float32".
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         slice: shape that tensor, expert and context parallelism leave on a rank.
         shards: ranks over which the optimizer shards the slice.
         trainable: whether the optimizer updates it.
@@ -125,9 +125,9 @@ class Memory:
         accumulated: gradients summed over micro-batches.
         gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
         saved: activations that wait for their backward, at the fullest moment (estimate).
-        working: what is alive inside a pass beside them, at the fullest moment of both together (estimate).
-        update: what clipping and the optimizer need after the last pass, beside weights, state and accumulated
-            gradients (`tools.estimate.memory.model.updating`).
+        working: the memory of other tensors that live inside a pass, at the moment of the largest sum (estimate).
+        update: the memory that clipping and the optimizer need after the last pass, beside weights, state and
+            accumulated gradients (`tools.estimate.memory.model.updating`).
         limit: `context.max_device_memory`; 0 when the recipe sets none.
     """
 
@@ -221,7 +221,7 @@ def under_loads(
     What the loads add is that of `tc3 memory --loads`, and may be off by as much as modelled memory is.
 
     Args:
-        error: as `fit_of`.
+        error: the error of the estimate, as in `fit_of`.
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])
@@ -241,10 +241,11 @@ def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[s
     move takes.
 
     Args:
-        stages: (number, what it holds) of each. limit: as `memory_of`.
+        stages: for each stage, its number and what it holds. limit: as in `memory_of`.
 
     Returns:
-        stage, bytes of the exchange, held: with all that a device keeps; fit. None without experts.
+        the stage, the bytes of the exchange, the bytes including all that a device keeps, and the fit; None without
+        experts.
     """
     found = []
     for number, held in stages:

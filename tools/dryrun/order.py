@@ -32,8 +32,8 @@ class Call:
     Args:
         op: "AllGather"...; "p2p" for a Send and its Receive.
         members: the group's ranks; (source, destination) of a p2p.
-        what: that in which the members' calls must agree: shape, type, tag.
-        where: for messages.
+        what: the values in which the calls of all members must agree: shape, type, tag.
+        where: the place of the call, for messages.
     """
 
     op: str
@@ -130,7 +130,7 @@ def _play(programs: Mapping[int, Sequence[Call]]) -> list[str]:
         return []
     waits = "; ".join(f"rank {rank} waits in {call} ({_name(call.members)})" for rank, call in stuck[:4])
     keys = ", ".join(dict.fromkeys(call.key for _, call in stuck))
-    return [f"{keys}: these calls wait for each other for ever: {waits}"]
+    return [f"{keys}: these calls wait for each other forever: {waits}"]
 
 
 def _other(call: Call | None, wanted: Call) -> bool:
@@ -188,7 +188,7 @@ def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int
     not compiled, a rank of a stage with the same layers represents it (`alike`).
 
     Args:
-        results: of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.
+        results: the results of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.
         per_stage: devices of a stage.
         alike: whether a stage may stand for another.
     """

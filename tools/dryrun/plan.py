@@ -31,7 +31,7 @@ class Job:
     Args:
         recipe: flat; with the number of micro-batches (and in a quick run the layers) to compile.
         rank: global rank.
-        stage: its pipeline stage.
+        stage: the pipeline stage of the rank.
     """
 
     recipe: Recipe
@@ -147,7 +147,7 @@ class Plan:
     """A `Plan` says which ranks are compiled.
 
     Args:
-        stages: of the pipeline.
+        stages: the stages of the pipeline.
         jobs: compiles, by stage and rank.
         job_of: stage -> the job that stands for it.
         micro_batches: compiled, of those of a step.
@@ -169,7 +169,7 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
             that each micro-batch calls, so that a step of more repeats what a step of few does.
 
     Raises:
-        RecipeError: a rank outside the recipe.
+        RecipeError: the recipe has no such rank.
     """
     view = View(recipe)
     stages = stages_of(view)

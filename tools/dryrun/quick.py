@@ -53,7 +53,7 @@ class Kind:
 
     Args:
         block: "dense" or "moe".
-        on: for each of the recipe's settings whether it is on for this layer.
+        on: for each of the recipe's settings, whether the setting is on for this layer.
         whole: whether the layer is recomputed as a whole.
     """
 
@@ -172,8 +172,8 @@ class Small(NamedTuple):
 
     Args:
         groups: kinds of layers by stage.
-        kinds: of the real layers [stage][chunk][layer].
-        recipe: of the small model.
+        kinds: the kinds of the real layers [stage][chunk][layer].
+        recipe: the recipe of the small model.
     """
 
     groups: list[list[Kind]]
@@ -242,7 +242,7 @@ def compose(
 
     Args:
         recipe: the real one.
-        results: of `quick_plan`'s jobs.
+        results: the results of `quick_plan`'s jobs.
     """
     small = small_of(recipe)
     layers = _Compiled(small.groups, results)

@@ -54,9 +54,9 @@ def compile_job(
     """Compile one rank; a refusal by MindSpore or MindFormers is a result as well.
 
     Args:
-        folder: where temporary files go.
+        folder: the folder for temporary files.
         enable_plugins: see `training_step`.
-        text: where the text of the final graph is kept, compressed.
+        text: the file for the compressed text of the final graph.
 
     Returns:
         {"rank", "stage"} with {"error"} (and "of_the_host", where another try may end otherwise), or with {"seconds",

@@ -57,7 +57,7 @@ class Found(NamedTuple):
     """A `Found` holds the results of a dry run for one stage.
 
     Args:
-        rank: that was compiled for it; None where it is put together from layers.
+        rank: the rank that was compiled for the stage; None if the stage is put together from layers.
         compiled: whether the rank is of this very stage.
     """
 
@@ -80,10 +80,10 @@ def report_of(
     """Return the whole report, in bytes and FLOPs of one device and step.
 
     Args:
-        results: of the plan's jobs, none of them refused.
+        results: the results of the plan's jobs, none of them refused.
         node: devices of a node, for links inside and between nodes.
         lines: takes the time line of each stage.
-        loads: of devices that share experts, as `loads_asked` returns them; None: no others than even ones.
+        loads: the loads of devices that share experts, as `loads_asked` returns them; None: no others than even ones.
         reserve: bytes of the limit that a first hour measured beside the model.
     """
     view = View(recipe)
@@ -256,7 +256,7 @@ def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -
     Every rank adds the squares of what it holds. A part that several ranks hold must be divided by their number.
 
     Args:
-        found: of the weight, as `judge_gradients` returns it.
+        found: the result for the weight, as `judge_gradients` returns it.
         shards: ranks over which the optimizer shards the weight's slice.
         devices: all ranks of the compiled recipe.
     """
@@ -282,8 +282,8 @@ def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devic
     the mean over micro-batches without the loss scale, and a sentence for each other weight.
 
     Args:
-        micro_batches: of a step of the compiled recipe.
-        devices: those of one of its stages.
+        micro_batches: the number of micro-batches of a step of the compiled recipe.
+        devices: the number of devices of one stage.
     """
     seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
     right = 0

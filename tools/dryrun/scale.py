@@ -145,8 +145,8 @@ def judge_scale(ways: Iterable[Scale], seeds: Iterable[Scale], micro_batches: in
 
     Args:
         ways: what multiplies the gradient between the backward pass and the optimizer, on each way there.
-        seeds: of the stage that has the losses.
-        devices: those of one stage.
+        seeds: the seeds of the stage that has the losses.
+        devices: the number of devices of one stage.
 
     Returns:
         (True, "") if it is right, (False, why) if it is wrong, and (True, why) if it is not known.

@@ -51,8 +51,8 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
     setting it. Compiles leave caches in MindSpore's C++ behind: one compile a process.
 
     Raises:
-        VersionError: another MindSpore or MindFormers than the verified one.
-        ClusterError: an impossible rank, a cluster inside a cluster.
+        VersionError: MindSpore or MindFormers is not of the verified version.
+        ClusterError: the rank is impossible, or a virtual cluster is already active.
     """
     require_verified()
     cluster = VirtualCluster(devices, rank)
@@ -70,7 +70,7 @@ def final_graph(graphs: Path) -> Path:
     """Return the one dump that a compile with ``graphs=`` leaves for `collectives`: the front end's last stage.
 
     Raises:
-        ClusterError: no compile finished there, or more than one.
+        ClusterError: no compile finished there, or several did.
     """
     found = sorted(graphs.glob(f"[0-9]*_{FINAL_PASS}_*.ir"))  # its sub-steps' names begin with a word
     if len(found) != 1:

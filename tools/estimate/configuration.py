@@ -83,7 +83,7 @@ class Configuration:
         layers: [chunks][stages] layers of each chunk on each stage.
         batch: samples of a micro-batch on a data-parallel rank.
         micro_batches: runs of the pipeline, or accumulation steps, in a step.
-        dtype: of the matmuls: "bf16", "fp16", "fp32", "fp8", or in blocks with a scale each "mxfp8", "nvfp4".
+        dtype: the dtype of the matmuls: "bf16", "fp16", "fp32", "fp8", or in blocks with a scale each "mxfp8", "nvfp4".
         weight_item: bytes of an element of a weight as the optimizer updates it (MindFormers' params_dtype); the
             accumulated gradient of a MindFormers recipe has them as well.
         state_item: bytes of optimizer state for such an element; matrix_state_item: for one of a layer's matrices,
@@ -120,7 +120,7 @@ class Configuration:
         spare_gradients: Transformer Engine keeps a gradient of every weight's shape (`memory.megatron`).
         cp_exchanges_heads: context parallelism exchanges heads and sequences (Transformer Engine's a2a), not keys.
         layer_only: only one MoE layer's MLP (a layer benchmark), no model around it.
-        adapters: of `plugins.lora`; None trains all weights.
+        adapters: the adapters of `plugins.lora`; None trains all weights.
         attended: pairs of tokens that attend to each other over those of samples of one document.
     """
 

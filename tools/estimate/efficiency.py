@@ -43,7 +43,7 @@ class Efficiency:
         half_size: smallest dimension of a matmul at which it reaches half of that.
         attention: share of the peak that fused attention reaches.
         memory: share of HBM bandwidth that elementwise operators reach.
-        unfused: how much more elementwise operators move where nobody fuses them.
+        unfused: the factor by which unfused elementwise operators move more bytes.
         link: factor on the share of link bandwidth that the hardware file states, inside a node.
         network: the same between nodes.
         hidden: share of tensor-parallel communication that overlap hides, where a run overlaps it.
@@ -88,7 +88,7 @@ class KnownError:
 
     Args:
         groups: models on one cluster; each was predicted by a fit to all others.
-        mean, worst: of |predicted / measured - 1|.
+        mean, worst: the mean and the largest |predicted / measured - 1|.
     """
 
     rows: int
@@ -115,7 +115,7 @@ class Newer:
     that of the fitted runs.
 
     Args:
-        mean, worst: of |predicted / measured - 1|.
+        mean, worst: the mean and the largest |predicted / measured - 1|.
     """
 
     rows: int

@@ -27,8 +27,8 @@ class Collective:
 
     Args:
         group: tp, cp, ep, dp or pp. operator: AllGather (a ReduceScatter takes as long), AlltoAll, or Send.
-        bytes: of the whole tensor (AllGather), or what one rank sends (AlltoAll, Send).
-        ranks: of a group. stride: the distance of two neighbours in it. seconds: predicted.
+        bytes: the bytes of the whole tensor (AllGather), or what one rank sends (AlltoAll, Send).
+        ranks: the ranks of a group. stride: the distance of two neighbours in it. seconds: predicted.
     """
 
     group: str

@@ -66,7 +66,8 @@ class Work:
         collectives: such AllGathers and ReduceScatters, forward.
         moved_keys: bytes of keys and values of the device's part of the sequence, for context parallelism.
         turned_heads: bytes of its queries, keys, values and results, which Ulysses sends to the ranks of their heads.
-        sorting: of `elementwise`, what moves rows to their experts' order and back; backward moves them once, too.
+        sorting: the part of `elementwise` that moves rows into their experts' order and back; backward moves rows once,
+            too.
         copies: rows that a device hands to experts; 0 without experts.
     """
 
@@ -260,7 +261,7 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
     """Return the work of the busiest device's routed experts, including the sorting of token copies by expert and back.
 
     Args:
-        share: of a micro-batch's tokens; a chunk's matmuls have fewer rows.
+        share: the share of a micro-batch's tokens; a chunk's matmuls have fewer rows.
     """
     model, h = config.model, config.model.hidden
     # without expert_tp a rank routes its own part of the sequence, whether norms are cut along it or not

@@ -127,7 +127,7 @@ class ExpertTimes(DeviceTimes):
             cuts: (b, s) to choose from; all that fit where none are given. stride: of the order; None: the best.
 
         Raises:
-            RecipeError: more chunks than samples or tokens.
+            RecipeError: there are more chunks than samples or tokens.
         """
         return choose(self.expert_layer(config), config.batch, config.rank_sequence, cuts, stride)
 

@@ -145,7 +145,7 @@ class GradientTimes(LayerTimes):
 
         Args:
             work: seconds of a micro-batch on the stage, beside which all this runs.
-            rounds: of the pipeline, beside which what travels once a step does.
+            rounds: the number of rounds of the pipeline, between which data that travels once a step is sent.
         """
         beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
         every = each * micro_batches

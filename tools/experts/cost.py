@@ -173,7 +173,7 @@ def draw(advice: Advice, path: Path) -> Path:
     return `path`.
 
     Raises:
-        DataError: as `save_figure`.
+        DataError: as in `save_figure`.
     """
     choice = advice.best.choice
     figure = new_figure(11, 5)

@@ -38,7 +38,7 @@ def draw(found: Study, path: Path) -> Path:
     """Draw the study to an .svg or .png; return `path`.
 
     Raises:
-        DataError: as `save_figure`.
+        DataError: as in `save_figure`.
     """
     return save_figure(_figure(found), path)
 

@@ -39,8 +39,8 @@ class Source:
     """A `Source` is the log of expert loads on which a report is made, with the recipe and settings of its run.
 
     Args:
-        file: of `records`, by step. recipe: nothing in it is `auto`; None: not known.
-        settings: of the plugin in the recipe, or its defaults.
+        file: the file of `records`, by step. recipe: nothing in it is `auto`; None: not known.
+        settings: the settings of the plugin in the recipe, or its defaults.
     """
 
     file: Path
@@ -83,7 +83,7 @@ class Seconds:
 
     Args:
         cluster: they run on. config: the run. even: seconds where all devices have as much.
-        error: how far such predictions are off, in words.
+        error: the usual error of such predictions, in words.
     """
 
     cluster: str
@@ -131,10 +131,10 @@ class Policy:
 
     Args:
         every: steps between plans; 0: none. ratios: [steps, layers] max/mean.
-        moves: [steps, layers] experts that changed device. plans: of the whole model; plan_s: seconds of one.
+        moves: [steps, layers] experts that changed device. plans: the plans of the whole model; plan_s: seconds of one.
         waits: seconds of a step that wait for the fullest device, after the first plan; None: not known.
         move_s: measured seconds of one exchange; None where none was measured.
-        copies: of experts in a layer, the mean after the first plan.
+        copies: the copies of experts in a layer, as the mean after the first plan.
     """
 
     name: str

@@ -157,7 +157,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` in UTF-8.
 
     Raises:
-        DataError: as `atomic_file`.
+        DataError: as in `atomic_file`.
     """
     with atomic_file(path) as part:
         part.write_text(text, encoding="utf-8")

@@ -61,7 +61,7 @@ class Operator:
     """An `Operator` is one operator of a graph, as fusing sees it.
 
     Args:
-        name: of its primitive; "" where `opened`.
+        name: the name of its primitive; "" where `opened`.
         output: its first tensor. inputs: places of the operators that it takes from, each once, in order.
         takes: all tensors that it takes, those of parameters and constants, too.
         opened: a composite operator that the expander has opened, and so a small graph of its own.

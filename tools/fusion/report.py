@@ -38,7 +38,7 @@ class Pieces:
     Args:
         tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> its numbers, of one layer where it is one.
         stages: stage (-1: of a graph that was handed over) -> part -> how many of it the stage has.
-        micro_batches: of a step.
+        micro_batches: the number of micro-batches of a step.
         quick: whether stages are put together from kinds of layers.
     """
 
@@ -176,8 +176,8 @@ def report_of(
     """Return the whole report, in bytes, operators and seconds of one device.
 
     Args:
-        name: of the recipe. fusion, why: what is fused, and which key says so.
-        times: of the cluster: the estimator's.
+        name: the name of the recipe. fusion, why: what is fused, and which key says so.
+        times: the times that the estimator predicts for the cluster.
     """
     known = known_error(times.hardware)
     return {

@@ -45,7 +45,7 @@ class Area:
     Args:
         place: of its first operator; its name among the areas.
         operators: places, the dominant one first.
-        shape: of the dominant operator's output.
+        shape: the shape of the dominant operator's output.
         output: whether something outside the cluster takes from it.
         inputs: areas that it takes from -> whether that edge broadcasts.
     """

@@ -46,7 +46,7 @@ class Tally:
 
     Args:
         operators: that DVM takes; kernels: that they become; fused: those of several operators.
-        before, after: bytes that they move through HBM, each operator by itself, and by kernels.
+        before, after: the bytes that the operators move through HBM, without fusion and in fused kernels.
         patterns: operators of a kernel, joined by "-" -> how often; saved: -> bytes.
         alone: (operator that DVM refuses, why) -> how often; moved: -> bytes. Collectives are left out.
         named: (pass that MindSpore knows by name, chain, why it does not match) -> how often; named_bytes: at stake.
@@ -354,9 +354,10 @@ class Found:
     """A `Found` is a matrix product whose result, a weight gradient, is added to the accumulated gradient.
 
     Args:
-        fusion: name of the pass. place: of the AssignAdd.
-        product: its operator; result: what it gives. between: operators between it and AssignAdd, in order.
-        refusal: why the pass does not match; "" where it does, if it is enabled.
+        fusion: the name of the fusion pass. place: the position of the AssignAdd among the operators.
+        product: the operator of the matrix product; result: its output. between: the operators between the product and
+            AssignAdd, in order.
+        refusal: the reason why the pass does not match here; "" if it matches when it is enabled.
         bytes: HBM traffic that the pass saves, because the result is no longer written and read.
     """
 

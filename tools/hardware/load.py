@@ -85,7 +85,7 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
         error: to raise; shown: the file's name in it, `path` by default.
 
     Raises:
-        error: it cannot be read, is not YAML, or is too large.
+        error: the file cannot be read, is not YAML, or is too large.
     """
     name = shown or str(path)
     try:
@@ -180,7 +180,7 @@ class Hardware:
         peak_flops: dtype ("bf16", "fp16", "fp32", "fp8", "fp4") -> FLOP/s; the dtypes that the file names.
         launch_s: fixed cost of one operator.
         origins: dotted key -> where the number comes from.
-        host_link: to the host's memory; None where the file does not say.
+        host_link: the link to the host's memory; None if the file does not give it.
         file: what the file is called in messages.
         efficiency: a file's own values of `tools.estimate.efficiency.Efficiency` (`tc3 search calibrate`); {} without.
     """

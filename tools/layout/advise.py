@@ -191,8 +191,8 @@ def advise(
     Args:
         recipe: a loaded recipe.
         hardware: a hardware file, or its name or path.
-        loads: of the devices, or the text of `--loads` (`tools.estimate.loads.loads_of`). Steps wait for the fullest
-            device of each layer; bytes, and the choice of chunks, are those of the mean max/mean.
+        loads: the loads of the devices, or the text of `--loads` (`tools.estimate.loads.loads_of`). Steps wait for the
+            fullest device of each layer; bytes, and the choice of chunks, are those of the mean max/mean.
         modes: the modes to choose from; one where the recipe fixes it.
         cuts: (b, s) to choose from; [(1, 1)] where the recipe does not overlap, empty for all that fit.
         stride: the order of issue where the recipe writes one; the best by default.
@@ -304,7 +304,7 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
     They depend on the recipe and the hardware file it names only.
 
     Args:
-        recipe: its layout is resolved; or even, where it is open.
+        recipe: a recipe with a resolved layout; an open layout counts as even.
 
     Raises:
         RecipeError: a setting that cannot be, or sizes that do not fit each other.

@@ -26,7 +26,7 @@ class Budget:
 
     Args:
         effort: units.
-        seconds: from now; no limit by default.
+        seconds: the limit in seconds from now; by default there is no limit.
         clock: says the time.
     """
 

@@ -76,7 +76,7 @@ def pattern_bound(
     budget does not pay for one stage.
 
     Args:
-        after: what a step takes after its pipeline; it counts in `goal` and in the bound. None: nothing.
+        after: the time of a step after its pipeline, which is part of `goal` and of the bound; None means no time.
     """
     sure = after.least if after else 0.0
     stages = patterns_of(instance, goal, budget, after)

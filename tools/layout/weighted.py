@@ -39,7 +39,7 @@ def weighted_bound(instance: Instance, goal: float, budget: Budget, after: After
     for schedules other than 1F1B, for more than two types of layers, and if the budget is too small.
 
     Args:
-        after: what a step takes after its pipeline; it counts in `goal` and in the bound. None: nothing.
+        after: the time of a step after its pipeline, which is part of `goal` and of the bound; None means no time.
     """
     stages = patterns_of(instance, goal, budget, after)
     if stages is None:

@@ -100,8 +100,8 @@ class Progressing(_OnStderr):
     Off a terminal words are said once, and again only after two minutes without others.
 
     Args:
-        words: what is done at first.
-        total: of what `show` counts; None where nobody knows.
+        words: the first activity.
+        total: the total of what `show` counts; None if it is unknown.
     """
 
     def __init__(self, words: str, total: float | None = None):

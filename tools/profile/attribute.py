@@ -42,9 +42,9 @@ class Measured:
     """A `Measured` holds the seconds of a profiled step.
 
     Args:
-        seconds: of the step.
+        seconds: the seconds of the step.
         terms: `TERMS` -> seconds; they add up to `seconds`.
-        whole: of communication, hidden seconds included; {} where the profile does not tell.
+        whole: the seconds of communication, hidden seconds included; {} if the profile does not tell.
         scoped: names tell layers, so the host's time is told apart; else it stands in "host of the step".
         replayed: seconds of `COMPUTE` terms that are recomputation, as far as scopes say so.
         unknown: type -> seconds of what is not attributed.
@@ -189,7 +189,7 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
     to the term of the work that is repeated.
 
     Args:
-        stage: of the pipeline; None: the slowest.
+        stage: the stage of the pipeline; None for the slowest.
     """
     times = TimeModel(hardware, efficiency)
     step = times.step(config)

@@ -95,10 +95,10 @@ def fit(
     """Return the efficiencies that fit a profiled step of `config`, beginning with `start`.
 
     Args:
-        stage: of the pipeline, that was profiled; None: unknown, the slowest is taken.
+        stage: the stage of the pipeline that was profiled; None if it is unknown (then the slowest is taken).
 
     Raises:
-        DataError: nothing in the profile tells any parameter.
+        DataError: the profile determines none of the parameters.
     """
     bounds = {**BOUNDS, **(_WIDE if profile.device == "CPU" else {})}
     bounds = {name: bounds[name] for name in (*NAMES, *PROFILED) if name in bounds}
@@ -338,7 +338,7 @@ def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profil
     """Return the text of a cluster file called `name` that holds the fitted efficiencies.
 
     Args:
-        content: of the hardware's own file.
+        content: the content of the hardware's file.
         like: what that file is called.
     """
     values = {key: value if isinstance(value, bool) else float(f"{value:.5g}")

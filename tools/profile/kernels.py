@@ -70,7 +70,7 @@ class Profile:
         step: the step that is looked at: the one of median length; on a CPU one made of quiet executions.
         steps: how many were recorded.
         timed: kernels have starts, so what runs beside what is known.
-        rank: of the profiled device, where the folder says it.
+        rank: the rank of the profiled device, where the folder says it.
         exposed: (seconds of all communication that nothing hides, hidden seconds) of a profile without a time line.
         notes: what was read leniently, or is missing.
     """

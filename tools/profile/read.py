@@ -92,7 +92,7 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
 
     Args:
         folder: an ASCEND_PROFILER_OUTPUT.
-        steps: that the files hold, where they do not say it.
+        steps: the number of steps in the files, if the files do not tell it.
 
     Raises:
         DataError: neither kernels nor their sums are there, or a column that is needed is missing.
@@ -368,7 +368,7 @@ def read_profile(folder: Path, steps: int | None = None) -> Profile:
     """Return the profile in a folder or below it. If there are several ranks, return the profile of the lowest.
 
     Args:
-        steps: that it holds, where its files do not tell steps apart.
+        steps: the number of steps in the profile, if its files do not tell steps apart.
 
     Raises:
         DataError: there is no profile, or it cannot be read.

@@ -82,7 +82,7 @@ def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> No
     if not any(1 / _ALIKE < done / each < _ALIKE for each in wanted if each):
         raise DataError(
             f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but the recipe's matmuls do {wanted[0]:.3g}; "
-            "the profile is of another batch, sequence, layout or number of steps"
+            "the profile was made with another batch, sequence length, layout or number of steps"
         )
 
 
@@ -104,7 +104,8 @@ class Study:
     """A `Study` holds a profile with its run, and the profiled step by term.
 
     Args:
-        stage: of the pipeline that was profiled; None where there are several and the folder does not say the rank.
+        stage: the stage of the pipeline that was profiled; None where there are several and the folder does not say the
+            rank.
     """
 
     profile: Profile
@@ -143,7 +144,7 @@ def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) 
     Args:
         cluster_name: a cluster or its file; None: of an Ascend profile the default, of a CPU's this host itself.
         like: a cluster whose efficiencies to start from, where the file has none.
-        name: of the new cluster.
+        name: the name of the new cluster.
     """
     if cluster_name is None and found.profile.device == "CPU":
         content = host_content(found.profile, found.config, name)

@@ -90,13 +90,13 @@ def _check_tokens_seen(call: Call, rows: Dim, over: frozenset[str]) -> None:
     """Refuse numbers of tokens before and behind a query that do not move with the rank's own piece of the queries."""
     before, behind = ((place, 0) for place in _TOKENS_SEEN[call.node.op])
     if not {before, behind} <= call.offsets.keys():
-        raise NotKnown("how many tokens a query sees is not written as whole numbers")
+        raise NotKnown("the number of tokens that a query sees is not given as a whole number")
     steps = call.offsets[behind][1]
     order = replace(call, offsets={behind: (0, steps)}).own_pieces(behind, extent(rows))
     if call.offsets[before][1] != {axis: -step for axis, step in steps.items()}:
-        raise Certain("the tokens that are seen before a query do not move as those behind it")
+        raise Certain("the limits of visible tokens before and after a query do not shift equally")
     if order != tuple(atom for atom in rows if atom in over):
-        raise Certain(f"the tokens that are seen move along {', '.join(order)}, which is not the order of the pieces")
+        raise Certain(f"the visible tokens shift along {', '.join(order)}, which is not the order of the pieces")
 
 
 def _layout(call: Call) -> _Layout:
@@ -112,7 +112,7 @@ def _attended(call: Call, *given: Spread) -> list[Spread]:
     require_home(*given)
     found = next(_cut_alike(call, at, given), None)
     if found is None:
-        raise refusal(given, "batch or heads are not cut alike, or something else is cut")
+        raise refusal(given, "batch or heads are not cut equally, or another dimension is cut")
     query, key = found[:2]
     over = query.holes - key.holes
     counts = over and at.batch is not None  # otherwise the ends of documents tell what is seen
@@ -121,7 +121,7 @@ def _attended(call: Call, *given: Spread) -> list[Spread]:
         told = f"{', '.join(sorted(over))} cuts the queries' sequence" if over else "no axis cuts the queries' sequence"
         differs = ", ".join(sorted(call.shifts())) or "no axis"
         both = " with ".join(map(str, found[:2]))
-        raise Certain(f"{both}: {told}, and the number of tokens that are seen differs along {differs}")
+        raise Certain(f"{both}: {told}, but the number of visible tokens differs along {differs}")
     if counts:
         _check_tokens_seen(call, query.dims[at.sequence], over)
     mask = call.values[_MASK[call.node.op]]
@@ -139,7 +139,7 @@ def _check_lengths(call: Call, rows: Dim, columns: Dim, over: frozenset[str]) ->
         raise NotKnown("ends of documents under a cut sequence have a rule only in the layout TND")
     for lengths in given:
         if _cuts(by_element(lengths).dims[0]) != _cuts(columns):
-            raise refusal(given, "the lengths of sequences are not those of the rank's tokens")
+            raise refusal(given, "the lengths of the sequences do not fit the tokens of the rank")
         if lengths.shifted != over:
             told = f"{', '.join(sorted(over))} cuts" if over else "no axis cuts"
             raise Certain(f"{told} the queries' sequence, and the ends of documents move along "
@@ -148,10 +148,10 @@ def _check_lengths(call: Call, rows: Dim, columns: Dim, over: frozenset[str]) ->
         return
     written = _WRITTEN.search(call.node.head)
     if len(given) != 2 or not written or written[2] != _FROM_THE_LAST:
-        raise NotKnown("only ends of documents with keys that are counted from the last one have a rule")
+        raise NotKnown("there is a rule only for ends of documents whose keys are counted from the last key")
     axes = [atom for atom in _cuts(rows) if atom in over]
     if _cuts(rows) != (*_cuts(columns), *axes):
-        raise NotKnown("the pieces of the queries do not lie inside of those of the tokens")
+        raise NotKnown("the pieces of the queries are not inside the pieces of the tokens")
     check_ends(given[0], given[1], axes, extent(rows), extent(columns), call.sizes)
 
 
@@ -183,14 +183,14 @@ def _check_mask(mask: Spread, query: Spread, at: _Layout, over: frozenset[str]) 
     """
     if len(mask.dims) != 4 or at.batch is None:
         if mask.holes:
-            raise refusal((query, mask), "a mask for all ranks is cut")
+            raise refusal((query, mask), "the mask, which must be the same on all ranks, is cut")
         return
     batch, rows = _cuts(query.dims[at.batch]), tuple(axis for axis in _cuts(query.dims[at.sequence]) if axis in over)
     for own in placements(mask):
         alike = extent(own.dims[0]) == 1 or _cuts(own.dims[0]) == batch
         if alike and (extent(own.dims[2]) == 1 or _cuts(own.dims[2]) == rows):
             return
-    raise refusal((query, mask), "the mask's batch or rows are not cut as the queries are")
+    raise refusal((query, mask), "the batch or the rows of the mask are not cut like the queries")
 
 
 def _cuts(dim: Dim) -> tuple[str, ...]:

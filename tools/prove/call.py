@@ -48,16 +48,16 @@ class Call:
     """A `Call` is one operator with the spreads of its arguments.
 
     Args:
-        node: of the graph.
+        node: the node of the graph.
         number: a name of what it computes: equal operators of equal arguments have the same.
-        values: of its arguments.
-        sizes: of the axes of the mesh.
+        values: the values of its arguments.
+        sizes: the sizes of the axes of the mesh.
         differs: (argument, place in its tuple or 0) -> the axes along which this constant has another value.
-        axes: of a collective's group, the one along which neighbouring ranks lie last.
+        axes: the axes of a collective's group, the one along which neighbouring ranks lie last.
         repeats: of the sums of the loss: the axes over which its forward sums (see `_scale`).
         offsets: of the constants of `differs` that are whole numbers: the constant on the stage's first rank, and by
             how much it is larger on the next rank along each axis along which it differs.
-        names: of the arguments, as `number` is of the result.
+        names: the names of the arguments, as `number` is of the result.
     """
 
     node: Node
@@ -98,7 +98,7 @@ class Call:
             NotKnown: it does not add.
         """
         if not re.search(r'\bop: "sum"', self.node.text):
-            raise NotKnown("only collectives that add have a rule")
+            raise NotKnown("there is a rule only for collectives that add")
 
     def shifts(self) -> frozenset[str]:
         """Return the axes along which any constant of the operator differs."""
@@ -109,14 +109,14 @@ class Call:
         first: pieces follow each other in the order of the ranks.
 
         Args:
-            key: of `differs`.
+            key: a key of `differs`.
             size: elements of a piece; 0 for as many as the constant states by itself.
 
         Raises:
             Certain: a rank takes the piece of another rank. NotKnown: the constant does not count whole pieces.
         """
         if key not in self.offsets:
-            raise NotKnown(f"its constants differ along {', '.join(sorted(self.shifts()))}, and are no whole numbers")
+            raise NotKnown(f"its constants differ along {', '.join(sorted(self.shifts()))}, and are not whole numbers")
         first, steps = self.offsets[key]
         axes = tuple(sorted(steps, key=lambda axis: -steps[axis]))
         size = size or abs(steps[axes[-1]])

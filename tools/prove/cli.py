@@ -73,7 +73,7 @@ def require_collectives(recipe: Recipe) -> None:
     """Refuse a recipe whose compiled graphs hold no collectives.
 
     Raises:
-        RecipeError: it trains on the CPU backend.
+        RecipeError: the recipe trains on the CPU backend.
     """
     if View(recipe).cpu_classes:
         raise RecipeError(
@@ -90,14 +90,14 @@ def proof_of(
     each axis of the mesh are compiled, and the graphs of all of them are typed.
 
     Args:
-        recipe: that was compiled.
-        plan: its jobs, whose graphs were kept as text.
-        results: of the plan's jobs, in their order; none is a refusal.
+        recipe: the recipe that was compiled.
+        plan: the jobs, whose graphs were kept as text.
+        results: the results of the plan's jobs, in their order; none is a refusal.
         at_once: compiles that run at the same time; None for as many as fit.
         use_cache: whether neighbours that were compiled before are compiled again.
 
     Raises:
-        RecipeError: the groups of the graphs lie on no mesh.
+        RecipeError: the groups of the graphs do not form a mesh.
     """
     graphs = [read_graph(text_of(job)) for job in plan.jobs]
     small = View(plan.jobs[0].recipe)

@@ -97,7 +97,7 @@ def entry(call: Call) -> Spread | None:
 def _replaced(call: Call) -> Value:
     x, value = by_element(call.spread(0)), by_element(call.spread(2))
     if len(x.dims) != 1 or _place(call) is None or not call.counts or value.dims != (_own_entry(x),):
-        raise NotKnown("only one entry of a list of whole numbers has a rule")
+        raise NotKnown("there is a rule only for one entry of a list of whole numbers")
     return replace(x, shifted=x.shifted | value.shifted)
 
 
@@ -114,9 +114,9 @@ def _parts(keys: Formula, length: int) -> tuple[Formula, Formula]:
     if keys[0] == _REPLACED:
         keys, place, found = keys[1:]
         if place != length - 1 or not _of_entry(found, place):
-            raise NotKnown("another entry than the last one of the ends of documents is replaced")
+            raise NotKnown("an entry of the ends of documents is replaced that is not the last one")
     if _has_entry(keys):
-        raise NotKnown("the ends of documents are computed from one of them")
+        raise NotKnown("the ends of documents are computed from only one entry")
     return keys, found
 
 
@@ -162,9 +162,9 @@ def check_ends(
         Certain: a document ends elsewhere on a rank. NotKnown: nothing tells how the ends were computed.
     """
     if not queries.formula or not keys.formula or len(_sources(queries.formula) | _sources(keys.formula)) != 1:
-        raise NotKnown("how the ends of documents follow from a cut sequence is not known")
+        raise NotKnown("it is unknown how the ends of documents are computed from a cut sequence")
     if _has_entry(queries.formula):
-        raise NotKnown("the ends of documents among the queries are computed from one of them")
+        raise NotKnown("the ends of documents among the queries are computed from only one entry")
     body, last = _parts(keys.formula, extent(keys.dims[0]))
     wrong = _first_wrong(queries.formula, body, last, tuple((axis, sizes[axis]) for axis in over), piece, whole)
     if wrong:

@@ -53,7 +53,7 @@ def _cut(dim: Dim) -> bool:
 def _order(call: Call, place: int) -> Order:
     value = call.values[place]
     if not isinstance(value, Order):
-        raise NotKnown(f"its argument {place} is no order of rows")
+        raise NotKnown(f"its argument {place} is not an order of rows")
     return value
 
 
@@ -61,7 +61,7 @@ def _rows(x: Spread) -> tuple[Dim, Rows, Dim]:
     """Return the axes of dispatched rows in dimension 0, the rows, and what stands behind them there."""
     found = rows_in(x.dims[0])
     if found is None:
-        raise NotKnown(f"{x}: rows are taken that were not dispatched")
+        raise NotKnown(f"{x}: rows are selected that were not dispatched")
     place, rows = found
     return x.dims[0][:place], rows, x.dims[0][place + 1 :]
 
@@ -107,7 +107,7 @@ def scattered(x: Spread, axes: Sequence[str]) -> Spread | None:
         return None
     _, rows, behind = _rows(x)
     if rows.path[-1][0] != "gather" or rows.path[-1][1][0] != tuple(axes):
-        raise refusal((x,), "the rows of a sum are not those that were gathered over the same ranks")
+        raise refusal((x,), "the summed rows are not the rows that were gathered over the same ranks")
     x = moves.all_reduce(x, axes)
     front, own = rows.path[-1][1][1], Rows(rows.origin, rows.path[:-1], rows.path[-1][2])
     return replace(x, dims=((*front, own, *behind), *x.dims[1:]))
@@ -118,7 +118,7 @@ def _picked(x: Spread, axes: tuple[str, ...], key: Any) -> Spread:
     front, rows, behind = _rows(x)
     step = next((step for step in rows.path[::-1] if step[0] == "gather"), None)
     if step is None or step[1][0] != axes or set(axes) & x.partial or behind:
-        raise refusal((x,), f"rows are divided over {_named(axes)}, and were not gathered over these ranks")
+        raise refusal((x,), f"rows are divided over {_named(axes)}, but were not gathered over these ranks")
     whole = tuple(axis for axis in step[1][1] if axis in axes or axis in front)
     own = Rows(rows.origin, (*rows.path, ("pick", (axes, key), -1)), -1)
     return replace(x, dims=((*whole, own), *x.dims[1:]))
@@ -128,7 +128,7 @@ def _put_back(x: Spread, axes: tuple[str, ...], key: Any, count: int) -> Spread:
     """Return rows among those of other nodes, for which this rank has zeros."""
     front, rows, behind = _rows(x)
     if rows.path[-1][:2] != ("pick", (axes, key)) or behind:
-        raise refusal((x,), "rows are put back among others than those from which they were taken")
+        raise refusal((x,), "rows are put back into other rows than those from which they were selected")
     rest = tuple(axis for axis in front if axis not in axes)
     own = Rows(rows.origin, rows.path[:-1], count)
     found = replace(x, dims=((*rest, own), *x.dims[1:]), partial=x.partial | set(axes))
@@ -151,7 +151,7 @@ def _select(call: Call) -> Value:
         return _push(x, "sort", order[1], count, ())
     if order[0] == "unsort":
         return _pop(x, "sort", order[1], "rows are put back in the order of another sort", count)
-    raise NotKnown("the index by which rows are taken is not known to be an order of rows")
+    raise NotKnown("it is unknown whether the index that selects rows is an order of rows")
 
 
 @rule(
@@ -173,7 +173,7 @@ def _add_back(call: Call) -> Value:
         return _push(x, "sort", order[1], count, ())
     if order[0] == "sort":
         return _pop(x, "sort", order[1], "rows are put back in the order of another sort", count)
-    raise NotKnown("the index by which rows are added is not known to be an order of rows")
+    raise NotKnown("it is unknown whether the index that adds rows is an order of rows")
 
 
 @rule("AlltoAllV", says="dispatched rows go to the ranks of their experts, or back: the counts must be those that were "
@@ -189,8 +189,8 @@ def _exchange(call: Call) -> Value:
     if received == (*sent, call.axes):
         return _stepped(x, Rows(rows.origin, (*rows.path, ("exchange", (call.axes, sent), -1)), -1), behind)
     if sent == (*received, call.axes):
-        return _pop(x, "exchange", (call.axes, received), "rows come back in another way than they went")
-    raise refusal((x,), "the counts that are received are not those that the other ranks send")
+        return _pop(x, "exchange", (call.axes, received), "rows do not come back in the way in which they were sent")
+    raise refusal((x,), "the received counts are not the counts that the other ranks send")
 
 
 def _exchanged_order(call: Call, key: tuple[Any, ...]) -> Order:
@@ -199,7 +199,7 @@ def _exchanged_order(call: Call, key: tuple[Any, ...]) -> Order:
         return Order((*key, "exchanged", call.number))
     sent, received = call.values[1:3]
     if not isinstance(sent, tuple) or sent != received or len(set(sent)) != 1:
-        raise NotKnown("counts are exchanged in pieces of which it is not known whether they are equal")
+        raise NotKnown("counts are exchanged in pieces, and it is unknown whether these are equal")
     if len(sent) != math.prod(call.sizes[axis] for axis in call.axes):
         raise refusal((), f"counts are exchanged in {len(sent)} pieces over {_named(call.axes)}")
     return Order((*key, call.axes))
@@ -211,7 +211,7 @@ def _exchange_counts(call: Call) -> Value:
     if isinstance(call.values[0], Spread):
         split, join = (re.search(rf"\b{name}: I64\((-?\d+)\)", call.node.text) for name in ("split_dim", "concat_dim"))
         if len(call.axes) != 1 or not split or not join:
-            raise NotKnown("only an exchange over one axis of the mesh has a rule")
+            raise NotKnown("there is a rule only for an exchange over one axis of the mesh")
         x, number = call.spread(0), len(call.outputs[0].shape)
         return moves.exchange(x, call.axes[0], int(split[1]) % number, int(join[1]) % number, call.sizes)
     return Order((*_order(call, 0).key, call.axes))
@@ -225,7 +225,7 @@ def _sort(call: Call) -> Value:
     if not isinstance(given, Order):
         given = by_element(call.spread(0))
         if not any(rows_in(dim) for dim in given.dims):
-            raise NotKnown("only dispatched rows are sorted")
+            raise NotKnown("there is a rule only for sorting dispatched rows")
     return [Order(("sorted", call.number)), Order(("sort", call.number))]
 
 
@@ -250,21 +250,21 @@ def _grouped(call: Call) -> Value:
     partial, powers = x.partial | w.partial, times((x.powers, 1), (w.powers, 1))
     exchanges = ways(_rows(x if call.values[9] == 0 else w)[1])
     if (counted := _order(call, 7).key)[0] != "counts" or counted[2:] != exchanges:
-        raise refusal((x, w), "the groups' numbers of rows are not those of the rows after their exchange")
+        raise refusal((x, w), "the numbers of rows of the groups do not fit the rows after their exchange")
     if call.values[9] == 0:
         _, rows, behind = _rows(x)
         cut, went = tuple(atom for atom in w.dims[0] if isinstance(atom, str)), _exchanged(rows)
         if cut != went or behind:
-            raise refusal((x, w), f"rows are exchanged over {_named(went)}, and experts are cut over {_named(cut)}")
+            raise refusal((x, w), f"rows are exchanged over {_named(went)}, but experts are cut over {_named(cut)}")
         if x.dims[1] != w.dims[1]:
-            raise refusal((x, w), "the dimension over which the product sums is not cut alike")
+            raise refusal((x, w), "the summed dimension of the product is not cut equally in both factors")
         over = frozenset(atom for atom in x.dims[1] if isinstance(atom, str))
         return [Spread((x.dims[0], w.dims[2]), partial | over, powers)]
     if call.values[9] != 2:
-        raise NotKnown("only products of groups of rows have a rule")
+        raise NotKnown("there is a rule only for products of groups of rows")
     if x.dims[1] != w.dims[0]:
         check_rows(x.dims[1], w.dims[0])
-        raise refusal((x, w), "the rows over which the product sums are not the same")
+        raise refusal((x, w), "the product sums over different rows of its factors")
     own = _exchanged(_rows(w)[1])
     dims = (tidy((*own, call.outputs[0].shape[0])), x.dims[0], w.dims[1])
     return [Spread(dims, partial | w.holes.difference(own), powers)]
@@ -287,7 +287,7 @@ def _named(axes: Iterable[str]) -> str:
 def _top(call: Call) -> Value:
     x = by_element(call.spread(0))
     if call.values[2] not in (-1, len(x.dims) - 1):
-        raise NotKnown("only the last dimension has a rule")
+        raise NotKnown("there is a rule only for the last dimension")
     found = replace(_last_whole(x), dims=(*x.dims[:-1], tidy((call.values[1],))))
     return [found, found]
 
@@ -308,7 +308,7 @@ def _gather_gradient(call: Call) -> Value:
 @rule("InplaceScatterSrc", says="the gradient of what TopkExt takes: only of values that nobody uses, which is zero")
 def _scatter(call: Call) -> Value:
     if not isinstance(call.values[0], Zeros) or "Grad_TopkExt" not in call.node.scope or "%" in call.node.head[-40:]:
-        raise NotKnown("only the zeros of unused values have a rule")
+        raise NotKnown("there is a rule only for the zeros of unused values")
     return call.values[0]
 
 
@@ -331,7 +331,7 @@ def _bound(call: Call) -> Value:
     """
     given = _order(call, 0).key
     if given[0] != "sorted" or len(given) != 2:
-        raise NotKnown("only sorted experts are compared")
+        raise NotKnown("there is a rule only for comparing sorted experts")
     if not call.differs:
         return Order(("from" if call.node.op == "GreaterEqual" else "below", given[1], (), 0))
     if call.node.op == "GreaterEqual":
@@ -345,16 +345,18 @@ def _bound(call: Call) -> Value:
 def _between(call: Call) -> Value:
     one, two = _order(call, 0).key, _order(call, 1).key
     if (one[0], two[0]) != ("from", "below"):
-        raise NotKnown("only the first and the last expert of a node are combined")
+        raise NotKnown("there is a rule only for combining the first and the last expert of a node")
     if one[1:] != two[1:]:
-        raise refusal((), "the first and the last expert of a node differ along other axes, or are of other rows")
+        raise refusal(
+            (), "the first and the last expert of a node differ along different axes, or belong to different rows"
+        )
     return Order(("within", *one[1:3]))
 
 
 def _places(call: Call) -> Value:
     given = _order(call, 0).key
     if given[0] != "within":
-        raise NotKnown("only the rows of a node's experts are sought")
+        raise NotKnown("there is a rule only for finding the rows of a node's experts")
     return Order(("own", *given[1:]))
 
 
@@ -362,7 +364,7 @@ def _chosen(call: Call) -> Value:
     """Return an order of rows, or sorted experts, of which only those of the node's experts are left."""
     given, own = _order(call, 0).key, _order(call, 2).key
     if own[0] != "own" or given[0] not in ("sort", "sorted") or len(given) != 2:
-        raise NotKnown("only the rows of a node's experts are taken of an order")
+        raise NotKnown("there is a rule only for selecting the rows of a node's experts from an order")
     # the sort returns both its order and the sorted experts: their names tell which sort it was
     return Order(("sorted own" if given[0] == "sort" else "experts own", *own[1:]))
 
@@ -371,7 +373,7 @@ def _of_node(call: Call) -> Value:
     """Return the counts of the experts of a rank's node."""
     given = _order(call, 0).key
     if given[0] != "counts" or len(given) != 2 or len(call.values[1]) != 1:
-        raise NotKnown("only the counts of a node's experts are taken")
+        raise NotKnown("there is a rule only for selecting the counts of a node's experts")
     whole, own = call.node.inputs[0].shape[0], call.outputs[0].shape[0]
     axes = call.own_pieces((1, 0), own) if call.differs else ()
     if own * math.prod(call.sizes[axis] for axis in axes) != whole:

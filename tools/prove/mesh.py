@@ -38,7 +38,7 @@ class Mesh:
         """Return the axes along which `count` ranks lie at distances of `stride`, the outermost axis first."""
         found = [axis for axis, own in self.strides.items() if stride <= own < stride * count]
         if math.prod(self.sizes[axis] for axis in found) != count:
-            raise NotKnown(f"{count} ranks at distances of {stride} are no product of the mesh's axes")
+            raise NotKnown(f"{count} ranks at distances of {stride} are not a product of axes of the mesh")
         return tuple(reversed(found))
 
     def of_group(self, ranks: Sequence[int]) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
         stride = rest[1] - rest[0]
         count = next((n for n in range(1, len(rest)) if rest[n] - rest[n - 1] != stride), len(rest))
         if len(rest) % count or rest != [base + k * stride for base in rest[::count] for k in range(count)]:
-            raise NotKnown(f"ranks {rest[:4]} ... lie on no mesh")
+            raise NotKnown(f"ranks {rest[:4]} ... do not form a mesh")
         found.append((stride, count))
         rest = rest[::count]
     return found
@@ -96,7 +96,7 @@ def mesh_of(
     Args:
         degrees: (name, ranks) of the recipe, closest first.
         groups: all that occur, as ranks within a stage.
-        meshes: of the layouts that occur.
+        meshes: the meshes of the layouts that occur.
 
     Raises:
         NotKnown: the groups overlap in a way that no mesh has.
@@ -109,7 +109,7 @@ def mesh_of(
         ends |= {math.prod(mesh[place:]) for place in range(len(mesh) + 1)}
     ordered = sorted(end for end in ends if end <= devices)
     if any(high % low for low, high in pairwise(ordered)):
-        raise NotKnown(f"the groups cut the {devices} devices of a stage at {ordered}, which is no mesh")
+        raise NotKnown(f"the groups cut the {devices} devices of a stage at {ordered}, which is not a mesh")
     strides, sizes, start = {}, {}, 1
     for name, size in degrees:
         own = [(low, high // low) for low, high in pairwise(ordered) if start <= low < start * size]

@@ -35,7 +35,7 @@ def _flat(x: Spread) -> list[tuple[int, Atom]]:
     home = [(number, atom) for number, dim in enumerate(logical(x.dims)) for atom in dim]
     lies = [atom for dim in x.dims for atom in dim if not isinstance(atom, str)]
     if any(isinstance(atom, Block) for atom in lies) and lies != [a for _, a in home if not isinstance(a, str)]:
-        raise NotKnown(f"{x}: gathered pieces are reshaped before they are where they belong")
+        raise NotKnown(f"{x}: gathered pieces are reshaped before they are in their final place")
     plain_atoms = ((number, atom.count if isinstance(atom, Block) else atom) for number, atom in home)
     return [(number, atom) for number, atom in plain_atoms if atom != 1]
 
@@ -191,7 +191,7 @@ def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
     require_home(x)
     axis %= len(x.dims)
     if any(not isinstance(atom, int) for atom in x.dims[axis]):
-        raise refusal((x,), f"dimension {axis} is split on each rank, and is cut over the ranks")
+        raise refusal((x,), f"dimension {axis} is split on each rank, although it is cut over the ranks")
     return [replace(x, dims=(*x.dims[:axis], tidy((size,)), *x.dims[axis + 1 :])) for size in sizes]
 
 
@@ -226,9 +226,11 @@ def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
     if math.prod(block.count for block in blocks) != parts:
         raise NotKnown(f"{x}: dimension {axis} is split into {parts} parts, which are not the gathered pieces")
     if any(block.home != to for block in blocks):
-        raise NotKnown(f"{x}: gathered pieces are joined along dimension {to}, to which they do not seem to belong")
+        raise NotKnown(
+            f"{x}: gathered pieces are joined along dimension {to}, which does not seem to be their dimension"
+        )
     if lie[: len(blocks)] != blocks:
-        raise refusal((x,), "gathered pieces are joined in another order than that in which they lie")
+        raise refusal((x,), "gathered pieces are joined in an order that differs from the order of the ranks")
     dims[axis] = tuple(rest)
     dims[to] = tidy(atom.count if isinstance(atom, Block) else atom for atom in home)
     return replace(x, dims=tuple(dims))
@@ -263,9 +265,9 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
     total = 0
     for x in given:
         if (x.partial, x.powers) != (first.partial, first.powers):
-            raise refusal((first, x), "values that are spread differently are joined")
+            raise refusal((first, x), "values with different types are joined")
         if any(not isinstance(atom, int) for atom in x.dims[axis]):
-            raise refusal((x,), f"dimension {axis} is joined on each rank, and is cut over the ranks")
+            raise refusal((x,), f"dimension {axis} is joined on each rank, although it is cut over the ranks")
         total += extent(x.dims[axis])
         apart = [replace(v, dims=(*v.dims[:axis], (), *v.dims[axis + 1 :])) for v in (first, x)]
         first = replace(first, dims=joined(*apart).dims, loose=first.loose | x.loose)
@@ -278,7 +280,7 @@ def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
         if axis in x.holes:
             raise refusal((x,), f"a sum over {axis} adds different pieces", {axis})
         if axis in x.greatest | x.shifted:
-            raise refusal((x,), f"a sum over {axis} adds what are not parts of a sum")
+            raise refusal((x,), f"a sum over {axis} adds values that are not partial sums")
         x = replace(x, partial=x.partial - {axis}) if axis in x.partial else scaled(x, (axis,), 1)
     return x
 
@@ -287,7 +289,7 @@ def all_largest(x: Spread, axes: Iterable[str]) -> Spread:
     """Return the spread of the largest value over the ranks along axes."""
     for axis in axes:
         if axis in x.holes | x.partial | x.shifted or x.powers:
-            raise refusal((x,), f"the largest over {axis} is not taken of a plain value")
+            raise refusal((x,), f"the maximum over {axis} is computed from a value that is not plain")
     return replace(x, greatest=x.greatest - frozenset(axes))
 
 
@@ -295,7 +297,7 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
     """Return the spread of a value whose pieces from all ranks are concatenated along dimension 0.
 
     Args:
-        axes: of the group, the one along which neighbouring ranks of the group lie last.
+        axes: the axes of the group, the one along which neighbouring ranks of the group lie last.
     """
     for axis in reversed(axes):
         if axis not in x.holes:
@@ -305,7 +307,7 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
         home = next(number for number, dim in enumerate(dims) if axis in dim)
         at = dims[home].index(axis)
         if any(not isinstance(atom, str) for atom in dims[home][:at]):
-            raise refusal((x,), f"pieces over {axis} are gathered in another order than that in which they lie")
+            raise refusal((x,), f"pieces over {axis} are gathered in an order that differs from the order of the ranks")
         rest = tuple(atom for atom in dims[home] if atom != axis)
         if home == 0:
             dims[0] = tidy((*rest[:at], sizes[axis], *rest[at:]))
@@ -342,7 +344,7 @@ def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> 
     """Return the spread of a sum over the ranks along axes, of which each rank keeps its own piece along dimension 0.
 
     Args:
-        axes: as those of `all_gather`.
+        axes: axes as in `all_gather`.
     """
     x = all_reduce(x, axes)
     for axis in axes:
@@ -385,7 +387,7 @@ def all_to_all(x: Spread, axis: str, to: int, whole: int, sizes: Mapping[str, in
         raise refusal((x,), f"dimension {whole} is not cut over {axis}")
     at = dims[whole].index(axis)
     if any(not isinstance(atom, str) for atom in dims[whole][:at]) or to == whole:
-        raise NotKnown(f"{x}: pieces over {axis} are exchanged inside of others")
+        raise NotKnown(f"{x}: pieces over {axis} are exchanged inside other pieces")
     dims[whole] = tidy(sizes[axis] if atom == axis else atom for atom in dims[whole])
     dims[to] = _cut(x, dims[to], axis, sizes[axis])
     return replace(x, dims=tuple(dims), loose=x.loose - {axis}, dropped=x.dropped - {axis})
@@ -404,10 +406,10 @@ def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, in
     home = next(number for number, dim in enumerate(x.dims) if axis in dim)
     at, dims = x.dims[home].index(axis), list(x.dims)
     if any(not isinstance(atom, str) for atom in dims[home][:at]):
-        raise refusal((x,), f"pieces over {axis} are exchanged in another order than that in which they lie")
+        raise refusal((x,), f"pieces over {axis} are exchanged in an order that differs from the order of the ranks")
     left = [atom for dim in dims for atom in dim if isinstance(atom, Block)]
     if left and (home != join or any(block.home != home or block.at > at for block in left)):
-        raise NotKnown(f"{x}: pieces are exchanged before others are where they belong")
+        raise NotKnown(f"{x}: pieces are exchanged before other pieces are in their final place")
     if home == join:
         dims[home] = tidy(sizes[axis] if atom == axis else atom for atom in dims[home])
     else:

@@ -36,10 +36,10 @@ class Weight:
     """A `Weight` is what is known of one weight on one compiled rank.
 
     Args:
-        name: of the weight.
+        name: the name of the weight.
         verdict: `PROVEN`, `WRONG` or `UNKNOWN`.
-        why: what is wrong or not known; "" of a proven one.
-        spread: of its gradient behind the last sum, "" where it is not known.
+        why: what is wrong or unknown; "" for a proven weight.
+        spread: the spread of its gradient after the last sum; "" if it is unknown.
         operator: the one where the spreads end, "" if they reach the gradient.
     """
 
@@ -62,7 +62,7 @@ class Stage:
     Args:
         rank, stage: the rank that was compiled, and its pipeline stage.
         mesh: the axes, with their sizes, as text.
-        weights: those that the optimizer updates.
+        weights: the weights that the optimizer updates.
         contradictions: what the spreads contradict, each with its operator.
         typed, asked: operators on the way to the gradients that have a spread, and all of them.
         missing: operator -> how many of them end the way because nothing is known there.
@@ -82,7 +82,7 @@ def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[i
     """Return the ranks of each group of a compiled rank; the world's group consists of the stage's devices.
 
     Args:
-        devices: those of one stage.
+        devices: the number of devices of one stage.
     """
     groups = {name: tuple(ranks) for name, ranks in result["groups"]}
     first = result["rank"] // devices * devices
@@ -99,7 +99,7 @@ def mesh_for(
         degrees: (name, ranks) of the recipe's tensor, context and data parallelism.
 
     Raises:
-        NotKnown: the groups lie on no mesh.
+        NotKnown: the groups do not form a mesh.
     """
     devices = math.prod(size for _, size in degrees)
     groups, meshes = [], []
@@ -122,7 +122,7 @@ def typing_of(
     """Return the object that finds the spreads of one compiled rank.
 
     Args:
-        result: of its compile, as `tools.dryrun.rank` reports it.
+        result: the result of its compile, as `tools.dryrun.rank` reports it.
         peers: axis -> the graph of the next rank along it.
         received: how other stages send values.
     """
@@ -133,11 +133,11 @@ def typing_of(
     def parameter(name: str) -> Spread:
         layout = result["layouts"].get(name)
         if layout is None:
-            raise NotKnown(f"MindSpore states no layout of parameter {name}")
+            raise NotKnown(f"MindSpore gives no layout of parameter {name}")
         group = layout["group"]
         sharded = (known(group) or generated.get(group)) if group else ()
         if sharded is None:
-            raise NotKnown(f"the optimizer shards {name} over group {group!r}, whose ranks are not known")
+            raise NotKnown(f"the optimizer shards {name} over group {group!r}, whose ranks are unknown")
         return mesh.of_layout(layout, sharded)
 
     at = {axis: result["rank"] % mesh.devices // far % mesh.sizes[axis] for axis, far in mesh.strides.items()}
@@ -179,7 +179,7 @@ def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, s
     """Return what is known of the weights of one compiled rank.
 
     Args:
-        result: of its compile.
+        result: the result of its compile.
         scales: weight -> what the dry run says against its divisors; none of the weights that it finds right.
     """
     weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
@@ -214,7 +214,7 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
     told = ""
     for number in [each for _, each in ends] or typing.sums_of(name) or [-1]:
         if any(graph != typing.graph.root for graph, _ in ends):
-            return Weight(name, UNKNOWN, "the last sum of its gradient over ranks stands in a called graph")
+            return Weight(name, UNKNOWN, "the last sum of its gradient over ranks is in a called graph")
         place = "" if number < 0 else typing.name_of(typing.graph.root, number)
         try:
             found = typing.summed(name) if number < 0 else typing.of(number)
@@ -246,10 +246,10 @@ def against(found: Spread, wanted: Spread) -> str:
             return f"it is summed over {axis} once more than it is divided by its size: one sum over {axis} is too many"
         return f"it is divided by the ranks along {axis} and not summed over them: a sum over {axis} is missing"
     if found.shifted or found.greatest:
-        return f"the ranks along {_told(found.shifted | found.greatest)} hold values of their own"
+        return f"the ranks along {_told(found.shifted | found.greatest)} hold different values"
     dims = tuple(map(tidy, wanted.dims))
     if not any(tuple(map(tidy, given.dims)) == dims for given in placements(found)):
-        return f"the weight lies as {wanted}"
+        return f"the weight itself is {wanted}"
     return ""
 
 
@@ -261,7 +261,7 @@ def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devic
     """Return rank -> weight -> why the dry run calls the divisors of the weight's gradient wrong or unknown.
 
     Args:
-        micro_batches, devices: as those of `tools.dryrun.report.scale_report`.
+        micro_batches, devices: as in `tools.dryrun.report.scale_report`.
     """
     seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
     found: dict[int, dict[str, str]] = {}
@@ -286,10 +286,10 @@ def report_of(
     """Return the whole report as plain data.
 
     Args:
-        recipe: its file.
-        results: of the compiled ranks, one for each of `stages`.
-        differ: where stages do not send what others receive.
-        micro_batches: of a step of the compiled recipe, with accumulated steps.
+        recipe: the file of the recipe.
+        results: the results of the compiled ranks, one for each of `stages`.
+        differ: the cases in which stages do not send what others receive.
+        micro_batches: the number of micro-batches of a step of the compiled recipe, with accumulated steps.
         per: devices of one stage. all_: all devices of the compiled recipe.
     """
     weights = [weight for stage in stages for weight in stage.weights]

@@ -110,7 +110,7 @@ def _moved(x: Spread, index: Value, call: Call) -> Spread:
     """Return rows that the rank takes or adds by an index."""
     found = held(x, call.outputs[0].shape)
     if _chosen(index) and index.key[1] != found.dims[0]:
-        raise refusal((x,), "rows are taken by the choices of other rows")
+        raise refusal((x,), "rows are selected by the choices of other rows")
     return _left(found, call.outputs[0].shape[0])
 
 
@@ -150,10 +150,12 @@ def _counts(call: Call) -> Value:
     rows = next(atom for atom in own.key[1] if isinstance(atom, Rows))
     came = ways(rows)
     if not came and own.key[2]:
-        raise NotKnown("rows came to a node by another way than an exchange or an AllGather")
+        raise NotKnown("rows arrived at a node neither by an exchange nor by an AllGather")
     if own.key[2] != frozenset(axis for axes in came for axis in axes):
         told = ", ".join(sorted(own.key[2])) or "no axis"
-        raise refusal((), f"the first expert of a node differs along {told}, and the node's rows came in other ways")
+        raise refusal(
+            (), f"the first expert of a node differs along {told}, but the node's rows did not come along these axes"
+        )
     return Order(("counts", call.number, *came))
 
 
@@ -165,7 +167,7 @@ def _joined(call: Call) -> Value:
     if len({(_entered(item), item.partial, item.powers) for item in rows}) > 1:
         raise refusal(rows, "rows that came in different ways are joined")
     if any(item.holes or item.partial or item.powers for item in members if item not in rows):
-        raise NotKnown("rows are joined with what is no constant")
+        raise NotKnown("rows are joined with a value that is not constant")
     return held(rows[0], call.outputs[0].shape)
 
 
@@ -183,7 +185,7 @@ def _scattered(call: Call) -> Value:
     x = held(call.spread(0), call.outputs[0].shape)
     axes, rows = _axis_and_rows(x)
     if rows.path[-1][:2] != ("exchange", (call.axes, _EVERY)):
-        raise refusal((x,), "the rows of a sum are not those that were gathered over the same ranks")
+        raise refusal((x,), "the summed rows are not the rows that were gathered over the same ranks")
     if over := ", ".join(sorted(x.partial.intersection(call.axes))):
         raise refusal((x,), f"rows are partial sums over {over}, over which they were gathered")
     rows = Rows(rows.origin, rows.path[:-1], -1)
@@ -320,7 +322,7 @@ def _entering(call: Call, values: Sequence[Value]) -> Callable[[Call], Value] | 
 
 @rule("IndexAdd", says="dispatched rows that a rank adds up, by the choices of the router")
 def _by_choices(call: Call) -> Value:
-    raise NotKnown("only dispatched rows have a rule")
+    raise NotKnown("there is a rule only for dispatched rows")
 
 
 @rule("Gather", says="dispatched rows by the choices of the router, numbers of a plain table for each index, or one "
@@ -330,15 +332,15 @@ def _looked_up(call: Call) -> Value:
         return entry
     table = by_element(call.spread(0))
     if len(table.dims) != 1 or table.holes or not call.counts or call.values[2] != 0:
-        raise NotKnown("only dispatched rows and a plain table of numbers have a rule")
+        raise NotKnown("there is a rule only for dispatched rows and a plain table of numbers")
     return by_element(call.spread(1))
 
 
 @rule("Slice", says="the rows behind constant ones, as the gradient of Concat takes them")
 def _behind_constants(call: Call) -> Value:
-    raise NotKnown("only dispatched rows have a rule")
+    raise NotKnown("there is a rule only for dispatched rows")
 
 
 @rule("RemainderTensorScalar", says="of the choices of the router: choices of the same rows")
 def _remainder(call: Call) -> Value:
-    raise NotKnown("only choices of the router have a rule")
+    raise NotKnown("there is a rule only for choices of the router")

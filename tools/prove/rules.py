@@ -62,7 +62,7 @@ def apply(call: Call) -> Value:
         if error.over is not None and not loose & error.over:  # no place changes what is wrong
             raise
         if loose and not isinstance(error, Certain):  # another place of a piece might be right
-            raise NotKnown(f"{error} (the place of the pieces over {', '.join(sorted(loose))} is not sure)") from None
+            raise NotKnown(f"{error} (the place of the pieces over {', '.join(sorted(loose))} is uncertain)") from None
         raise
 
 
@@ -71,7 +71,7 @@ def _as_the_graph_says(call: Call, found: Value) -> Value:
     if isinstance(found, Spread) and not isinstance(found, (Alike, Zeros)) and len(call.outputs) == 1:
         own, told = found.shape, call.outputs[0].shape
         if own != told and not {-1}.intersection((*own, *told)):
-            raise NotKnown(f"{found}: its rule gives the shape {own}, and the graph says {told}")
+            raise NotKnown(f"{found}: its rule gives the shape {own}, but the graph says {told}")
     return found
 
 
@@ -215,7 +215,7 @@ def _largest(call: Call) -> Value:
 @rule("ReduceMax", says="the largest over dimensions: over a cut one it is the largest of each rank's piece")
 def _largest_over(call: Call) -> Value:
     if not (axes := _axes(call)):
-        raise NotKnown("only the largest over named dimensions has a rule")
+        raise NotKnown("there is a rule only for the maximum over named dimensions")
     return reduce_largest(call.spread(0), axes, _keeps(call))
 
 
@@ -292,14 +292,14 @@ def _expand(call: Call) -> Value:
 def _expand_as(call: Call) -> Value:
     x, like = call.spread(0), call.spread(1)
     if x.dims != like.dims:
-        raise NotKnown("a value that is repeated until it is as large as another has no rule")
+        raise NotKnown("there is no rule for a value that is repeated to the size of another")
     return x
 
 
 @rule("ShapeCalc", says="the dimensions over which the gradients of two factors are summed")
 def _broadcast_over(call: Call) -> Value:
     if "ShapeCalc_BroadcastGradientArgs" not in call.node.text:
-        raise NotKnown("only the dimensions of a broadcast have a rule")
+        raise NotKnown("there is a rule only for the dimensions of a broadcast")
     x, y = call.spread(0).dims, call.spread(1).dims
     both = list(zip(x, y, strict=True))
     if any(-1 in (extent(one), extent(two)) and one != two for one, two in both):
@@ -314,7 +314,7 @@ def _filled(call: Call) -> Value:
     if isinstance(shape, Order):
         return Order(("filled",))
     if not isinstance(shape, tuple) or not isinstance(value, (Alike, Zeros)):
-        raise NotKnown("only a shape and a number that are written out have a rule")
+        raise NotKnown("there is a rule only for a constant shape and a constant number")
     return type(value)(tuple(tidy((size,)) for size in shape))
 
 
@@ -323,13 +323,13 @@ def _running_sum(call: Call) -> Value:
     x = call.spread(0)
     require_home(x)
     if any(not isinstance(atom, int) for atom in x.dims[call.values[1]]):
-        raise refusal((x,), "each rank adds up its own piece of a dimension, which is cut")
+        raise refusal((x,), "each rank adds up only its own piece of a cut dimension")
     return x
 
 
 @rule("NonZero", says="of a comparison of sorted experts: the rows of the own node's experts")
 def _non_zero(call: Call) -> Value:
-    raise NotKnown("only the rows of a node's experts are sought")
+    raise NotKnown("there is a rule only for finding the rows of a node's experts")
 
 
 @rule("TensorToTuple", says="the elements of a plain tensor of numbers, as a tuple: cut as the tensor is")
@@ -432,7 +432,7 @@ def _add_rows(call: Call) -> Value:
 def _one_hot(call: Call) -> Value:
     x = call.spread(0)
     if call.values[4] != -1:
-        raise NotKnown("only one-hot rows along a new last dimension have a rule")
+        raise NotKnown("there is a rule only for one-hot rows along a new last dimension")
     return experts.counts(x, call.number) or slices.one_hot(x, call.values[1], call.sizes)
 
 

@@ -27,7 +27,7 @@ def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes
     """Return the spread after each rank has taken a slice of its part of the value.
 
     Args:
-        shape: of the slice on the rank.
+        shape: the shape of the slice on the rank.
         by: dimension -> the axes along which the slice starts elsewhere on each rank, outermost first.
     """
     block = _taken_block(x, shape, by, sizes)
@@ -81,7 +81,7 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
     """Return the spread after each rank has put zeros around its part of the value, which is the gradient of `take`.
 
     Args:
-        shape, by, sizes: of the padded value, as those of `take`.
+        shape, by, sizes: of the padded value, as in `take`.
     """
     require_home(x)
     if (stacked := _stacked(x, shape, by, sizes)) is not None:
@@ -92,9 +92,14 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
         axes = by.get(number, ())
         if not axes and extent(dims[number]) != size and any(not isinstance(atom, int) for atom in dims[number]):
             # a gradient that was to be added up over a dimension of 1 on each rank looks cut over it, too
-            raise NotKnown(f"{x}: each rank pads dimension {number} alike, which is cut over them or not added up yet")
+            raise NotKnown(
+                f"{x}: each rank pads dimension {number} equally, although it is cut over these ranks or still a "
+                "partial sum"
+            )
         if missing := [axis for axis in axes if axis not in dims[number]]:
-            raise refusal((x,), f"each rank along {missing[0]} pads another part, but is not cut along it")
+            raise refusal(
+                (x,), f"each rank along {missing[0]} pads a different part, but the value is not cut along this axis"
+            )
         if axes or extent(dims[number]) != size:
             dims[number] = tidy((*(a for a in dims[number] if isinstance(a, str) and a not in axes), size))
         partial |= set(axes)
@@ -159,7 +164,7 @@ def add_rows(gradient: Spread, indices: Spread, rows: int, sizes: Mapping[str, i
         raise refusal((gradient, indices), "rows of other ranks are added to a rank's own: the gradient has no mask")
     count = len(indices.dims)
     if tuple(map(tidy, gradient.dims[:count])) != tuple(map(tidy, indices.dims)):
-        raise refusal((gradient, indices), "the gradient and the indices are not cut alike")
+        raise refusal((gradient, indices), "the gradient and the indices are not cut equally")
     cut = frozenset(atom for dim in indices.dims for atom in dim if isinstance(atom, str))
     dims = (tidy((*_outermost_first(indices.shifted, sizes), rows)), *gradient.dims[count:])
     return Spread(dims, gradient.partial | cut, gradient.powers)

@@ -68,7 +68,7 @@ class Rows:
     Args:
         origin: the dimension as it was before: its atoms. The axes in it stand in front of these rows.
         path: what was done to the rows, in order: see `tools.prove.experts`.
-        count: of the rows on a rank; -1 where the data decide.
+        count: the number of rows on a rank; -1 if the data decide.
     """
 
     origin: tuple[Any, ...]
@@ -213,7 +213,7 @@ def require_home(*given: Spread) -> None:
     """
     for x in given:
         if any(isinstance(atom, Block) for dim in x.dims for atom in dim):
-            raise NotKnown(f"{x}: gathered pieces are used before they are where they belong")
+            raise NotKnown(f"{x}: gathered pieces are used before they are in their final place")
 
 
 def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None) -> Contradiction:
@@ -267,7 +267,7 @@ def check_rows(one: Dim, other: Dim) -> None:
         return
     ways = [[(step[0], step[1][0] if step[0] == "exchange" else ()) for step in rows[0].path] for rows in both]
     if ways[0] == ways[1]:
-        raise NotKnown("it is not known whether the rows of two values are in the same order")
+        raise NotKnown("it is unknown whether the rows of two values are in the same order")
 
 
 def _of_equal_rows(one: Dim, other: Dim) -> bool:
@@ -319,7 +319,7 @@ def joined(x: Spread, y: Spread) -> Spread:
     if x.dims != y.dims and any(x.dims) and any(y.dims):
         require_home(x, y)
     if either := x.greatest | y.greatest:
-        raise refusal((x, y), f"one is the largest only of a rank's own piece over {', '.join(sorted(either))}")
+        raise refusal((x, y), f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}")
 
     def join(one: Spread, two: Spread) -> Spread:
         found = []
@@ -331,7 +331,7 @@ def joined(x: Spread, y: Spread) -> Spread:
                 second = first
             if first != second and () not in (first, second):
                 check_rows(first, second)
-                raise Contradiction(f"{x} with {y}: dimension {number} is not cut alike")
+                raise Contradiction(f"{x} with {y}: dimension {number} is not cut equally")
             found.append(first or second)
         return Spread(checked(tuple(found), one, two))
 
@@ -346,7 +346,9 @@ def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
     powers = dict(x.powers)
     for axis in sorted(axes - x.partial):
         if axis in x.holes or powers.get(axis) != -1:
-            raise refusal((x,), f"it is added to a partial sum over {axis}, and would count once for each rank", {axis})
+            raise refusal(
+                (x,), f"the value is added to a partial sum over {axis}, and would count once for each rank", {axis}
+            )
         x = scaled(replace(x, partial=x.partial | {axis}), (axis,), 1)
     return x
 
@@ -360,7 +362,7 @@ def add(x: Spread, y: Spread) -> Spread:
     both = x.partial | y.partial
     one, two = as_partial(x, both), as_partial(y, both)
     if one.powers != two.powers:
-        raise refusal((x, y), "they are scaled differently")
+        raise refusal((x, y), "the two values are scaled differently")
     found = joined(one, two)
     return replace(found, partial=both, powers=one.powers, shifted=x.shifted | y.shifted)
 
@@ -373,7 +375,7 @@ def check_linear(x: Spread, y: Spread) -> None:
         raise NotKnown(f"{x} with {y}: both are partial sums, over different axes")
     for one, two in ((x, y), (y, x)):
         if mixed := one.partial & two.holes:
-            raise refusal((x, y), f"one is partial and the other is cut over {', '.join(sorted(mixed))}")
+            raise refusal((x, y), f"one value is partial and the other is cut over {', '.join(sorted(mixed))}")
 
 
 def multiply(x: Spread, y: Spread) -> Spread:
@@ -447,14 +449,14 @@ def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False)
     check_linear(x, y)
 
     if either := x.shifted | y.shifted:
-        raise refusal((x, y), f"one is right only on one rank along {', '.join(sorted(either))}")
+        raise refusal((x, y), f"one value is right only on one rank along {', '.join(sorted(either))}")
 
     def product_of(one: Spread, two: Spread) -> Spread:
         rows, inner = one.dims[-2:][::-1] if x_turned else one.dims[-2:]
         inner_too, columns = two.dims[-2:][::-1] if y_turned else two.dims[-2:]
         if own_order(inner) != own_order(inner_too):
             check_rows(inner, inner_too)
-            raise refusal((one, two), "the dimension over which the product sums is not cut alike")
+            raise refusal((one, two), "the summed dimension of the product is not cut equally in both factors")
         over = frozenset(atom for atom in inner if isinstance(atom, str))
         batch = joined(Spread(one.dims[:-2]), Spread(two.dims[:-2])).dims
         return Spread(checked((*batch, rows, columns), one, two), partial=over)

@@ -146,8 +146,8 @@ def unpadded(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | 
         if not begin[place] and extent(dim) == shape[place]:
             continue
         if rows.path[-1][0] != "pad":
-            raise NotKnown(f"{x}: a part of rows is taken of which it is not known what they are")
+            raise NotKnown(f"{x}: a part of unknown rows is selected")
         if rows.path[-1] != ("pad", begin[place]) or rows.count != begin[place] + shape[place]:
-            raise refusal((x,), "other rows are left out than those that were put in front of the tokens")
+            raise refusal((x,), "the removed rows are not the rows that were put in front of the tokens")
         return _with(x, place, at, Rows(rows.origin, rows.path[:-1], shape[place]))
     return None

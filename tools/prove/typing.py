@@ -290,13 +290,13 @@ class Typing:
                 mean = True
                 continue
             if each.op == "RealDiv" and "Grad__VirtualDiv" in each.scope:
-                raise Contradiction(f"the losses of {ranks} ranks are added, and not divided by {ranks}: no mean")
+                raise Contradiction(f"the losses of {ranks} ranks are summed, but not divided by {ranks}")
             unsure = unsure or bool(each.calls) or each.op == "Receive"
             if (own.name, number) not in seen:
                 seen.add((own.name, number))
                 todo += self._before(own, each)
         if unsure or not mean:  # the gradient comes from another stage or graph
-            raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are added, by {ranks}")
+            raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
 
     def _before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
         """The operators whose values an operator takes, also those of the graph that calls this one."""
@@ -333,7 +333,7 @@ class Typing:
             if isinstance(closure, Failure):
                 return closure
             if not isinstance(closure, Closure):
-                raise NotKnown("it is not known which graph this calls")
+                raise NotKnown("it is unknown which graph this call runs")
             target, bound, names = closure.graph, closure.values, closure.names
         texts = [text for text in listed(inside.rpartition(")")[0]) if text]
         given = [self._argument(frame, text, "") for text in texts]
@@ -356,7 +356,7 @@ class Typing:
     def _receive(self, node: Node) -> Value:
         direction = _direction(node)
         if direction not in self.received:
-            raise NotKnown(f"it is not known how the other stage sends this ({direction[0]})")
+            raise NotKnown(f"it is unknown how the other stage sends this value ({direction[0]})")
         return self.received[direction]
 
     def sent(self) -> dict[Direction, set[Spread]]:
@@ -387,7 +387,7 @@ class Typing:
                 self.of(number)
         found = self.added.get(weight, [])
         if not found:
-            raise NotKnown(f"nothing is known to add to the gradient of {weight}")
+            raise NotKnown(f"no operator is known that adds to the gradient of {weight}")
         if failed := next((each for each in found if isinstance(each, Failure)), None):
             return failed
         if len(set(found)) > 1:
@@ -424,10 +424,10 @@ class Typing:
         group = str(attributes_of(node.text).get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
         if ranks is None:
-            raise NotKnown(f"it uses group {group!r}, whose ranks are not known")
+            raise NotKnown(f"it uses group {group!r}, whose ranks are unknown")
         if node.op != "AllReduce" and list(ranks) != sorted(ranks):
             raise Contradiction(
-                f"its group has ranks {', '.join(map(str, ranks[:4]))} in this order, and pieces lie in the order of "
+                f"its group has ranks {', '.join(map(str, ranks[:4]))} in this order, but pieces are in the order of "
                 "their ranks"
             )
         return self.mesh.of_group(sorted(ranks))

@@ -20,7 +20,7 @@ class Finding:
     Args:
         severity: "error" (the run would fail, or be another one than was written), "warning", or "note" (it runs as
             written; MindFormers computes something else than one may expect).
-        file, line: where the value stands; line 0 when it stands nowhere.
+        file, line: the place of the value; the line is 0 if the value has no place.
         key: dotted key path.
         wrong: what is wrong, in plain words.
         right: what would be right, or empty.

@@ -348,7 +348,7 @@ def refuse_sections(recipe: Mapping[str, Any]) -> None:
     instead.)
 
     Raises:
-        RecipeError: with file, line and key path.
+        RecipeError: the message has file, line and key path.
     """
     for path in SECTIONS:
         if not isinstance(look(recipe, path), Mapping | None):

@@ -36,7 +36,7 @@ def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[in
     A count is left out if the recipe's degrees, scaled down to it, need fewer devices.
 
     Args:
-        recipe: for Ascend. data_path: a Megatron prefix. steps: that the schedules are made for.
+        recipe: a recipe for Ascend. data_path: a Megatron prefix. steps: the number of steps of the schedules.
 
     Raises:
         RecipeError: the recipe is for a CPU, trains on packed conversations, or cannot be shrunk.

@@ -36,20 +36,20 @@ QUIET = 120.0  # seconds without anything new after which the status says so
 FOLDER, _EVENTS_SUFFIX = "tensorboard", ".tc3"
 SCALARS = ("loss", "lm_loss", "load_balancing_loss", "mtp_loss", "global_norm", "learning_rate", "seconds")
 GAUGES = {
-    "step": "Newest step that was made and stands",
-    "total_steps": "Steps that the run is to make",
+    "step": "Newest step that was trained and not trained again",
+    "total_steps": "Steps that the run has to train in total",
     "loss": "Training loss of the newest step, nats per token",
     "held_out_loss": "Held-out loss of the last evaluation, nats per token",
     "tokens_per_second": "Median speed of the newest steps",
-    "goodput": "Time of steps that stand over the time since the first attempt's plan",
+    "goodput": "Share of the time since the first attempt's plan in which steps were trained that were not lost",
     "wall_seconds": "Time since the first attempt's plan",
     "attempt": "Number of the newest attempt, from 0",
     "failures": "Attempts that failed",
     "checkpoint_step": "Step of the newest complete checkpoint",
     "checkpoint_age": "Seconds from the newest complete checkpoint to the last sign of life",
-    "last_sign": "When the run last wrote anything, seconds since 1970",
-    "step_samples": "Samples of the newest step, where their number grows (plugins.batch_ramp)",
-    "fullest_expert": "Tokens of the fullest expert over the mean of its layer, in the newest step",
+    "last_sign": "Time at which the run last wrote a file, in seconds since 1970",
+    "step_samples": "Samples of the newest step, if their number grows (plugins.batch_ramp)",
+    "fullest_expert": "Tokens of the busiest expert divided by the mean of its layer, in the newest step",
     "idle_experts": "Experts of all layers that got no token in the newest step",
 }
 Look = Callable[[], Status]
@@ -103,7 +103,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
     found = [
         ("run", f"{status.run}: {status.state}{_quiet(status)}"),
         ("attempt", _attempt(status)),
-        ("phase", status.phase and f"{status.phase}, for {duration(status.phase_seconds)}"),
+        ("phase", status.phase and f"{status.phase} for {duration(status.phase_seconds)}"),
         ("step", f"{status.step:,}{total}"),
         ("batch", _batch(status)),
         ("loss", None if status.loss is None else f"{status.loss:.4f}"),
@@ -138,14 +138,14 @@ def _routers(status: Status) -> str | None:
     """Return the fullest expert, experts without tokens, and alarms."""
     if status.fullest_expert is None:
         return None
-    fullest = f"the fullest expert has {status.fullest_expert:.2f} times the mean (layer {status.fullest_layer})"
+    fullest = f"the busiest expert gets {status.fullest_expert:.2f} times the mean (layer {status.fullest_layer})"
     idle = f"experts without a token, in all layers: {status.idle_experts:,}" if status.idle_experts else ""
     return "; ".join(filter(None, [fullest, idle, *(f"look at {alarm}" for alarm in status.router_alarms)]))
 
 
 def _quiet(status: Status) -> str:
     tell = status.quiet >= QUIET and status.over is None
-    return f", nothing new for {duration(round(status.quiet))}" if tell else ""
+    return f", no new output for {duration(round(status.quiet))}" if tell else ""
 
 
 def _attempt(status: Status) -> str | None:
@@ -257,11 +257,11 @@ class Exporter:
         for name, words in GAUGES.items():
             if (value := getattr(status, name)) is not None:
                 gauge(name, words, value)
-        gauge("state", "1 for the state that the run is in", 1, state=status.state)
+        gauge("state", "1 for the current state of the run", 1, state=status.state)
         if status.phase:
-            gauge("phase", "1 for the phase that its workers are in", 1, phase=status.phase)
+            gauge("phase", "1 for the current phase of the workers", 1, phase=status.phase)
         gauge("slow_ranks", "Ranks that are slower than their peers", len(status.slow_ranks))
-        gauge("router_alarms", "Alarms of routers that stand", len(status.router_alarms))
+        gauge("router_alarms", "Alarms about routers that are still active", len(status.router_alarms))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.client.write_to_textfile(str(self.path), registry)

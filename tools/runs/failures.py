@@ -81,7 +81,7 @@ def diagnose(lines: Sequence[str]) -> Found:
                 return Found(row.name, row.words, _quoted(telling[-1:]), row.mend, victim)
     telling = [line for line in loud if _TELLING.search(line)]
     shown = telling or loud
-    words = "no known signature" if any(map(str.strip, lines)) else "the log is empty, or is not there"
+    words = "no known signature" if any(map(str.strip, lines)) else "the log is empty or missing"
     return Found(UNKNOWN, words, _quoted(shown[-_SHOWN:]), telling=bool(telling))
 
 
@@ -198,7 +198,7 @@ def _by_logs(number: int, logs: list[Path], time: float | None) -> Failure:
     victims = {path.stem: found.name for path, found in said.items() if path != log and found.name != UNKNOWN}
     if log is None:
         logs_of = "several logs" if own else "no log"
-        why = f"nothing says who began it: {logs_of} of a worker with a cause of its own"
+        why = f"it is unknown which worker failed first, because {logs_of} of a worker with a cause of its own"
         return Failure(number, time, message=why, victims=victims)
     name = log.stem.split("_")[-1]
     rank = int(name) if name.isdecimal() else None

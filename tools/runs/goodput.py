@@ -25,9 +25,9 @@ from tools.runs.readings import Part, Run
 
 Kind = Literal["kept", "lost", "compile", "start", "save", "evaluation", "between", "stop", "waiting", "unknown"]
 WORDS: dict[Kind, str] = {
-    "kept": "steps that stand",
-    "lost": "steps that were made again",
-    "compile": "compiling (beyond a usual step)",
+    "kept": "steps that were kept",
+    "lost": "steps that were trained again",
+    "compile": "compiling (without the time of a usual step)",
     "start": "starting",
     "save": "saving checkpoints",
     "evaluation": "evaluations",
@@ -104,9 +104,12 @@ def ledger(run: Run) -> Ledger | str:
     timed = [part for part in run.parts if part.timed]
     notes = []
     if old := sum(len(part) for part in run.parts if not part.timed):
-        notes.append(f"{old:,} records of steps are from before steps had times: they and their time are left out")
+        notes.append(
+            f"{old:,} records of steps come from an older version without times, so that these steps and their "
+            "time are left out"
+        )
     if old and not timed:
-        return "its steps have no times: it was made before tc3 wrote them"
+        return "the steps of this run have no times, because an older version of tc3 trained it"
     frames = _frames(run, timed)
     if not frames:
         return "no step"
@@ -121,10 +124,11 @@ def ledger(run: Run) -> Ledger | str:
         pieces += [Piece(frame.begin, frame.end, "unknown", frame.number)] if untold else _pieces(run, frame)
     if any(frame.attempt is None for frame in frames):
         notes.append(
-            "without attempts/: starts, stops and waiting are not known; the time counts from the first training"
+            "the folder has no attempts/, so that starts, stops and waiting are unknown, and the time counts from "
+            "the first step"
         )
     if timed and run.usual() is None:
-        notes.append("no part has a second step: its first one counts as compiling, how much of it was is not known")
+        notes.append("no attempt has a second step, so that the whole first step counts as compiling")
     kept = sum(step <= frame.cut for frame in frames for part in frame.parts for step in part["step"])
     return Ledger(frames, pieces, kept, sum(len(p) for f in frames for p in f.parts) - kept, notes)
 

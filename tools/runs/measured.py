@@ -37,14 +37,18 @@ def beside(found: Study, hardware: Hardware) -> Study:
     usual = found.run.usual()
     if found.run.recipe is None or usual is None:
         what = "recipe" if found.run.recipe is None else "usual step"
-        return replace(found, notes=[*found.notes, f"the run has no {what} to compare with the measured cluster"])
+        return replace(
+            found,
+            notes=[*found.notes, f"the run has no {what}, so that it cannot be compared with the measured cluster"],
+        )
     try:
         predicted = TimeModel(hardware).step(from_recipe(resolve(found.run.recipe, layout="file"))).total
     except TC3Error as error:
         return replace(found, notes=[*found.notes, f"no step could be predicted for the measured cluster: {error}"])
     ratio = usual / predicted
     words = (
-        f"a step takes {usual:.4g} s, and {predicted:.4g} s are predicted for the measured cluster ({ratio - 1:+.0%})"
+        f"a step takes {usual:.4g} s, but the prediction for the measured cluster is {predicted:.4g} s "
+        f"({ratio - 1:+.0%})"
     )
     if ratio > SLOWER:
         words += "; tc3 search explain names the term that takes longer"

@@ -188,16 +188,16 @@ def _fault_of(record: dict[str, Any]) -> str | None:
     for name, least in (("total_steps", 0), ("start_step", 0), ("step", 1)):
         value = record.get(name)
         if value is not None and (type(value) is not int or not least <= value <= _MOST_STEPS):
-            return f"{name} is {_short(value)}: no number of a step"
+            return f"{name} is {_short(value)}, which is not the number of a step"
     for name in ("time", "seconds", "tokens"):
         value = record.get(name)
         if value is not None and not (_is_number(value) and 0 <= value < 1e15):
-            return f"{name} is {_short(value)}: no number"
+            return f"{name} is {_short(value)}, which is not a number"
         if name == "time" and value is not None and value > time.time() + _DAY:
-            return f"time is {_short(value)}: in the future, by the clock of this host"
+            return f"time is {_short(value)}, which is in the future by the clock of this host"
     for name in ("loss", "global_norm"):  # infinity and NaN are what a run can come to
         if not _is_number(record.get(name, 0.0)) and record[name] is not None:
-            return f"{name} is {_short(record[name])}: no number"
+            return f"{name} is {_short(record[name])}, which is not a number"
     return None
 
 
@@ -285,7 +285,7 @@ class Part:
 
     Args:
         start_step: steps done before it.
-        began: when its training began, seconds since 1970 (None: a run from before that was written).
+        began: when its training began, in seconds since 1970 (None for runs of older versions, which did not write it).
     """
 
     start_step: int
@@ -372,7 +372,7 @@ def load_run(folder: Path) -> Run:
     """Return all data of a run's folder that the reports need.
 
     Raises:
-        DataError: as `check_folder`.
+        DataError: as in `check_folder`.
     """
     check_folder(folder)
     recipe = recipe_of(folder)

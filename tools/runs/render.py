@@ -48,7 +48,7 @@ def draw(found: Sequence[Study], path: Path) -> Path:
     """Draw the attempts of the runs over time to an .svg or .png file; return `path`.
 
     Raises:
-        DataError: as `save_figure`.
+        DataError: as in `save_figure`.
     """
     return save_figure(_figure(found), path)
 
@@ -58,7 +58,7 @@ def _figure(found: Sequence[Study]) -> Any:
     rows = sum(_row_count(time) for _, time in known)
     figure = new_figure(12, 4.2 + 0.32 * max(rows, 2))
     if not known:
-        figure.text(0.5, 0.5, "when the steps were made is not known", ha="center")
+        figure.text(0.5, 0.5, "the times of the steps are unknown", ha="center")
         return figure
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(0.32 * rows + 0.6, 3))
     size, unit = next(
@@ -173,12 +173,12 @@ def head(found: Study) -> Rows:
         usual = ["usual step", duration(found.run.usual())]
         begin = [["state", found.state], ["goodput", "not known"], ["wall time", f"not known: {time}"], usual]
         return [*begin, *_held_out_rows(found)]
-    lost = f", {time.lost_steps:,} made again" if time.lost_steps else ""
+    lost = f", {time.lost_steps:,} trained again" if time.lost_steps else ""
     return [
         ["state", found.state],
         ["goodput", share(time.goodput)],
         ["wall time", duration(time.wall / SECOND)],
-        ["steps that stand", f"{time.kept_steps:,}{lost}"],
+        ["steps that were kept", f"{time.kept_steps:,}{lost}"],
         ["usual step", duration(found.run.usual())],
         ["attempts", f"{len(time.frames):,}"],
         ["failures", f"{found.mtbf.failures:,}" if found.mtbf else "not known"],
@@ -237,7 +237,7 @@ def failure_rows(found: Study) -> Rows:
 def failure_line(one: Failure) -> str:
     """Return sentences that describe a failure."""
     where, fell = _where(one), _fell(one)
-    began = f"{who(one)} began it" if one.host or one.rank is not None else "who began it is not known"
+    began = f"{who(one)} began it" if one.host or one.rank is not None else "it is unknown which worker failed first"
     says = _says(one).removeprefix(f"{one.name}: ")
     begin = f"Attempt {one.attempt} failed{f' ({where})' if where else ''}: {began}. {says} ({one.name})."
     return begin + (f" With it fell {fell}." if fell else "")
@@ -272,8 +272,12 @@ def findings(found: Study) -> list[str]:
               for one in first_of_each.values() if one.found.mend]  # fmt: skip
     shown = found.spikes[:5]
     for one in shown:
-        what = "is not finite" if one.above is None else f"{one.value:.4g}, {one.above:.0f} standard deviations up"
-        lines.append(f"Spike at step {one.step:,}: {one.name} {what}{'' if one.stands else ' (made again since)'}.")
+        what = (
+            "is not finite"
+            if one.above is None
+            else f"{one.value:.4g}, {one.above:.0f} standard deviations above the mean"
+        )
+        lines.append(f"Spike at step {one.step:,}: {one.name} {what}{'' if one.stands else ' (trained again since)'}.")
     if len(found.spikes) > len(shown):
         lines.append(f"{len(found.spikes) - len(shown):,} more spikes are in --json.")
     lines += [f"Samples of steps {one.first:,} to {one.step:,} were left out: {one.why}." for one in found.skipped]
@@ -286,7 +290,7 @@ def _slow_lines(found: Study) -> list[str]:
     if found.slow.compared is None:
         return [f"Slow ranks: {why}." for why in found.slow.unknown]
     lines = [f"Slow: {one}." for one in found.slow.slow] or [
-        f"No slow rank among {found.slow.compared:,} by its probes."
+        f"The probes found no slow rank among {found.slow.compared:,}."
     ]
     return [*lines, *(f"Not compared: {why}." for why in found.slow.unknown)]
 
@@ -294,13 +298,13 @@ def _slow_lines(found: Study) -> list[str]:
 def _mtbf_line(found: Study) -> str:
     known = found.mtbf
     if known is None:
-        why = "nothing says how the starts of the run ended" if not found.run.attempts else "nor is its time"
-        return f"Mean time between failures: not known ({why})."
+        why = "the run has no record of how its attempts ended" if not found.run.attempts else "nor is its time"
+        return f"Mean time between failures: unknown ({why})."
     sure = f"{100 * CONFIDENCE:.0f} %"
     if known.estimate is None:
         one_sided = f"{100 * (1 + CONFIDENCE) / 2:.0f} %"
-        bound = f"the mean time between two is above {duration(known.low)} with {one_sided} confidence"
-        return f"No failure in {duration(known.running)} of running: {bound}."
+        bound = f"the mean time between two failures is above {duration(known.low)} with {one_sided} confidence"
+        return f"There was no failure in {duration(known.running)} of running: {bound}."
     of = f"{known.failures} failure{'s' * (known.failures > 1)} in {duration(known.running)} of running"
     between = f"{duration(known.low)} to {duration(known.high)}"
     return f"Mean time between failures: {duration(known.estimate)} ({of}; with {sure} confidence {between})."
@@ -311,14 +315,15 @@ def _saving_lines(found: Study) -> list[str]:
     used = f"every {known.steps:,} steps, {duration(known.every)} of training" if known.steps and known.every else ""
     risk = f"Steps since checkpoint {known.newest:,}: {known.at_risk:,}." if known.newest and known.at_risk else ""
     if known.best is None:
-        return [line for line in (f"Best interval between saves: not known ({known.why}).", risk) if line]
+        return [line for line in (f"Best interval between saves: unknown ({known.why}).", risk) if line]
     best, usual = known.best, found.run.usual() or 1.0
     upper = duration(best.high) if best.high else "more"
     return [line for line in (
-        f"A save stops the training for {duration(best.cost)}; used: {used}, which costs {share(best.cost_used)} "
-        "of the time with what failures make again.",
-        f"Best by Daly: every {max(1, round(best.best / usual)):,} steps, {duration(best.best)} "
-        f"({duration(best.low)} to {upper} as far as failures tell), which costs {share(best.cost_best)}.",
+        f"A save stops the training for {duration(best.cost)}. The run saves {used}, which costs "
+        f"{share(best.cost_used)} of the time, including the steps that failures make the run train again.",
+        f"Best interval by Daly's formula: every {max(1, round(best.best / usual)):,} steps, {duration(best.best)} "
+        f"({duration(best.low)} to {upper} within the uncertainty of the failures), which costs "
+        f"{share(best.cost_best)}.",
         risk,
     ) if line]  # fmt: skip
 

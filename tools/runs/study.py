@@ -50,7 +50,7 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     """Return the spikes of all parts, in the order in which their steps were made.
 
     Args:
-        cuts: of each part the last step that was not made again.
+        cuts: for each part, the last step that was not trained again.
     """
     found = []
     for at, part in enumerate(parts):
@@ -256,7 +256,7 @@ def study(folder: Path) -> Study:
     """Read the folder of one run and return its study.
 
     Raises:
-        DataError: as `read_run`.
+        DataError: as in `read_run`.
     """
     run = load_run(folder)
     time = ledger(run)
@@ -332,9 +332,9 @@ def _why_unknown(seconds: float | None, every: float | None, found: Mtbf | None,
     if seconds is None:
         return "no save was measured"
     if every is None:
-        return "how long a usual step takes, or how many lie between two saves, is not known"
+        return "the usual time of a step, or the number of steps between two saves, is unknown"
     if found is None:
-        return "how often the run failed is not known"
+        return "the number of failures of the run is unknown"
     return "no failure was seen" if found.estimate is None else "a save took no time"
 
 
@@ -343,7 +343,7 @@ def _skipped(folder: Path) -> tuple[list[Entry], list[str]]:
     try:
         return read_ledger(folder), []
     except DataError as error:
-        return [], [f"which samples were left out is not known: {error}"]
+        return [], [f"the samples that were left out are unknown: {error}"]
 
 
 def content(found: Study) -> dict[str, Any]:

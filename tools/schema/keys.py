@@ -84,10 +84,18 @@ class _Walk:
             return
         name = value.get("type")
         if "type" not in value:
-            self.found.error(path, "has no `type`", f"name one of {_listed(sorted(shape.types))}", source=shape.line)
+            self.found.error(
+                path,
+                "`type` is missing in this section",
+                f"write one of {_listed(sorted(shape.types))}",
+                source=shape.line,
+            )
         elif not isinstance(name, str) or name not in shape.types:
             self.found.error(
-                (*path, "type"), f"MindFormers has no {name!r} here", _instead(name, shape.types), source=shape.line
+                (*path, "type"),
+                f"MindFormers does not know {name!r} in this section",
+                _instead(name, shape.types),
+                source=shape.line,
             )
         else:
             chosen = shape.types[name]
@@ -99,14 +107,14 @@ class _Walk:
         close = get_close_matches(str(key), list(shape.keys or {}), n=1, cutoff=0.75)
         places = _places(self.root, str(key))
         if path == MODEL and key in _YARN and not self.mla:  # this model's TransformerConfig has no such field
-            right = "write it inside rope_scaling"
+            right = "write the key inside rope_scaling"
         elif places:
-            right = f"it belongs in {' or '.join(places[:2])}"
+            right = f"the key belongs in {' or '.join(places[:2])}"
         elif close:
             right = f"did you mean {close[0]!r}?"
         else:
-            right = _instead(key, shape.keys or {}) or "remove it: nothing reads it"
-        self.found.error((*path, key), f"no such key {here}", right, source=shape.line)
+            right = _instead(key, shape.keys or {}) or "remove the key, because no code reads it"
+        self.found.error((*path, key), f"there is no key of this name {here}", right, source=shape.line)
 
     def _value(self, value: Any, spec: dict[str, Any], path: KeyPath) -> bool:
         """Return whether a value may stand here; notes why not."""
@@ -124,26 +132,30 @@ def _problem(value: Any, spec: dict[str, Any]) -> tuple[str, str] | None:
         if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in spec["enum"]):
             return None
         known = value in spec.get("instead", {}) if isinstance(value, str) else False
-        return f"{value!r} is not a choice", spec["instead"][value] if known else _instead(value, spec["enum"])
+        return f"{value!r} is not one of the possible values", spec["instead"][value] if known else _instead(
+            value, spec["enum"]
+        )
     if "types" in spec and not fits(value, spec["types"]):
-        return f"wants {say(spec['types'])}, got {say([kind(value)])} ({_short(value)})", _mended(value, spec["types"])
+        return f"must be {say(spec['types'])}, not {say([kind(value)])} ({_short(value)})", _mended(
+            value, spec["types"]
+        )
     if isinstance(value, list):
         return _list_problem(value, spec)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _range_problem(value, spec)
     if isinstance(value, str) and "pattern" in spec and not re.fullmatch(spec["pattern"], value):
-        return f"{value!r} is not of the form that MindFormers reads", f"the pattern is {spec['pattern']}"
+        return f"MindFormers cannot read {value!r}", f"the value must match the pattern {spec['pattern']}"
     return None
 
 
 def _list_problem(value: list[Any], spec: dict[str, Any]) -> tuple[str, str] | None:
     if "length" in spec and len(value) != spec["length"]:
-        return f"wants {spec['length']} entries, got {len(value)}", ""
+        return f"must have {spec['length']} entries, not {len(value)}", ""
     for item in value:
         if "items" in spec and not fits(item, spec["items"]):
-            return f"holds {_short(item)}, each entry must be {say(spec['items'])}", ""
+            return f"holds {_short(item)}, but each entry must be {say(spec['items'])}", ""
         if "enum_items" in spec and item not in spec["enum_items"]:
-            return f"MindFormers has no {item!r}", _instead(item, spec["enum_items"])
+            return f"MindFormers does not know {item!r}", _instead(item, spec["enum_items"])
         if isinstance(item, (int, float)) and (problem := _range_problem(item, spec)):
             return problem
     return None
@@ -151,18 +163,18 @@ def _list_problem(value: list[Any], spec: dict[str, Any]) -> tuple[str, str] | N
 
 def _range_problem(value: float, spec: dict[str, Any]) -> tuple[str, str] | None:
     if "min" in spec and value < spec["min"]:
-        return f"{value} is too small", f"at least {spec['min']}"
+        return f"{value} is too small", f"write at least {spec['min']}"
     if "most" in spec and value > spec["most"]:
-        return f"{value} is too large", f"at most {spec['most']}"
+        return f"{value} is too large", f"write at most {spec['most']}"
     if "below" in spec and value >= spec["below"]:
-        return f"{value} is too large", f"below {spec['below']}"
+        return f"{value} is too large", f"write a number below {spec['below']}"
     return None
 
 
 def _mended(value: Any, kinds: list[str]) -> str:
     """Return what the author probably meant."""
     if isinstance(value, str) and "float" in kinds and EXPONENT.fullmatch(value):
-        return f"write {as_yaml(value)}" if isfinite(float(value)) else "a finite number"
+        return f"write {as_yaml(value)}" if isfinite(float(value)) else "write a finite number"
     if isinstance(value, str) and kinds[0] in ("int", "float") and value.strip().lstrip("-").isdigit():
         return f"write {value.strip()} without quotes"
     if isinstance(value, str) and "bool" in kinds and value.lower() in ("true", "false"):
@@ -177,7 +189,7 @@ def _instead(word: Any, known: Any) -> str:
     close = close or [name for name in names if name.endswith(f"_{word}")]
     if len(close) == 1:
         return f"did you mean {close[0]!r}?"
-    return f"the choices are {_listed(list(known))}" if len(names) <= _SHOWN else ""
+    return f"the possible values are {_listed(list(known))}" if len(names) <= _SHOWN else ""
 
 
 def _listed(names: list[Any]) -> str:

@@ -78,8 +78,8 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
     """Check `offset` and the recompute lists by MindFormers' own conditions."""
     total = built.number("num_layers")
     if view.get(("swap_config", "swap"), False) is True:
-        wrong = "reaches no model: MindFormers 1.9.0 drops swap_config on the way, and nothing is swapped"
-        found.error(("swap_config", "swap"), wrong, "swap and layer_swap under model.model_config")
+        wrong = "MindFormers 1.9.0 drops swap_config before the model is built, and nothing is swapped"
+        found.error(("swap_config", "swap"), wrong, "write swap and layer_swap under model.model_config")
     if view.parallel and view.pp * view.chunks > 1 and total > 0:
         _offset(view, total, found)
     for key in (*RECOMPUTE, *EXCLUDE):
@@ -88,8 +88,8 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
             _layer_numbers(view.get(path), total, path, found)
         elif key in EXCLUDE and not _has_patterns(value := view.get(path)):
             if value:
-                right = "a list of patterns of operators, or a mapping of them to layers"
-                found.warning(path, "excludes nothing, for it names no operators", right, rule="exclude")
+                right = "write a list of operator patterns, or a mapping from patterns to layers"
+                found.warning(path, "excludes nothing, because the value names no operators", right, rule="exclude")
         else:
             _recompute(view, view.get(path), path, found)
 
@@ -111,14 +111,14 @@ def _offset(view: View, total: int, found: Findings) -> None:
     base, rest = divmod(total, stages * chunks)
     place = f"{total} layers on {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
     if total < stages * chunks:
-        found.error(OFFSET, f"{place}: fewer layers than chunks of stages", "fewer stages", rule="offset_middle")
+        found.error(OFFSET, f"{place} are fewer layers than chunks", "use fewer stages or chunks", rule="offset_middle")
         return
     rows = _broadcast(offset, chunks, stages)
-    right = f"for instance offset: {_spread(rest, stages, chunks)}"
+    right = f"write for example offset: {_spread(rest, stages, chunks)}"
     if rows is None:
         nested = isinstance(offset, list) and offset and isinstance(offset[0], list) and len(offset[0]) == stages
         rule = "offset_chunks" if nested else "offset_stages"
-        found.error(OFFSET, f"{offset!r} is not of shape {shape} (chunks x stages)", right, rule=rule)
+        found.error(OFFSET, f"{offset!r} does not have the shape {shape} (chunks x stages)", right, rule=rule)
         return
     written = sum(map(sum, rows))
     if written != rest:
@@ -131,7 +131,12 @@ def _offset(view: View, total: int, found: Findings) -> None:
             OFFSET, f"the first or last stage would hold {min(counts[0], counts[-1])} layers", rule="offset_head"
         )
     elif len(counts) > 2 and min(counts[1:-1]) < 1:
-        found.error(OFFSET, "a stage in the middle would hold no layer", "at least one", rule="offset_middle")
+        found.error(
+            OFFSET,
+            "a stage in the middle would hold no layer",
+            "give every stage at least one layer",
+            rule="offset_middle",
+        )
 
 
 def _spread(rest: int, stages: int, chunks: int) -> list[Any]:
@@ -150,14 +155,19 @@ def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> No
     if isinstance(value, dict):
         for pattern, inner in value.items():
             if inner is False and path[1] == RECOMPUTE[1]:
-                found.error((*path, pattern), "swapping wants the numbers of layers here", "[]", rule="swap_conflict")
+                found.error(
+                    (*path, pattern),
+                    "with swapping, False is not allowed here, but only a list of layer numbers",
+                    "write []",
+                    rule="swap_conflict",
+                )
             _layer_numbers(inner, total, (*path, pattern), found)
     elif isinstance(value, list):
         wrong = [item for item in value if type(item) is not int or not 0 <= item < total]
         if wrong:
             said = f"{wrong[0]!r} is not a layer of this model, whose layers are numbered 0 to {total - 1}"
-            said += ", which model_config.swap lists by their numbers"
-            found.error(path, said, f"numbers from 0 to {total - 1}, or True", rule="recompute_by_number")
+            said += ", and with model_config.swap this list holds layer numbers"
+            found.error(path, said, f"write numbers from 0 to {total - 1}, or True", rule="recompute_by_number")
 
 
 def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
@@ -168,11 +178,16 @@ def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
             _recompute(view, inner, (*path, pattern), found)
         return
     stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
-    right = f"a list of {chunks} lists of {stages} numbers of layers" if chunks > 1 else f"{stages} numbers of layers"
+    right = f"write a list of {stages} counts of layers, one for each stage"
+    if chunks > 1:
+        right = f"write a list of {chunks} lists (chunks) of {stages} counts of layers (stages)"
     if not isinstance(value, list):
         if of_pattern and not isinstance(value, bool):
             found.error(
-                path, f"{value!r} is neither a flag nor a list", f"True, False or {right}", rule="recompute_shape"
+                path,
+                f"{value!r} is neither True or False nor a list",
+                f"{right}, or True or False",
+                rule="recompute_shape",
             )
         return
     backward = runs_back(view) and not (len(value) > 1 and isinstance(value[1], (list, str)))
@@ -181,12 +196,17 @@ def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
         return
     if value and _has_patterns(value):
         if backward:
-            found.error(path, "zero_bubble_v wants two operator patterns or none", "True for all", rule="zbv_reversed")
+            found.error(
+                path,
+                "with zero_bubble_v this list must hold two operator patterns or none",
+                "write True for all layers",
+                rule="zbv_reversed",
+            )
         return
     flat = all(isinstance(item, (int, bool)) for item in value)
     if backward:
         rule = "zbv_recompute" if flat and path[1] == RECOMPUTE[0] else "zbv_reversed"
-        found.error(path, "zero_bubble_v wants a list for each of the two chunks", right, rule=rule)
+        found.error(path, "zero_bubble_v needs one list for each of the two chunks", right, rule=rule)
     elif flat and len(value) == stages:
         _counts(value, path, found)
     elif len(value) == chunks and all(_row(row, stages) for row in value):

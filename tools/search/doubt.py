@@ -208,8 +208,8 @@ def doubt(
         seconds: predicted, of each layout.
         slope: [layouts, terms] of ln(seconds), scaled to the error.
         node: devices of a node.
-        error, known, whole: as `Doubt`.
-        devices: that a step of each layout needs at least.
+        error, known, whole: as in `Doubt`.
+        devices: the number of devices that a step of each layout needs at least.
     """
     drawn, wins = _wins(seconds, slope)
     shares = wins.mean(axis=0)

@@ -214,7 +214,7 @@ def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: s
     Args:
         measured: a folder that holds a profile of a run of `recipe`, or a file of rows as `tc3 search calibrate` reads.
         cluster_name: to start from; None: the default, or for a CPU's profile the host itself.
-        name: of the new cluster.
+        name: the name of the new cluster.
 
     Raises:
         DataError: there is no such profile, or it is of another run. RecipeError: the cluster has no efficiencies.

@@ -143,7 +143,7 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
     experts has nothing to dispatch, and groups that straddle nodes are refused by the plugin, so there it is off.
 
     Raises:
-        RecipeError: no such mode for MindFormers.
+        RecipeError: MindFormers has no such mode.
     """
     if not config.model.experts:
         return {}

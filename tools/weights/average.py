@@ -37,8 +37,9 @@ def average(
 
     Args:
         sources: two or more of `Form` MindFormers, saved in one layout. target: a folder that is not there yet.
-        shares: one for each, that add up to 1; equal ones by default. progress: is called with each file's name.
-        damaged: what is wrong with `sources` and taken all the same (`inventory.salvaged`); said in `target`.
+        shares: the share of each checkpoint, which add up to 1; by default all are equal. progress: is called with each
+            file's name.
+        damaged: the faults of `sources` that are accepted (`inventory.salvaged`); `target` records them.
 
     Raises:
         CheckpointError: the sources do not fit together, a number is not finite, or `target` exists.

@@ -256,8 +256,8 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
         recipe: None for that of the run that saved `source`; dtype, limit: see `plan_conversion`.
 
     Raises:
-        CheckpointError: not of this model, or not whole. RecipeError: no recipe, or of a model that Hugging Face's
-            DeepseekV3 is not.
+        CheckpointError: the checkpoint is not complete, or belongs to another model. RecipeError: there is no recipe,
+            or its model is one that Hugging Face's DeepseekV3 is not.
     """
     to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
     if source.form == "one file":

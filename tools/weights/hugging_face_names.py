@@ -31,7 +31,7 @@ class Entry:
     """An `Entry` is one tensor of MindFormers with the Hugging Face tensors that hold its elements.
 
     Args:
-        mindformers: its name. shape: its shape.
+        mindformers: the name in MindFormers. shape: the shape of the weight.
         parts: Hugging Face's names; several for `gate_up` (gate, up), `experts_in` (gate, up of expert 0, of 1, ...)
             `experts_out` (down of each expert) and `qkv` (query, key, value; or query, key_value).
         how: `same`, `gate_up` [2F, h] with `interleaved` rows or halves, `experts_in` [E * h, 2H],

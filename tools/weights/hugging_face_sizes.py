@@ -30,7 +30,8 @@ class Sizes:
         interleaved: whether the rows of a dense `linear_fc1` alternate between gate and up.
         mtp_layers: MTP layers; the class has none, `model.Reference` adds them from its decoder layer.
         mtp_factor: weight of the MTP loss.
-        aux_coefficient: of the sequence-wise balance loss (DeepSeek-V3 technical report, section 2.1.2).
+        aux_coefficient: the coefficient of the sequence-wise balance loss (DeepSeek-V3 technical report, section
+            2.1.2).
         bias_rate: step of the aux-free bias after each training step; 0 leaves the bias unchanged.
         telechat2: Llama with a bias behind attention's output and behind the MLP's, under TeleChat2's names; `hf` has
             LlamaConfig's words all the same.
@@ -99,7 +100,7 @@ def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
     """Return the sizes of Hugging Face's model that corresponds to a TransformerConfig.
 
     Args:
-        fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
+        fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
         bias_updated: whether the recipe's callbacks move the router's bias.
 
     Raises:
@@ -254,7 +255,7 @@ def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
     outputs TeleChat2's.
 
     Args:
-        fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
+        fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
         yarn: what `plugins.yarn` makes of it; None for plain RoPE.
 
     Raises:

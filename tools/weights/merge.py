@@ -61,8 +61,8 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
         recipe: None for that of the run that saved `source`. limit: bytes of a file, which one tensor may exceed.
 
     Raises:
-        CheckpointError: no iteration, not a whole one, or with other adapters than the recipe says.
-        RecipeError: no recipe, or one without `plugins.lora`.
+        CheckpointError: there is no iteration, it is not complete, or its adapters differ from those of the recipe.
+        RecipeError: there is no recipe, or it does not have `plugins.lora`.
     """
     if source.form != "MindFormers":
         raise CheckpointError(f"{source.path}: this is {source.form}; only iterations of runs have adapters to merge")

@@ -34,7 +34,8 @@ class Piece:
     """A `Piece` is a box of elements that goes from one slice to another.
 
     Args:
-        place: of the old slice, in row-major order. source, target: where the box begins in either slice; size: of it.
+        place: the place of the old slice, in row-major order. source, target: where the box begins in either slice;
+            size: its size.
     """
 
     place: int
@@ -49,7 +50,8 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
     `old` parts. Each element occurs in exactly one box.
 
     Args:
-        shape: of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major order.
+        shape: the shape of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major
+            order.
     """
     index = np.unravel_index(place, new) if new else ()
     by_axis = [_spans(*axis) for axis in zip(shape, old, new, map(int, index), strict=True)]

@@ -30,9 +30,9 @@ class Move:
     """A `Move` is a tensor that goes from one layout to another.
 
     Args:
-        dtype: as safetensors writes it; kind: of the file that it is in: weights, or the optimizer's state.
+        dtype: as safetensors writes it; kind: the kind of its file: weights, or the optimizer's state.
         writers: by new slice, the rank whose file has it: one of its holders, so that nothing is written twice.
-        layout: of the new slices, in MindSpore's words.
+        layout: the layout of the new slices, in MindSpore's words.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Copied:
     tensor that one rank wrote.
 
     Args:
-        file: of the old checkpoint, that has it.
+        file: the file of the old checkpoint that holds the slice.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Plan:
     """A `Plan` is a new layout of a checkpoint that is not written yet.
 
     Args:
-        world: ranks of the new layout; prefix: of its files' names.
+        world: the number of ranks of the new layout; prefix: the prefix of its files' names.
     """
 
     moves: tuple[Move, ...]

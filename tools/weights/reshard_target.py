@@ -41,7 +41,8 @@ class Lying:
     """A `Lying` is a tensor cut into equal slices, which are counted in row-major order.
 
     Args:
-        shape: of the whole; cuts: into how many parts each axis is cut; holders: by slice, the ranks that have it.
+        shape: the shape of the whole tensor; cuts: into how many parts each axis is cut; holders: by slice, the ranks
+            that have it.
     """
 
     shape: Shape

@@ -36,7 +36,7 @@ class Source:
     """A `Source` holds weights that the headers of their files describe, and reads them tensor by tensor.
 
     Args:
-        path: as the user gave it. form: how they are stored.
+        path: the path as the user gave it. form: how the weights are stored.
     """
 
     path: Path

@@ -144,7 +144,7 @@ def _rotated(name: str, x: np.ndarray, mode: int) -> np.ndarray:
         return np.concatenate([-b, a], -1)
     if mode == 1:
         return np.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
-    raise NotImplementedError(f"{name}: mode {mode}")
+    raise NotImplementedError(f"{name}: mode {mode} is not supported by this CPU kernel")
 
 
 def _summed(gradient: np.ndarray, owner: np.ndarray) -> np.ndarray:

@@ -53,12 +53,12 @@ class Call:
     """One call.
 
     Args:
-        name: of the operator, for messages.
-        query, key, value: in `layout`.
+        name: the name of the operator, for messages.
+        query, key, value: tensors in the layout `layout`.
         mask: 1 where a query must not look, as the sparse mode wants it; None if there is none.
-        query_ends, key_ends: where the documents end in TND, cumulative; None in other layouts.
-        heads: of the query.
-        scale: of the scores.
+        query_ends, key_ends: the cumulative ends of the documents in TND; None in other layouts.
+        heads: the number of heads of the query.
+        scale: the scale of the scores.
         before, behind: tokens that a query sees to its left and right (`pre_tokens`, `next_tokens`).
         layout: one of LAYOUTS.
         sparse: the sparse mode.
@@ -357,7 +357,8 @@ def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, 
     """Return softmax_max, softmax_sum, softmax_out and the attention.
 
     Raises:
-        NotImplementedError: dropout, a position bias, a padding mask, prefixes, layouts and sparse modes not covered.
+        NotImplementedError: the call needs dropout, a position bias, a padding mask, prefixes, or an unsupported layout
+            or sparse mode.
         ValueError: a mask or document ends of another form than the sparse mode asks for.
     """
     call = forward_call(inputs)

@@ -42,13 +42,13 @@ def GroupedMatmul(
     """Return the products of all groups' rows with their weights, as one tensor.
 
     Args:
-        x: one tensor; [m, k] after `transpose_a`.
+        x: a tensor of shape [m, k] after `transpose_a`.
         weight: one tensor. Group type 0, rows are split: [groups, k, n] after `transpose_b`, result [m, n]. Group type
             2, the inner dimension is split: [k, n] after `transpose_b`, result [groups, m, n].
-        group_list: where each group ends, cumulative; the last end is the size of the dimension that is split.
+        group_list: the cumulative ends of the groups; the last end is the size of the dimension that is split.
 
     Raises:
-        NotImplementedError: biases, quantization, other kinds of groups.
+        NotImplementedError: the call needs biases, quantization or other kinds of groups.
         ValueError: a group list that does not cover the dimension.
     """
     extra = {"bias": bias, "scale": scale, "offset": offset}
@@ -81,7 +81,7 @@ def InplaceGroupedMatmulAdd(
     """Return `out` plus the products of each group's rows, without rounding to the rows' type in between.
 
     Args:
-        x: [m, k]; weight: [m, n]. group_list: where each group's rows end.
+        x: [m, k]; weight: [m, n]. group_list: the cumulative ends of the groups' rows.
         out: [groups, k, n] or [groups * k, n], changed in place.
 
     Raises:

@@ -58,7 +58,7 @@ def Embedding(
 ) -> np.ndarray:
     """Return the rows of a table at the given indices."""
     if max_norm is not None:
-        raise NotImplementedError(f"Embedding: max_norm {max_norm}")
+        raise NotImplementedError(f"Embedding: max_norm {max_norm} is not supported by this CPU kernel")
     return weight[_within("Embedding", index, len(weight))]
 
 

@@ -262,7 +262,7 @@ def test_a_sound_recipe_passes(capsys):
 
 def test_a_launch_says_that_a_recipe_is_modelled(capsys):
     preflight.check_sound(load_recipe(MINI.parents[1] / "pangu_ultra_moe_718b/pretrain_4k.yaml"))
-    assert "not to be trained" in capsys.readouterr().err
+    assert "not for training" in capsys.readouterr().err
 
 
 def test_an_unsound_recipe_is_refused_with_place_and_remedy():

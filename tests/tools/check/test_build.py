@@ -63,6 +63,6 @@ def test_a_key_that_a_base_has_beside_the_one_that_was_asked_for_is_named():
         [each.right for each in check_recipe(recipe).errors if each.key.endswith("scoring_func")]
         for recipe in (one, other)
     ]
-    both = "write the same under both keys: scoring_func: softmax, or moe_router_score_function: sigmoid"
+    both = "write the same value under both keys, either scoring_func: softmax or moe_router_score_function: sigmoid"
     assert rights == [["write moe_router_score_function: softmax"], [both]]
     assert not [each for each in check_recipe(put(other, path, "softmax")).errors if each.key.endswith("scoring_func")]

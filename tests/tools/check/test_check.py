@@ -37,7 +37,7 @@ def line_of(text):
     ("key", "text", "severity", "word"),
     [
         ("model.model_config.offset", "offset: 0", "error", "45 layers on 8 stages leave 5 over"),
-        ("context.ascend_config.parallel_speed_up_json_path", "parallel_speed_up_4M.json", "error", "no such file"),
+        ("context.ascend_config.parallel_speed_up_json_path", "parallel_speed_up_4M.json", "error", "there is no file"),
         ("model.model_config.qk_rope_head_dim", "qk_rope_head_dim: 64", "warning", "qk_pos_emb_head_dim"),
         ("model.model_config.qk_nope_head_dim", "qk_nope_head_dim: 128", "warning", "qk_head_dim"),
         ("context.affinity_cpu_list", "affinity_cpu_list:", "warning", "a mapping"),

@@ -30,7 +30,7 @@ def startable():
 
 def test_it_is_refused_where_it_would_start(startable):
     (wrong,) = said(put(startable, (*MODEL, KEYS[1]), True), KEYS[1])
-    assert "do not land where the router's map says" in wrong
+    assert "do not arrive in the slots of the router's map" in wrong
 
 
 def test_one_expert_a_device_is_sent_in_the_only_order_that_there_is(startable):
@@ -42,15 +42,15 @@ def test_printing_loads_costs_the_checkpoints(startable):
     recipe = put(startable, (*MODEL, KEYS[0]), True)
     assert said(recipe, KEYS[0]) == []
     (warning,) = said(recipe, KEYS[0], "warning")
-    assert "saves nothing" in warning
+    assert "saves no checkpoint" in warning
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ((*MODEL, "moe_token_dispatcher_type"), "alltoall_zero_redundancy", "alltoall dispatcher only"),
-        (("optimizer", "type"), "PmaAdamW", "AdamW only"),
+        ((*MODEL, "moe_token_dispatcher_type"), "alltoall_zero_redundancy", "only with the alltoall dispatcher"),
+        (("optimizer", "type"), "PmaAdamW", "only with AdamW"),
         (("parallel", "enable_parallel_optimizer"), True, "parallel.enable_parallel_optimizer"),
         ((*MODEL, "n_group"), 2, "n_group above 1"),
         (("callbacks",), MINI["callbacks"], "CheckpointMonitor"),

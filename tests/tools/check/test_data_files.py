@@ -123,15 +123,15 @@ def test_shares_of_a_blend_that_are_none(shares, prefix):
 
 def test_a_split_that_leaves_nothing_to_train_on(prefix):
     found = wrong(put(on(prefix), (*LOADER, "config", "split"), "0, 0, 0.0"))
-    assert "nothing to train on" in found["train_dataset.data_loader.config.split"].wrong
+    assert "no samples for training" in found["train_dataset.data_loader.config.split"].wrong
 
 
 def test_passes_over_a_corpus_count_its_share_of_the_samples(tmp_path):
-    """1,000 samples of 128 are 8 passes and more over 16,000 tokens, or 1.6 where a fifth of the samples is taken."""
+    """1,000 samples of 128 repeat 8 times and more over 16,000 tokens, or 1.6 where a fifth of the samples is taken."""
     small, large = write(tmp_path / "small", [400] * 40), write(tmp_path / "large", [400] * 400)
     key, path = "train_dataset.data_loader.sizes", (*LOADER, "config", "data_path")
     blend = put(put(on(small), (*LOADER, "sizes"), [1008, 0, 0]), path, ["8", large, "2", small])
     assert key not in wrong(blend)
     found = wrong(put(put(blend, (*LOADER, "sizes"), [10080, 0, 0]), path, ["8", large, "2", small]))[key].wrong
-    assert "16 passes" in found and "20 % of 10,080 samples" in found and "small" in found
-    assert "1,008 samples are 8 passes" in wrong(put(blend, path, ["1", small]))[key].wrong
+    assert "repeat 16 times" in found and "20 % of 10,080 samples" in found and "small" in found
+    assert "1,008 samples repeat 8 times" in wrong(put(blend, path, ["1", small]))[key].wrong

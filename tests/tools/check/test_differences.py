@@ -47,8 +47,8 @@ def test_the_norm_of_mtp_in_a_pipeline(changes, told):
     [
         ([], "8 samples"),
         (ONE_SAMPLE, None),
-        ([*ONE_SAMPLE, *CP2], "each of 2 parts of a sequence"),
-        ([*ONE_SAMPLE, (KIND, "sub_seq_aux_loss")], "each of 2 parts of a sequence"),
+        ([*ONE_SAMPLE, *CP2], "each of the 2 parts"),
+        ([*ONE_SAMPLE, (KIND, "sub_seq_aux_loss")], "each of the 2 parts"),
         ([*CP2, (KIND, "gbs_aux_loss")], None),
         ([*CP2, (COEFFICIENT, 0.0)], None),
         ([(("plugins", "group_aux_loss"), True)], None),  # asked to be taken over a group's samples
@@ -122,7 +122,10 @@ def test_mtp_across_documents(recipe, changes, told):
     found = findings(change(recipe, *base, *changes), "note")
     assert (MTP in found) == told
     if told:
-        assert "predicts the next document" in found[MTP].wrong and "plugins.mtp_documents: {}" in found[MTP].right
+        assert (
+            "predicts tokens of the next document" in found[MTP].wrong
+            and "plugins.mtp_documents: {}" in found[MTP].right
+        )
         assert "multi_token_prediction.py" in found[MTP].source
 
 
@@ -175,7 +178,7 @@ def modelled_on_its_card(path):
 def test_a_modelled_recipe_says_what_it_lacks(path):
     found = notes_of(path)
     assert len(found) == modelled_on_its_card(path)
-    assert all(note.severity == "note" and "not to be trained" in note.wrong for note in found)
+    assert all(note.severity == "note" and "not for training" in note.wrong for note in found)
 
 
 def test_a_child_of_a_modelled_recipe_says_so_too(tmp_path):
@@ -183,7 +186,7 @@ def test_a_child_of_a_modelled_recipe_says_so_too(tmp_path):
     parent = ROOT / "recipes" / "pangu_ultra_moe_718b" / "pretrain_4k.yaml"
     child.write_text(f"base_config: {parent}\noutput_dir: ./child\n")
     (found,) = notes_of(child)
-    assert "not to be trained" in found.wrong
+    assert "not for training" in found.wrong
 
 
 @pytest.mark.parametrize("text", ["- a list\n", "model: mine\n", "{", "recipes: 3\n"])
@@ -202,13 +205,13 @@ BALANCED = [(DEALT, {"window": 1})]
     ("changes", "words"),
     [
         ([*BALANCED, *ONE_SAMPLE], None),
-        ([*BALANCED, *ONE_SAMPLE, (MASKED, True)], "eod_mask_loss leaves its micro-batches unequal"),
+        ([*BALANCED, *ONE_SAMPLE, (MASKED, True)], "with eod_mask_loss micro-batches have different numbers"),
         ([*BALANCED, *ONE_SAMPLE, (MASKED, True), ((*PARALLEL, "pipeline_stage"), 1)], None),  # one micro-batch a step
         ([*ONE_SAMPLE, (MASKED, True)], None),  # nothing is dealt
-        (BALANCED, "8 samples together"),
+        (BALANCED, "all 8 samples"),
         ([*BALANCED, (COEFFICIENT, 0.0)], None),
         ([*BALANCED, *ONE_SAMPLE, (KIND, "gbs_aux_loss")], "gbs_aux_loss counts"),
-        ([*BALANCED, *ONE_SAMPLE, (("plugins", "group_aux_loss"), True)], "an EP group has at once"),
+        ([*BALANCED, *ONE_SAMPLE, (("plugins", "group_aux_loss"), True)], "an EP group has at the same time"),
     ],
 )
 def test_samples_that_are_dealt_to_other_micro_batches(changes, words):

@@ -170,11 +170,11 @@ THREE_STAGES.append(((*MODEL, "offset"), [[2, 1, 1], [0, 0, 0]]))
     [
         ([*THREE_STAGES, (("parallel", "pipeline_config"), SMART)], "pipeline_scheduler", "even number of stages, not"),
         ([*GROUPED, ((*MODEL, "num_key_value_heads"), 1)], "model_parallel", "1 key-value heads"),
-        ([*GROUPED, ((*MODEL, "num_key_value_heads"), 3)], "num_key_value_heads", "3 do not divide 4"),
+        ([*GROUPED, ((*MODEL, "num_key_value_heads"), 3)], "num_key_value_heads", "divided into 3 groups"),
         (
             [*GROUPED, ((*MODEL, "head_dim"), 48), *YARN],
             "position_embedding_type",
-            "turn 16 of the 48 numbers of a head",
+            "rotate 16 of the 48 numbers of a head",
         ),
     ],
 )

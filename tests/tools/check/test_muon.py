@@ -22,31 +22,31 @@ WHOLE = {"optimizer_weight_shard_size": 4, "parallel_optimizer_threshold": 0}
     [
         ([], None, ""),
         ([((*MODEL, "multi_latent_attention"), False)], "optimizer.type", "multi-latent attention"),
-        ([(("optimizer", "swap"), True)], "optimizer.swap", "keeps its state on the device"),
+        ([(("optimizer", "swap"), True)], "optimizer.swap", "cannot swap its state"),
         (
             [(("parallel", "enable_parallel_optimizer"), True)],
             "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
-            "over how many ranks",
+            "the number of ranks that share a matrix",
         ),
         (
             [(("parallel", "enable_parallel_optimizer"), True), (SHARD_SIZE, {"optimizer_weight_shard_size": 8})],
             "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
-            "of which there are 4, not over 8",
+            "there are only 4, not 8",
         ),
         (
             [(("parallel", "enable_parallel_optimizer"), True), (SHARD_SIZE, {"optimizer_weight_shard_size": 1})],
             "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
-            "over how many ranks",
+            "the number of ranks that share a matrix",
         ),
-        ([((*MODEL, "params_dtype"), "bf16")], "model.model_config.params_dtype", "refuses to assign float32"),
+        ([((*MODEL, "params_dtype"), "bf16")], "model.model_config.params_dtype", "refuses the assignment"),
         ([(("optimizer", "ns_steps"), 3)], "optimizer.ns_steps", "takes five"),
         ([(("optimizer", "ns_steps"), 5)], None, ""),
-        ([(("optimizer", "qk_clip_threshold"), 0)], "optimizer.qk_clip_threshold", "to nothing"),
+        ([(("optimizer", "qk_clip_threshold"), 0)], "optimizer.qk_clip_threshold", "to zero"),
         ([((*MODEL, "mla_qkv_concat"), True)], "model.model_config.mla_qkv_concat", "as one matrix"),
         (
             [(("parallel", "enable_parallel_optimizer"), True), (SHARD_SIZE, {"optimizer_weight_shard_size": 4})],
             "parallel.parallel_optimizer_config.parallel_optimizer_threshold",
-            "stack equal copies",
+            "as if it were a shard",
         ),
         (
             [(("parallel", "enable_parallel_optimizer"), True), (SHARD_SIZE, WHOLE)],
@@ -66,8 +66,8 @@ def test_what_muon_refuses_once_it_is_built_is_refused_before(changes, key, word
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("betas", [0.9, 0.95], "no such key"),
-        ("use_fused", True, "no such key"),
+        ("betas", [0.9, 0.95], "no key of this name"),
+        ("use_fused", True, "no key of this name"),
         ("eps", 1e-8, "did you mean 'adamw_eps'"),
         ("momentum", 1.0, "below 1"),
         ("adamw_betas", [0.9, 1.5], "below 1"),
@@ -93,4 +93,4 @@ def test_muon_needs_groups_of_ranks_on_one_device_too(tmp_path):
     assert [str(error) for error in check_recipe(load_recipe(tmp_path / "one.yaml")).errors] == []
     dump_recipe({**one, "use_parallel": False}, tmp_path / "one.yaml")
     (error,) = check_recipe(load_recipe(tmp_path / "one.yaml")).errors
-    assert "optimizer.type: Muon asks for groups of ranks" in str(error) and "use_parallel: True" in str(error)
+    assert "optimizer.type: Muon needs communication groups" in str(error) and "use_parallel: True" in str(error)

@@ -103,7 +103,7 @@ def test_a_run_that_ends_before_its_batch_has_grown_is_warned_of():
     assert item not in check_recipe(recipe).errors
     assert (
         item.wrong
-        == "the ramp lasts until step 150, but the run ends with step 150: it never trains 8 samples in a step"
+        == "the ramp lasts until step 150, but the run ends with step 150, so that no step trains the full 8 samples"
     )
     assert "at least 608 samples" in item.right
 
@@ -180,7 +180,7 @@ def test_labels_of_packed_conversations_are_those_of_the_next_token():
         recipe["plugins"]["packed_labels"] = False
         (finding,) = check_recipe(recipe).errors
         assert finding.key == "train_dataset.data_loader.handler.1"
-        assert "the one after the next" in finding.wrong and "plugins.packed_labels: {}" in finding.right
+        assert "the token after the next" in finding.wrong and "plugins.packed_labels: {}" in finding.right
         assert "packing_handler.py:" in finding.source
 
 
@@ -243,8 +243,8 @@ def of_gradient(recipe, settings, *changes):
 @pytest.mark.parametrize(
     ("recipe", "settings", "change", "key", "severity", "words"),
     [
-        (PLAIN, {}, "seed=1", "plugins.grouped_gradient", "warning", "nobody has run it on an NPU"),
-        (CPU, {}, "seed=1", "plugins.grouped_gradient", "note", "a CPU has no such operator"),
+        (PLAIN, {}, "seed=1", "plugins.grouped_gradient", "warning", "we have not run it on an NPU"),
+        (CPU, {}, "seed=1", "plugins.grouped_gradient", "note", "a CPU does not have this operator"),
         (PLAIN, {}, "context.jit_config.jit_level=O2", "context.jit_config.jit_level", "error", "not with O2"),
     ],
 )

@@ -228,7 +228,7 @@ def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     """800 of 1800 MHz is what a healthy 910B3 shows at rest."""
     resting = CLOCKS.format(800).replace(": 90", ": 0")
     found = CHECKS["npu_clock"].look(Patient(write(tmp_path, {SMI: NEW, COMMON: resting}), large))
-    assert found.verdict == "unknown" and "ask again during a run" in found.seen
+    assert found.verdict == "unknown" and "check again during a run" in found.seen
 
 
 def test_a_port_in_use_is_fatal_where_npus_are_wanted(tmp_path, large):
@@ -252,7 +252,7 @@ def test_a_link_that_does_not_answer_is_unknown(tmp_path, large):
 def test_only_interrupts_of_devices_count(tmp_path, large):
     files = {**BOARD, **interrupt(144), "proc/irq/31/i2c/x": "", "proc/irq/31/smp_affinity_list": "151"}
     found = CHECKS["interrupts"].look(Patient(write(tmp_path, files), large))
-    assert (found.verdict, found.seen) == ("ok", "1 of devices, on workers' cores: none")
+    assert (found.verdict, found.seen) == ("ok", "1 interrupts of devices, of which on workers' cores: none")
     write(tmp_path, {"proc/irq/30/effective_affinity_list": "150"})
     assert CHECKS["interrupts"].look(Patient(Root(tmp_path), large)).seen.endswith("150")
 

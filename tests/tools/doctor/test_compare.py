@@ -60,7 +60,7 @@ def test_without_a_majority_all_values_are_shown():
     found = compare({host: Answer(told) for host, told in {"a": report(), "b": report({"recipe": "x"})}.items()})
     rows = [item for item in found.outliers if item.what == "recipe"]
     assert [(list(item.hosts), item.seen) for item in rows] == [(["a"], "5eed"), (["b"], "x")]
-    assert all(item.usual == "no value has most hosts" and item.verdict == "fail" for item in rows)
+    assert all(item.usual == "no value is common to most hosts" and item.verdict == "fail" for item in rows)
     assert "recipe" not in found.common and found.common["driver"] == "25.5.2"
 
 

@@ -47,7 +47,7 @@ def test_health_by_driver(tmp_path, name, verdict, seen):
         ("910B2C_23.0.2.1", "warn", "python3.8 124528 on NPU 0"),
         ("A3_25.2.0", "warn", "python 990711 on NPU 1"),
         ("A5_layout", "warn", "python 1001 on NPU 0, python 1002 on NPU 0"),
-        ("910B4_24.1.1", "unknown", "npu-smi shows no table of processes in a form that is known here"),
+        ("910B4_24.1.1", "unknown", "npu-smi shows no table of processes that tc3 can read"),
     ],
 )
 def test_processes_by_driver(tmp_path, name, verdict, seen):
@@ -57,7 +57,7 @@ def test_processes_by_driver(tmp_path, name, verdict, seen):
 def test_a_table_of_the_future_is_unknown(tmp_path):
     text = "npu-smi 31.0\nNPU 0: fine, thank you\n"
     verdict, seen = look("npu_health", tmp_path, {SMI: text})
-    assert verdict == "unknown" and "npu-smi 31.0: a table of a form that is not known" in seen
+    assert verdict == "unknown" and "npu-smi 31.0: tc3 cannot read the form of this table" in seen
     assert look("npu_processes", tmp_path, {SMI: text})[0] == "unknown"
     assert look("npu_clock", tmp_path, {SMI: text})[0] == "unknown"
 

@@ -76,5 +76,5 @@ def test_the_command_adds_what_it_finds_to_the_report(measured, monkeypatch):
     done = CliRunner().invoke(cli.doctor, ["--probe", "--measured", str(measured.path), "--json"])
     assert done.exit_code == 1
     found = [item for item in json.loads(done.stdout)["findings"] if item["verdict"] == "fail"]
-    assert len(found) == 8 and all("first hour had" in item["seen"] for item in found)
+    assert len(found) == 8 and all("first hour measured" in item["seen"] for item in found)
     assert "16 x 910B3" in done.stderr

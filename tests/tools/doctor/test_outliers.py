@@ -203,12 +203,14 @@ def test_the_gate():
 def test_what_the_plan_says_stands_beside():
     report = probe(2)
     report["notes"] = ["2 cores for 2 workers"]
-    assert gate({"a": report, "b": report}).reasons == ["4 workers, none slower than its peers; 2 cores for 2 workers"]
+    assert gate({"a": report, "b": report}).reasons == [
+        "none of the 4 workers is slower than the others; 2 cores for 2 workers"
+    ]
 
 
 def test_one_worker_alone_is_unknown_to_the_gate():
     verdict = gate({"a": probe(1)})
-    assert verdict.verdict == "unknown" and "cannot be told" in verdict.reasons[0]
+    assert verdict.verdict == "unknown" and "cannot be compared" in verdict.reasons[0]
     assert gate({"a": probe(1), "b": probe(1, seed=1)}).verdict == "ok"
 
 

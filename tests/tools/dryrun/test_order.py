@@ -54,7 +54,7 @@ def test_swapped_groups_wait_in_a_circle_and_name_the_plugin():
     inner, outer = gather((0, 1), where=HIERARCHICAL), gather((0, 1, 2, 3), where=HIERARCHICAL)
     (line,) = check_order({0: [inner, outer], 1: [outer, inner]})
     assert line.startswith(
-        "plugins.hierarchical_ep: these calls wait for each other for ever: rank 0 waits in AllGather"
+        "plugins.hierarchical_ep: these calls wait for each other forever: rank 0 waits in AllGather"
     )
 
 

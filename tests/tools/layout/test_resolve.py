@@ -190,7 +190,7 @@ def test_without_a_layout_file_commands_say_what_to_do(command, tmp_path):
 def test_check_goes_on_with_an_even_layout_and_says_so(tmp_path):
     report = check_recipe(child(tmp_path))
     assert [finding.key for finding in report.errors] == ["model.model_config.offset"]
-    assert "all else is checked with an even layout" in report.errors[0].wrong
+    assert "everything else is checked with an even layout" in report.errors[0].wrong
     assert report.table and unresolved(report.recipe) == []
 
 

@@ -169,7 +169,7 @@ def test_a_part_of_the_queries_that_does_not_know_where_it_begins_is_refused():
     case = Case(BSH, {"a": "batch", "b": "rows"})
     given = (case.query, case.key, case.value)
     for differs in ({}, {(14, 0): frozenset("b")}, {(13, 0): frozenset("a"), (14, 0): frozenset("a")}):
-        with pytest.raises(Contradiction, match="b cuts the queries' sequence, and the number of tokens that are seen"):
+        with pytest.raises(Contradiction, match="b cuts the queries' sequence, but the number of visible tokens"):
             case.types(*given, differs=differs)
     whole = Case(BSH, {"a": "batch", "b": "none"})
     with pytest.raises(Contradiction, match="no axis cuts the queries' sequence"):
@@ -186,16 +186,16 @@ def test_tokens_that_are_seen_move_with_the_queries():
         {(13, 0): right[13, 0], (14, 0): (0, {"b": 2 * ROWS})},  # every second piece
         {(13, 0): (1000, {"b": ROWS}), (14, 0): right[14, 0]},
     ):
-        with pytest.raises(Contradiction, match=r"own piece|do not move as"):
+        with pytest.raises(Contradiction, match=r"own piece|do not shift equally"):
             case.types(*given, offsets=wrong)
 
 
 def test_keys_of_which_a_rank_has_a_part_are_refused():
     case = Case(BNSD, {"a": "heads", "b": "rows"})
-    with pytest.raises(Contradiction, match="batch or heads are not cut alike, or something else is cut"):
+    with pytest.raises(Contradiction, match="batch or heads are not cut equally, or another dimension is cut"):
         case.types(case.query, case.query, case.value)
     other = Case(BNSD, {"a": "batch", "b": "rows"})
-    with pytest.raises(Contradiction, match="not cut alike"):
+    with pytest.raises(Contradiction, match="not cut equally"):
         case.types(case.query, other.key, other.value)
 
 
@@ -211,9 +211,9 @@ def test_masks_and_lengths_are_of_the_rank_s_own_queries():
     assert with_mask(Spread((("a", 2), (), ("b", ROWS), (6,)))) == case.out
     assert with_mask(plain((2048, 2048))) == case.out
     for mask in (Spread((("a", 2), (), (ROWS,), (6,))), Spread((("b", 2), (), ("a", ROWS), (6,)))):
-        with pytest.raises(Contradiction, match="mask's batch or rows"):
+        with pytest.raises(Contradiction, match="the batch or the rows of the mask"):
             with_mask(mask)
-    with pytest.raises(Contradiction, match="a mask for all ranks is cut"):
+    with pytest.raises(Contradiction, match="the mask, which must be the same on all ranks, is cut"):
         with_mask(Spread((("a", 2048), (2048,))))
     tokens = Case(TND, {"a": "batch", "b": "heads"})
     for lengths, right in ((Spread((("a", 4),)), True), (plain((4,)), False)):
@@ -222,14 +222,14 @@ def test_masks_and_lengths_are_of_the_rank_s_own_queries():
         if right:
             assert call("FlashAttentionScore", TND, values, {}, shapes)[3] == tokens.out
         else:
-            with pytest.raises(Contradiction, match="lengths of sequences are not those of the rank's tokens"):
+            with pytest.raises(Contradiction, match="lengths of the sequences do not fit the tokens of the rank"):
                 call("FlashAttentionScore", TND, values, {}, shapes)
 
 
 def test_another_layout_is_unknown():
     documents = Case(TND, {"a": "batch", "b": "rows"})
     with pytest.raises(
-        NotKnown, match="only ends of documents with keys that are counted from the last one have a rule"
+        NotKnown, match="there is a rule only for ends of documents whose keys are counted from the last key"
     ):
         documents.types(documents.query, documents.key, documents.value, differs={})
     cut = Case(BSH, {"a": "batch", "b": "rows"})

@@ -56,7 +56,7 @@ def test_a_rank_starts_where_its_own_piece_starts():
             call_of(first, steps).own_pieces((1, 0), 4)
     with pytest.raises(NotKnown, match="no pieces of 4"):
         call_of(1, {"b": 4}).own_pieces((1, 0), 4)
-    with pytest.raises(NotKnown, match="no whole numbers"):
+    with pytest.raises(NotKnown, match="not whole numbers"):
         call_of(0, {"b": 4}).own_pieces((2, 0), 4)
 
 

@@ -94,7 +94,7 @@ ENDS = {
                         r"that ends at token 2049 ends at 2048 and not at 2049"),
     "the queries' ends for the keys": (the_other_list, r"among the keys of piece 1, a document that ends at token 1 "
                                        r"ends at 0 and not at 1"),
-    "keys counted from the first one": (edited("FlashAttentionScore", r"I64\(3\)\)$", "I64(2))"), "from the last one"),
+    "keys counted from the first one": (edited("FlashAttentionScore", r"I64\(3\)\)$", "I64(2))"), "from the last key"),
 }  # fmt: skip
 
 

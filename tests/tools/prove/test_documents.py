@@ -192,7 +192,7 @@ def test_pieces_in_another_order_and_ends_of_other_documents_are_not_right():
     queries, keys = right(plain((5,)))
     other = Spread(keys.dims, shifted=keys.shifted, formula=("Sub", ("ends of documents", NAME + 1), 0))
     for wrong in (other, plain((5,))):
-        with pytest.raises(NotKnown, match="is not known"):
+        with pytest.raises(NotKnown, match="is unknown"):
             check_ends(queries, wrong, ("c",), PIECE, WHOLE, SIZES)
 
 

@@ -97,11 +97,11 @@ def test_a_dispatch_that_is_not_undone_is_refused():
     made = result("GroupedMatmul", [there], [weights], *EMPTY, GOT, 3, 0, of=(-1, 2))[0]
     with pytest.raises(Contradiction, match="experts are cut over a"):
         result("GroupedMatmul", [there], [Spread((("a", 2), (2,), (2,)))], *EMPTY, GOT, 3, 0)
-    with pytest.raises(Contradiction, match="not those of the rows"):
+    with pytest.raises(Contradiction, match="do not fit the rows"):
         result("GroupedMatmul", [there], [weights], *EMPTY, SENT, 3, 0)
     with pytest.raises(Contradiction, match="another sort"):
         result("IndexSelect", made, 0, Order(("unsort", 8)), of=(4, 2))
-    with pytest.raises(Contradiction, match="not those that the other ranks send"):
+    with pytest.raises(Contradiction, match="not the counts that the other ranks send"):
         result("AlltoAllV", made, SENT, SENT, axes=("b",))
     with pytest.raises(Contradiction, match="over which they are the same"):
         result("AlltoAllV", made, GOT, SENT, axes=("c",))
@@ -142,9 +142,9 @@ def test_tokens_are_grouped_by_rank_and_come_back():
     assert tokens.unpadded(more, (0, 3, 0), (1, 8, 5)) == found
     assert tokens.unpadded(found, (0, 0, 0), (1, 8, 5)) is None
     assert tokens.padded_back(found, (0, 3, 0), (1, 11, 5)) == more
-    with pytest.raises(Contradiction, match="other rows are left out"):
+    with pytest.raises(Contradiction, match="the removed rows"):
         tokens.unpadded(more, (0, 2, 0), (1, 9, 5))
-    with pytest.raises(NotKnown, match="not known what they are"):
+    with pytest.raises(NotKnown, match="unknown rows"):
         tokens.unpadded(found, (0, 2, 0), (1, 6, 5))
 
 

@@ -100,8 +100,8 @@ def test_the_strategy_behind_an_operator_is_no_argument():
         (Spread(((4,),), partial=frozenset({"dp"})), "it must still be summed over dp"),
         (Spread(((4,),), powers=(("dp", 1),)), "one sum over dp is too many"),
         (Spread(((4,),), powers=(("tp", -1),)), "a sum over tp is missing"),
-        (Spread((("tp", 4),)), "the weight lies as [4]"),
-        (Spread(((4,),), shifted=frozenset({"tp"})), "the ranks along tp hold values of their own"),
+        (Spread((("tp", 4),)), "the weight itself is [4]"),
+        (Spread(((4,),), shifted=frozenset({"tp"})), "the ranks along tp hold different values"),
     ],
 )
 def test_what_is_wrong_with_a_gradient(found, said):

@@ -183,13 +183,13 @@ def test_the_gradient_of_a_part_of_a_vector_where_each_rank_has_one_sample(rando
     if size > 1:  # what was gathered and cut again is no dimension of samples
         together = moves.all_gather(vector, axes, SIZES)
         again = replace(together, dims=moves.cut(together, 0, axes[0], SIZES[axes[0]]))
-        with pytest.raises(NotKnown, match="cut over them or not added up yet"):
+        with pytest.raises(NotKnown, match="cut over these ranks or still a partial sum"):
             slices.pad(again, (100,), {}, SIZES)
 
 
 def test_a_gradient_that_looks_cut_where_it_is_not_added_up_yet_is_unknown():
     """A rank's gradient of a slice: cut over "a", or still to be added up over it. It was called a violation."""
     axis = next(iter(SIZES))
-    with pytest.raises(NotKnown, match="cut over them or not added up yet"):
+    with pytest.raises(NotKnown, match="cut over these ranks or still a partial sum"):
         slices.pad(Spread(((axis, 4),)), (12,), {}, SIZES)
     assert slices.pad(plain((4,)), (12,), {}, SIZES).dims == ((12,),)

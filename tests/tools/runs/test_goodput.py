@@ -97,7 +97,7 @@ def test_of_a_run_without_attempts_gaps_are_not_known(tmp_path):
         "kept": truth["kept"], "lost": truth["lost"], "compile": truth["compile"], "between": truth["between"],
         "save": 7, "unknown": 500 + 100 + 50,
     }  # fmt: skip
-    assert "without attempts/" in " ".join(found.notes)
+    assert "has no attempts/" in " ".join(found.notes)
 
 
 def test_steps_of_before_times_are_left_out_and_said(tmp_path):
@@ -166,7 +166,7 @@ def test_one_step_in_all_counts_as_compiling(tmp_path):
     builder.train(1)
     found = ledger(load_run(tmp_path / "run"))
     assert kinds(found) == {"start": 100, "compile": 320}
-    assert "first one counts as compiling" in " ".join(found.notes)
+    assert "whole first step counts as compiling" in " ".join(found.notes)
 
 
 def test_nothing_yet(tmp_path):

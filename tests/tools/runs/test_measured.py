@@ -65,9 +65,9 @@ def test_the_usual_step_stands_beside_the_predicted_one(found, factor, look):
 def test_a_run_without_recipe_or_steps_says_so(found):
     hardware = cluster(DEFAULT_HARDWARE)
     none = beside(replace(found, run=replace(found.run, recipe=None)), hardware)
-    assert none.beside is None and "no recipe to compare" in none.notes[-1]
+    assert none.beside is None and "the run has no recipe" in none.notes[-1]
     early = beside(replace(found, run=replace(found.run, parts=[])), hardware)
-    assert early.beside is None and "no usual step to compare" in early.notes[-1]
+    assert early.beside is None and "the run has no usual step" in early.notes[-1]
 
 
 def bundle(path, texts):
@@ -87,6 +87,6 @@ def test_the_command_says_it_in_text_and_json(tmp_path):
     (one,) = json.loads(done.stdout)["runs"]
     assert one["measured"]["ratio"] == pytest.approx(one["usual_step_seconds"] / one["measured"]["predicted"])
     assert "16 x 910B3" in done.stderr
-    assert "predicted for the measured cluster" in CliRunner().invoke(runs, words).stdout
+    assert "the prediction for the measured cluster" in CliRunner().invoke(runs, words).stdout
     refused = CliRunner().invoke(runs, [*words[:-1], bundle(tmp_path / "n.zip", {})])
     assert "the bundle has no cluster.yaml" in str(refused.exception)

@@ -214,8 +214,8 @@ def test_a_silence_is_said():
     from tools.runs.watch import Status
 
     status = Status("a", "running", None, None, None, None, 0, None, None, None, None, None, None, None, None, None)
-    assert "nothing new" not in cli.line(status)
-    assert "nothing new for 5 min" in cli.line(Status(**vars(status) | {"quiet": 300.0}))
+    assert "no new output" not in cli.line(status)
+    assert "no new output for 5 min" in cli.line(Status(**vars(status) | {"quiet": 300.0}))
 
 
 def test_ctrl_c_is_quiet(tmp_path):
@@ -242,7 +242,7 @@ def test_the_routers_of_the_newest_step_are_shown_with_their_alarms(tmp_path):
     file.write_text("\n".join(lines) + '\n{"step": 81, "lay')
     shown = run(tmp_path / "run", "--once").output
     alarm = "look at layer 2, since step 64: expert 5 got no token in 64 steps"
-    fullest, idle = "the fullest expert has 1.14 times the mean (layer 2)", "experts without a token, in all layers: 1"
+    fullest, idle = "the busiest expert gets 1.14 times the mean (layer 2)", "experts without a token, in all layers: 1"
     assert f"{fullest}; {idle}; {alarm}" in " ".join(shown.split())
     status = Watch(tmp_path / "run").look()
     assert (status.fullest_layer, status.idle_experts, len(status.router_alarms)) == (2, 1, 1)

@@ -42,7 +42,7 @@ class Setting:
     """A `Setting` is one difference between the settings of two recipes.
 
     Args:
-        ours, theirs: as text. group: the report's class.
+        ours, theirs: both values as text. group: the class of the report.
         kind: MUST or UNKNOWN, which fail; LAYOUT, which may change rounding only, as a run has to show; MAY otherwise.
     """
 

@@ -214,9 +214,10 @@ class Wanted:
     """A `Wanted` says which recipe is aligned with which reference, for how many steps, and with which data and seed.
 
     Args:
-        path: the recipe. against: `hf`, or another recipe's path. steps: of stages 5 and 6.
-        overrides: for both recipes. data: a Megatron prefix instead of the recipe's; folder: for the runs' files.
-        python: interpreter of the reference. seed: of the weights that both sides start from.
+        path: the recipe. against: `hf`, or the path of another recipe. steps: the number of steps in stages 5 and 6.
+        overrides: overrides of both recipes. data: a Megatron prefix instead of the recipe's; folder: where the runs
+            write.
+        python: interpreter of the reference. seed: the seed of the weights that both sides start from.
     """
 
     path: Path

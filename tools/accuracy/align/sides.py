@@ -153,7 +153,7 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
     """Return the recipe as written, or its CPU mini if the recipe is for Ascend.
 
     Args:
-        workers: of a mini that keeps its parallel strategy; None for one that does not.
+        workers: the number of workers of a mini that keeps its parallel strategy; None for one that does not.
     """
     return _changed(
         load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path), overrides, data
@@ -284,7 +284,7 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
     """Train `recipe` (of one worker) in `folder` and return the record, under MindFormers' names.
 
     Args:
-        weights: to start from, by MindFormers' names; None for the recipe's own.
+        weights: the starting weights by MindFormers' names; None for the recipe's own.
 
     Raises:
         RecipeError: the recipe is refused. SideFailedError: the run failed; the end of its log is in the message.
@@ -308,7 +308,7 @@ def run_reference(
     """Run the reference on the batches that the other side recorded.
 
     Args:
-        weights: Hugging Face name -> array. batch: as a record's.
+        weights: Hugging Face name -> array. batch: a batch in the form of a record.
         other: the other side, in Hugging Face's names: the reference also takes each of its steps by itself.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ class Row:
     """A `Row` is one compared number.
 
     Args:
-        error, floor: in the stage's own measure, which `measure` names. floor: what rounding does to the reference.
+        error, floor: the error, and the error of rounding in the reference, both in the measure that `measure` names.
         excuse: up to where an error is undecided for a reason that `detail` names.
     """
 

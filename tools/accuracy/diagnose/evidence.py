@@ -98,7 +98,7 @@ class Side:
         samples: step -> rank -> column -> digests.
         software: package -> version, as the last part of the run had it.
         starts, states: what was recorded of the state, by step.
-        folder: of the record.
+        folder: the folder of the record.
         end: module -> sketch of its output, with what the training left; empty if not recorded.
     """
 

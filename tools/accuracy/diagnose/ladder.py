@@ -63,8 +63,8 @@ class Verdict:
     """A `Verdict` is the result of `tc3 accuracy diagnose`.
 
     Args:
-        findings: in order. changes: of the configuration that change numbers; layout: those of the layout.
-        software: of a package, its versions in both runs where they differ.
+        findings: the findings in order. changes: changes of keys that change numbers; layout: changes of the layout.
+        software: the packages whose versions differ between the runs, with both versions.
         compared: stages that had something to look at; unknown: stages that had not, with what to record.
         bits: whether equality to the last bit was asked.
     """

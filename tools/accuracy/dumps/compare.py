@@ -58,7 +58,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
     tensor diverges." if there is no finding.
 
     Args:
-        rows: of a comparison, in the order of execution.
+        rows: the rows of a comparison, in the order of execution.
         trained_known: whether the dumps tell weights from state; otherwise all parameters are `weights`.
     """
     findings = [row for row in rows if row.kind]
@@ -214,7 +214,7 @@ class Report:
 
     Args:
         golden, bench: the folders.
-        level, task: msprobe's.
+        level, task: the settings `level` and `task` of msprobe.
         marked: both dumps say that they are whole; msprobe's own do not say.
         judged: what became of weights' changes from one step to the next.
         trained_known: whether the dumps tell which parameters a gradient trains.

@@ -122,8 +122,8 @@ class Measured:
     Args:
         error: the largest; inf where one is not finite and they differ, or for integers that differ.
         outside: values over the tolerance, or different integers.
-        where: flat index of the worst value; got, want: that value.
-        nans, infinities: in `got`; NaN in both is counted, an infinity that both have is not.
+        where: the flat index of the worst value; got, want: this value on both sides.
+        nans, infinities: their numbers in `got`; a NaN in both is counted, an infinity in both is not.
         sums: for `scaled`: of want^2, of want (got - want), of (got - want)^2 over the finite values; 0 for
             identical arrays and for integers.
     """

@@ -64,7 +64,7 @@ class Name:
         path: the cell's path in the model, or the function's name.
         type: the cell's class, or the function's last name.
         phase: forward, backward or parameters_grad.
-        call: how often it was called before, in this step.
+        call: how often the module was called before in this step.
     """
 
     text: str
@@ -187,10 +187,10 @@ class Item:
         label: role and place: `input.0`, `output.1`, `parameters.weight`, or a gradient's parameter.
         role: input, output, parameters or gradient.
         dtype: as the framework names it, in lower case without its module; the type's name for a plain value.
-        shape: of the tensor.
+        shape: the shape of the tensor.
         statistics: largest, smallest, mean, L2 norm; None where msprobe has none.
         file: the values, if they were dumped.
-        value: of a plain value.
+        value: a plain value itself.
         trained: whether a gradient trains it, where the dump says so by itself.
     """
 
@@ -288,7 +288,7 @@ class Dump:
 
     Args:
         folders: step -> rank -> folder with dump.json.
-        level, task: msprobe's.
+        level, task: the settings `level` and `task` of msprobe.
         marker: what `tc3 accuracy dump` stated; None for msprobe's own dumps, whose completeness nobody knows.
         weights: step -> rank -> folder with the dump.json of weights that msprobe did not show.
     """

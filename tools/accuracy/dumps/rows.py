@@ -149,17 +149,17 @@ class Row:
     """A `Row` is the comparison of one tensor, or of one call that only one side has.
 
     Args:
-        step, rank, order: when and where; `order` counts the calls of a step.
+        step, rank, order: the place of the call in the run; `order` counts the calls of a step.
         phase: forward, backward, weights, or state (parameters that no gradient trains).
         place: the cell's path and class, or the function.
         name: msprobe's name.
         role: input, output, parameters or gradient; call for a call that only one side has.
         count, tolerance: accumulation count and row of Table 2.
         error: the largest of `judge.errors`; of statistics, of an update or of the factor where `by` says so.
-        kind: of finding; empty when it passed.
+        kind: the kind of finding; empty if the row passed.
         detail: the worst value, or what is wrong.
         by: values, statistics, update, or factor (of all values together, `errors.scaled`).
-        cause: of a wrong update, what usually makes one like it.
+        cause: the usual cause of a wrong update of this kind.
     """
 
     step: int

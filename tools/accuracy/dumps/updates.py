@@ -88,11 +88,11 @@ class Seen:
 
     Args:
         error, allowed: of the statistic that is off most: of its move, relative to what the update's size may move it.
-        detail: that statistic.
+        detail: the name of that statistic.
         longer: by which share of itself the whole update differs; grown: by which share of the weight less it decays;
             None where it is no such difference.
         least: the smallest share of the update that would have been seen.
-        unknown: why nothing can be said, or empty.
+        unknown: why the update cannot be judged, or empty.
     """
 
     error: float = 0.0
@@ -127,8 +127,8 @@ def judge_statistics(
     """Compare two updates of one weight, each given by the weight before and after.
 
     Args:
-        size: of the median weight's update in this step, an element of it.
-        gradient_error: of this weight's gradient; 0 where its statistics are the same.
+        size: the update of an element of the median weight in this step.
+        gradient_error: the error of this weight's gradient; 0 if its statistics are equal.
         dtype: the judged type.
     """
     numbers = [_numbers(item) for item in (*golden, *bench)]
@@ -208,8 +208,8 @@ class Updates:
     """An `Updates` counts how many weight updates were judged, by which data, and why the others were not judged.
 
     Args:
-        judged: how many; exact: of these, from all values.
-        unknown: why not -> how many.
+        judged: the number of judged updates; exact: the number that was judged from all values.
+        unknown: the number of updates that were not judged, by the reason.
         least: of each that statistics tell, the smallest share of it that would have been seen.
     """
 

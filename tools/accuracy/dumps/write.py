@@ -69,7 +69,7 @@ def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
     Args:
         level: L0 (cells), L1 (functions), mix (both), or L2 (kernels of a compiled graph).
         task: statistics, or tensor (values as .npy besides).
-        rank: of this worker; each has a configuration file of its own.
+        rank: the rank of this worker; each has a configuration file of its own.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}

@@ -204,7 +204,7 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
         noted: a weight of whose gradient the last rank shall note the norm, because no checkpoint has its copy.
 
     Raises:
-        RunFailedError: the training failed. DataError, CheckpointError: it left no whole record.
+        RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.
     """
     checkpoints = run_dir / "checkpoint"
     shutil.rmtree(checkpoints, ignore_errors=True)
@@ -232,7 +232,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     after reduction and clipping.
 
     Raises:
-        DataError: no metrics, or the first step moved the weights. CheckpointError: not one whole checkpoint a step.
+        DataError: there are no metrics, or the first step moved the weights. CheckpointError: a step has no complete
+            checkpoint, or several.
     """
     view = View(recipe)
     metrics = run_dir / "metrics" / f"rank_{loss_rank(view)}.jsonl"

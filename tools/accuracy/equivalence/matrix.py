@@ -159,8 +159,8 @@ def equivalence(
     """Run the chosen strategies of the equivalence matrix.
 
     Args:
-        path: of the recipe. names: as `choose` takes them. work: folder for the training runs. started: told the name
-            of each run before it starts.
+        path: the path of the recipe. names: as `choose` takes them. work: folder for the training runs. started: told
+            the name of each run before it starts.
         drawn: how many layouts are drawn, the seed, and how many processes each has at most; without names nothing
             else is run then.
         finished: told each row as soon as it is judged: who interrupts a night of runs has seen what was found.

@@ -72,8 +72,9 @@ class Runs:
     """A `Runs` holds the runs of one recipe; each is made once, when it is first needed.
 
     Args:
-        base: of `one_worker`. work: folder for the runs. started: told the name of each run before it starts.
-        corpora: by the length of a sample, 0 for the recipe's.
+        base: the result of `one_worker`. work: the folder of the runs. started: called with the name of each run before
+            it starts.
+        corpora: the corpora by the length of a sample; 0 for the recipe's own length.
     """
 
     base: Recipe
@@ -131,7 +132,7 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
     """Train a recipe by `tc3 train` with ranks that record, and read the record.
 
     Raises:
-        RunFailedError: the training failed. DataError: it left no whole record.
+        RunFailedError: the training failed. DataError: the run left no complete record.
     """
     run_dir = run_dir.absolute()
     adam = adam_of(recipe.get("optimizer") or {})

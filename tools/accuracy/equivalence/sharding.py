@@ -50,10 +50,10 @@ class Sharding:
             last on, have experts; aux: the router's auxiliary loss, which is taken per rank and micro-batch and so is
             off where tokens are split between those, unless each sample is a micro-batch of its own, here and in one
             process.
-        groups: of experts, of half of which a token's are chosen (`n_group`); shared: experts that every token goes to;
-            length: tokens of a sample. 0 in each is what the recipe has.
-        mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
-            in a layer, of the ep_overlap plugin; 1 is without it.
+        groups: the number of groups of experts, of half of which a token's are chosen (`n_group`); shared: experts that
+            every token goes to; length: tokens of a sample. 0 in each is what the recipe has.
+        mode: the mode of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks:
+            the chunks of tokens in a layer, of the ep_overlap plugin; 1 is without it.
         documents: whether documents see only themselves, by the compressed mask, in samples of `DOCUMENTS` tokens.
         held_out: whether the held_out_loss plugin evaluates after every step.
         streams: residual streams of the hyper_connections plugin; 1 is without it.

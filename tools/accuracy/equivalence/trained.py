@@ -88,8 +88,9 @@ class Finding:
     """A `Finding` is a number or tensor of a run that differs from the reference's.
 
     Args:
-        step: from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: names of what differs.
-        error, allowed: as `judge` measures, by Table 2. ranks: of the whole run, those whose part is wrong.
+        step: the step, from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: the names of the module and the
+            tensor that differ.
+        error, allowed: as `judge` measures, by Table 2. ranks: the ranks of the whole run whose part is wrong.
         detail: the worst element, or what else is wrong.
     """
 

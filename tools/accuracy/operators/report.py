@@ -51,7 +51,7 @@ class Report:
 
     Args:
         device: what the operators ran on.
-        seed, reruns: of the run.
+        seed, reruns: the seed and the number of reruns of the run.
     """
 
     device: str

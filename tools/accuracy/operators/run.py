@@ -165,7 +165,7 @@ def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, see
     """Run all checks of an operator in one data type on a device, and return a row for each.
 
     Args:
-        dtype: full name. reruns: how often each case runs in all; 1 checks no reruns. seed: of the inputs.
+        dtype: full name. reruns: how often each case runs in all; 1 checks no reruns. seed: the seed of the inputs.
     """
     rows: list[Row] = []
     for shape in spec.shapes:

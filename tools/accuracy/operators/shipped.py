@@ -70,7 +70,7 @@ def differences(pairs: Iterable[tuple[Spec, str]], shipped: dict[str, Any]) -> t
     """Return how many tensors were compared, and a line for each that differs from the shipped golden results.
 
     Args:
-        pairs: operators and data types. shipped: of `read_shipped`.
+        pairs: operators and data types. shipped: the result of `read_shipped`.
     """
     compared, lines = 0, []
     for spec, dtype in pairs:

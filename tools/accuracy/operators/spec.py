@@ -94,7 +94,7 @@ class Spec:
         counts: inputs -> accumulation counts.
         grad: (*inputs, *gradients of the float outputs) -> gradients of inputs `wrt`; None: not differentiable.
         wrt: which inputs have gradients.
-        fixed: which float inputs stay float32 whatever type is tested.
+        fixed: which float inputs stay float32 with every tested type.
         roundings: kernels in a row that store in the tested type; an upper bound.
         clip: whether inputs are clipped from below; not where zero means something.
         special: "each" to try all special values (elementwise), "row" to put one in each row of the first input.
@@ -137,7 +137,7 @@ def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[.
     older one of `mindspore.ops`.
 
     Args:
-        rest: arguments behind the tensors. settings: of the primitive itself.
+        rest: arguments behind the tensors. settings: the settings of the primitive itself.
     """
 
     def call(ms: Any) -> Callable[..., Any]:

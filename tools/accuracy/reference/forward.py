@@ -31,7 +31,7 @@ class Forward:
     purpose.
 
     Args:
-        sizes: of the model. weights: Hugging Face name -> array.
+        sizes: the sizes of the model. weights: Hugging Face name -> array.
     """
 
     def __init__(self, sizes: Sizes, weights: Arrays):

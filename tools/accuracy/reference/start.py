@@ -112,7 +112,7 @@ def rate(schedule: Mapping[str, Any], step: int) -> float:
     cosine.
 
     Raises:
-        RecipeError: another kind of schedule.
+        RecipeError: the recipe has another kind of schedule.
     """
     kind = schedule["type"]
     if kind not in SCHEDULES:

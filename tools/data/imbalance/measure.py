@@ -50,11 +50,11 @@ class Seconds:
     """A `Seconds` holds the predicted seconds of a step.
 
     Args:
-        cluster: it runs on.
+        cluster: the cluster on which it runs.
         whole: seconds of a step whose samples are one document each, as tc3 search has it.
         even: seconds of a step whose samples all cost what the corpus's samples cost on average.
-        stretched: those of `even` in which devices compute, or wait for others that do.
-        error: how far such predictions are off, in words.
+        stretched: the part of `even` in which devices compute, or wait for computing devices.
+        error: the usual error of such predictions, in words.
     """
 
     cluster: str
@@ -169,7 +169,7 @@ def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distrib
     messages.
 
     Raises:
-        DataError: a document without tokens.
+        DataError: a document has no tokens.
     """
     counter = Counter()
     reporter.start("reading document lengths", len(lengths))
@@ -211,7 +211,7 @@ class Imbalance:
     """An `Imbalance` holds the result for one corpus and one recipe.
 
     Args:
-        equal: why every sample costs the same; then there is no result.
+        equal: the reason if every sample costs the same; then there is no result.
         seconds: a step of the recipe, or why it is not predicted.
     """
 
@@ -251,10 +251,10 @@ def imbalance(
     Args:
         steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.
         window: global batches whose samples may change places; None: what the recipe says, or 1.
-        cluster: whose seconds to predict.
+        cluster: the cluster for which seconds are predicted.
 
     Raises:
-        DataError: no index, a broken one, or less than one sample.
+        DataError: the index is missing or broken, or the corpus has less than one sample.
         RecipeError: see `equal_costs` and `setting_of`; a sample with more documents than the mask holds.
     """
     reporter = reporter or Reporter()

@@ -40,11 +40,11 @@ class Setting:
     """A `Setting` holds what the measurement needs from a recipe whose documents do not attend to each other.
 
     Args:
-        sequence_length: tokens of a sample. seed: of the dataset's shuffling.
+        sequence_length: tokens of a sample. seed: the seed of the dataset's shuffling.
         training_share: the part of the documents, from the first on, that is trained on.
         wanted: samples that the dataset is asked for.
-        steps: of the run.
-        layout, cost: as the planner wants them.
+        steps: the number of steps of the run.
+        layout, cost: the layout and the cost in the form that the planner reads.
         context_parallel: ranks that take consecutive parts of each sample; 1 where none do.
         room: documents of a sample that the mask holds; None for a mask without such a limit.
         padding: entries of the mask behind these documents that must stay padding.
@@ -68,7 +68,7 @@ def equal_costs(recipe: Recipe) -> str:
     """Return the reason why every sample of this recipe costs the same; return an empty text if they differ.
 
     Raises:
-        RecipeError: it trains on no Megatron corpus.
+        RecipeError: the recipe does not train on a Megatron corpus.
     """
     view = View(recipe)
     if not view.megatron:
@@ -229,7 +229,8 @@ class Steps:
         micro_batch_loads, step_loads: attention of a rank's micro-batch, and of its step, over the mean of the step:
             float64 [len(SHARES)], means over steps.
         speed_up: modelled computation of these steps without the plan over that with it, waiting included.
-        attention_share: of all work. of_one_document: attending pairs over those of undivided samples.
+        attention_share: the share of attention in all work. of_one_document: attending pairs divided by those of
+            undivided samples.
         one_step: the middle one of them.
         context: attending pairs of the slowest context-parallel rank over the mean, for samples cut into consecutive
             parts and by `context_parallel.balanced`; None without context parallelism that cuts samples.

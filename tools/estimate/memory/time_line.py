@@ -254,7 +254,7 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
         limit: bytes, 0 for none.
 
     Raises:
-        DataError: as `tools.files.figure.save_figure`.
+        DataError: as in `tools.files.figure.save_figure`.
     """
     figure = new_figure(11, 4.6)
     axes = figure.subplots()

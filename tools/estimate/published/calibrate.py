@@ -254,7 +254,7 @@ def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> st
     """Return the content of the file of `cluster` (a name or file) under another `name`, with the fitted efficiencies.
 
     Args:
-        source: of the measurements.
+        source: the source of the measurements.
     """
     content: dict[str, Any] = yaml.safe_load(cluster_file(cluster).read_text(encoding="utf-8"))
     content["name"] = name

@@ -292,7 +292,7 @@ class TimeTable(TimeModel):
 
         Args:
             work: [rows, stages] forward and backward of one micro-batch.
-            sending: as `StageTimes`.
+            sending: as in `StageTimes`.
         """
         m = block.columns["m"]
         pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)

@@ -38,8 +38,9 @@ class Uneven:
     """An `Uneven` is a layout with its predictions under uneven loads.
 
     Args:
-        name: its number at even loads, a schedule, or "recipe". layout: in words. config: of the run. even_s: seconds
-            of a step at even loads. seconds: of a step, expected under `loads`. judged: how it fits under them.
+        name: its number at even loads, a schedule, or "recipe". layout: in words. config: the config of the run.
+            even_s: seconds of a step at even loads. seconds: the seconds of a step, expected under `loads`. judged: how
+            it fits under them.
     """
 
     name: str

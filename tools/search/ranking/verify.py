@@ -173,7 +173,7 @@ def verify(
         told: called with the number of each entry and its verdict.
         full: compile every kind of stage.
         run: the dry run.
-        loads: of each entry, how it fits under the loads that were asked for; empty: at even loads.
+        loads: the loads of each entry, how it fits under the loads that were asked for; empty: at even loads.
     """
     passed = False
     learned: dict[tuple[object, ...], Wrong] = {}

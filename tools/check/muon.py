@@ -1,0 +1,85 @@
+"""This module checks settings that cannot be combined with the optimizer Muon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from plugins.errors import RecipeError
+from tools.estimate.configuration import weight_copies, weight_shards
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.model import counted_weights
+from tools.estimate.muon import orthogonal
+from tools.hardware.units import short_dtype
+from tools.recipe.findings import Findings
+from tools.recipe.view import MODEL, View
+from tools.schema.converter import Built
+
+_KIND = ("optimizer", "type")
+_SHARDED = ("parallel", "enable_parallel_optimizer")
+_SHARDS = ("parallel", "parallel_optimizer_config")
+
+
+def check_muon(view: View, built: Built, found: Findings) -> None:
+    """Report settings with which Muon fails after the launch, and what a CPU cannot compute."""
+    if built.fields.get("multi_latent_attention") is not True:
+        wrong = "Muon handles only the weights of multi-latent attention"
+        found.error(_KIND, wrong, "write AdamW, or use a model with multi_latent_attention: True", rule="muon_latent")
+    if built.fields.get("mla_qkv_concat"):
+        wrong = "Muon would orthogonalize the fused projections as one matrix, and QK-clip would not find them"
+        found.error((*MODEL, "mla_qkv_concat"), wrong, "write False", rule="muon_parts")
+    if short_dtype(built.fields.get("params_dtype"), "fp32") != "fp32":
+        wrong = "Muon's moments get this type, but Muon computes them in float32, and MindSpore refuses the assignment"
+        found.error((*MODEL, "params_dtype"), wrong, "write float32, or use AdamW", rule="muon_moments")
+    if view.flag(("optimizer", "swap")):
+        found.error(("optimizer", "swap"), "Muon cannot swap its state to the host", "write False", rule="muon_swap")
+    if view.get(("optimizer", "ns_steps"), 5) != 5:
+        wrong = "Muon does not read this key and always takes five Newton-Schulz steps"
+        found.error(("optimizer", "ns_steps"), wrong, "leave the key out", rule="muon_steps")
+    threshold = view.get(("optimizer", "qk_clip_threshold"), 100)
+    if type(threshold) in (int, float) and threshold <= 0:
+        wrong = "QK-clip would scale the weights of every head to zero"
+        found.error(("optimizer", "qk_clip_threshold"), wrong, "write a positive logit, such as 100", rule="muon_clip")
+    if view.parallel and view.flag(_SHARDED):
+        path = (*_SHARDS, "optimizer_weight_shard_size")
+        size = view.get(path, -1)
+        if type(size) is int and size <= 1:  # MindSpore ignores 1
+            wrong = "Muon gathers whole matrices, and needs the number of ranks that share a matrix"
+            right = f"write a divisor above 1 of data_parallel {view.dp}, or enable_parallel_optimizer: False"
+            found.error(path, wrong, right, rule="muon_shard_size")
+        elif type(size) is int and size > view.dp:
+            wrong = f"Muon cuts a matrix over data-parallel ranks, but there are only {view.dp}, not {size}"
+            found.error(path, wrong, f"write at most {view.dp}", rule="muon_shard_ranks")
+        else:
+            _muon_shards(view, found)
+    if view.cpu_classes:
+        wrong = "Muon needs communication groups and bfloat16, which on CPU exist only in semi-auto parallel mode"
+        found.error(_KIND, wrong, "write AdamW, or set use_parallel: True and parallel.parallel_mode: 1")
+    elif not view.flag(("use_parallel",)):
+        wrong = "Muon needs communication groups even on one device, and MindSpore makes none without use_parallel"
+        found.error(_KIND, wrong, "write AdamW, or set use_parallel: True")
+
+
+def _muon_shards(view: View, found: Findings) -> None:
+    """Report weights that MindSpore does not cut in the way that Muon assumes."""
+    try:
+        config = from_recipe(view.recipe)
+    except RecipeError:
+        return  # other rules say why
+    every = replace(config, shard_threshold=0)
+    held = (weight for stage in range(config.pp) for weight, _ in counted_weights(config, stage))
+    for weight in dict.fromkeys(each for each in held if orthogonal(each, config)):
+        if weight.split == "experts":
+            sharing = min(config.shard_size, weight_copies(weight, config))
+            if config.model.experts % (config.ep * sharing):
+                own = config.model.experts // config.ep
+                wrong = f"the {own} experts of a rank cannot be divided over {sharing} shards without cutting an expert"
+                found.error(
+                    (*_SHARDS, "optimizer_weight_shard_size"), wrong, f"write a divisor of {own}", rule="muon_experts"
+                )
+        elif weight_shards(weight, every) > weight_shards(weight, config):
+            wrong = (
+                f"MindSpore does not shard the matrix {weight.name} [{weight.rows}, {weight.columns}], which is below "
+                "this threshold, but Muon would gather it as if it were a shard, and compute too small an update"
+            )
+            found.error((*_SHARDS, "parallel_optimizer_threshold"), wrong, "write 0", rule="muon_threshold")
+            return
