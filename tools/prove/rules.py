@@ -239,7 +239,7 @@ def _matmul(call: Call) -> Value:
     return matmul(call.spread(0), call.spread(1), turned[0], turned[1])
 
 
-@rule("Dense", says="a product with a turned matrix")
+@rule("Dense", says="a matmul with a transposed matrix")
 def _dense(call: Call) -> Value:
     if call.values[2] is not None:
         raise NotKnown("it has a bias")
