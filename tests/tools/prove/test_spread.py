@@ -361,7 +361,7 @@ def test_exchanged_pieces(random: Random) -> None:
     for place in RANKS:
         group = along("a", place)
         after.append(np.concatenate([np.split(held[at], 2, 1)[place["a"]] for at in group], 0))
-    assert describes(moves.all_to_all(given, "a", 1, 0, SIZES), whole, after)
+    assert describes(moves.exchange(given, "a", 1, 0, SIZES), whole, after)
 
 
 @anything
