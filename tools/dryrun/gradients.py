@@ -50,6 +50,8 @@ _CHECKED = "MatMul"  # what makes it is judged elsewhere
 _CONSTANT = "a constant"
 _MOMENTS = (*ADAM[:1], *MUON)  # before a weight's name: what an optimizer keeps that is linear in the gradient
 _SUMMED = "accu_grads."
+# the size of every group without devices; MindSpore asks for it where the optimizer shards over only some of the copies
+NO_SIZE = 2048
 
 
 class Way(NamedTuple):
@@ -109,7 +111,8 @@ def judge_gradients(
         if not received:
             ways, others = sorted(walk.of_weight(name)), [other for other, _ in sent]
             verdict, why = judge(ways, own, rank, others)
-            found[name] = {"verdict": verdict, "why": why, "copies": list(own), "norm": walk.norm_of(name)}
+            norm = _with_sizes(walk.norm_of(name), ways)
+            found[name] = {"verdict": verdict, "why": why, "copies": list(own), "norm": norm}
             found[name]["scales"] = sorted({way.scale for way in ways if way.start != _CONSTANT})
             if others:
                 after = {way.start: bool(way.collectives) for way in ways}
@@ -129,6 +132,18 @@ def judge_gradients(
             norm = [] if zeros else walk.norm_of(name)
             found[name] = {"copy_of": received[0], "summed": summed, "norm": norm}
     return found
+
+
+def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[dict[str, Any]]:
+    """Return how the global norm counts a weight, with the divisor that MindSpore has on devices.
+
+    MindSpore divides by the size of the group over which an AllReduce sums the weight's gradient. Where the optimizer
+    shards the weight over only some of its copies, MindSpore asks the devices for this size, and reads `NO_SIZE` here.
+    """
+    sums = {step for way in ways for step in way.collectives}
+    sizes = [len(ranks) for operator, ranks in sums if operator == "AllReduce"]
+    known = sizes[0] if len(sizes) == 1 and len(sums) > 1 else NO_SIZE
+    return [{**each, "divisor": known if each["divisor"] == NO_SIZE else each["divisor"]} for each in norm]
 
 
 def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:

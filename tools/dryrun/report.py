@@ -16,7 +16,7 @@ from plugins.errors import RecipeError
 from plugins.expert_balance.settings import moves
 from tools.check.check import check_recipe
 from tools.dryrun.activations import added
-from tools.dryrun.gradients import RIGHT, WRONG, reached_by
+from tools.dryrun.gradients import NO_SIZE, RIGHT, WRONG, reached_by
 from tools.dryrun.graph_text import Pass
 from tools.dryrun.memory import (
     WEIGHT,
@@ -221,10 +221,6 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if len(stages) > 1
     ]
     return {"weights": count, "right": right, "wrong": wrong, "unknown": unknown}
-
-
-# the size of every group without devices; MindSpore asks for it where the optimizer shards over only some of the copies
-NO_SIZE = 2048
 
 
 def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:

@@ -379,20 +379,6 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
     return tidy((*dim[:first], axis, outer // count, *dim[first + 1 :]))
 
 
-def all_to_all(x: Spread, axis: str, to: int, whole: int, sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of a value that is cut along dimension `to` instead of `whole`, over the ranks of an axis."""
-    require_home(x)
-    dims = list(x.dims)
-    if axis not in dims[whole]:
-        raise refusal((x,), f"dimension {whole} is not cut over {axis}")
-    at = dims[whole].index(axis)
-    if any(not isinstance(atom, str) for atom in dims[whole][:at]) or to == whole:
-        raise NotKnown(f"{x}: pieces over {axis} are exchanged inside other pieces")
-    dims[whole] = tidy(sizes[axis] if atom == axis else atom for atom in dims[whole])
-    dims[to] = _cut(x, dims[to], axis, sizes[axis])
-    return replace(x, dims=tuple(dims), loose=x.loose - {axis}, dropped=x.dropped - {axis})
-
-
 def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
     """Return the spread after each rank has split dimension `split` into a part for each rank along an axis, and joined
     the parts that it has received along dimension `join`: the pieces of the axis are gathered there, and the axis cuts

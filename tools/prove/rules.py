@@ -110,7 +110,8 @@ def _sum(call: Call) -> Value:
         return add(x, y)
     if not call.counts:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
-    if not call.node.op.startswith("Sub") or set(call.differs) != {(1, 0)}:
+    once = call.node.op == "Sub" or (call.node.op == "SubExt" and call.values[2] == 1)
+    if not once or set(call.differs) != {(1, 0)}:
         raise NotKnown(f"its constants differ along {', '.join(sorted(call.shifts()))}")
     found = by_element(x, y)  # an index, counted from where the rank's piece starts
     return replace(found, shifted=found.shifted | call.pieces_in_rank_order((1, 0)))

@@ -13,6 +13,7 @@ from tools.dryrun.gradients import (
     WRONG,
     Way,
     _Walk,
+    _with_sizes,
     copies_of,
     judge,
     judge_gradients,
@@ -349,6 +350,31 @@ def test_the_global_norm_counts_each_element_once(read, own, devices, otherwise)
     report = norm_report([{"rank": 0, "stage": 0, "gradients": found, "held": held}], devices)
     assert report["weights"] == 2 and report["once"] == 2 - len(otherwise)
     assert all(text in said for text, said in zip(otherwise, report["otherwise"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sums", "divisor"),
+    [
+        ([("AllReduce", (0, 2)), ("ReduceScatter", (0, 1))], 2),
+        ([("AllReduce", (0, 1, 2, 3))], 2048),
+        ([("ReduceScatter", (0, 1))], 2048),
+        ([("AllReduce", (0, 2)), ("AllReduce", (0, 1, 2, 3))], 2048),
+        ([], 2048),
+    ],
+)
+def test_the_norm_is_divided_by_the_size_of_the_group_that_devices_would_tell(sums, divisor):
+    norm = [{"divisor": 2048.0, "ranks": [[0, 1, 2, 3]]}, {"divisor": 8.0, "ranks": []}]
+    found = _with_sizes(norm, [Way(tuple(sums), "MatMul"), Way(tuple(sums), "MatMulExt")])
+    assert found == [{"divisor": divisor, "ranks": [[0, 1, 2, 3]]}, {"divisor": 8.0, "ranks": []}]
+    assert bool(judge_norm({"copies": [0, 1, 2, 3], "norm": found[:1]}, 2, 0, 4)) == (divisor != 2)
+
+
+def test_a_size_that_only_devices_tell_is_that_of_the_gradients_sum(read):
+    """The weight's copies are 0, 1, 2, 3; the optimizer shards it over 0 and 2."""
+    text = squared().replace("Depend(%8, %3)", 'AllReduce(%8) primitive_attrs: {group: "tp", op: "sum"}')
+    text = text.replace("Square(%7)", "Square(%10)").replace("value=4)", "value=2048)")
+    found = judge_gradients(read(text), GROUPS.get, COPIES, 0)["proj"]
+    assert [square["divisor"] for square in found["norm"]] == [2, 1]
 
 
 def test_the_norm_must_not_count_the_copy_of_another_stage(read):

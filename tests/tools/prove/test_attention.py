@@ -57,9 +57,9 @@ def attended(q, k, v, first, dout=None):
     return of_scores @ k, of_scores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ dout
 
 
-def call(op, layout, values, differs, shapes, offsets=None):
-    """An operator of attention with its layout, whose results have these shapes."""
-    head = f"{op}(%0, I64(0), I64(0), I64(0), I64({layout}), I64(2))"
+def call(op, layout, values, differs, shapes, offsets=None, mode=2):
+    """An operator of attention with its layout and sparse mode, whose results have these shapes."""
+    head = f"{op}(%0, I64(0), I64(0), I64(0), I64({layout}), I64({mode}))"
     types = ("()", f"({', '.join(f'<Tensor[Float32], ({str(shape)[1:-1]})>' for shape in shapes)})")
     return RULES[op].of(
         Call(Node(op, head, head, [], types=types), 0, values, SIZES, differs, offsets=offsets or seen_by(differs))
@@ -232,6 +232,16 @@ def test_another_layout_is_unknown():
         NotKnown, match="there is a rule only for ends of documents whose keys are counted from the last key"
     ):
         documents.types(documents.query, documents.key, documents.value, differs={})
+    shapes = [(ROWS, HEADS, 8)] * 2 + [(1,), documents.out.shape]
+    own = (documents.query, documents.key, documents.value, *(None,) * 5)
+    ends = Spread((("a", 4),), shifted=frozenset("b"))
+    with pytest.raises(NotKnown, match="only ends of documents with keys"):  # one list of two
+        call("FlashAttentionScore", TND, (*own, ends, None), {}, shapes, mode=3)
+    turned = [
+        Spread((rows, *x.dims[1:])) for x, rows in zip(own[:3], (("b", "a", 2), (3, "a", 2), (3, "a", 2)), strict=False)
+    ]
+    with pytest.raises(NotKnown, match="do not lie inside of those of the tokens"):
+        call("FlashAttentionScore", TND, (*turned, *(None,) * 5, ends, ends), {}, shapes, mode=3)
     cut = Case(BSH, {"a": "batch", "b": "rows"})
     values = (cut.query, cut.key, cut.value, *(None,) * 5, Spread((("a", 4),)), Spread((("a", 4),)))
     with pytest.raises(NotKnown, match="ends of documents under a cut sequence have a rule only in the layout TND"):

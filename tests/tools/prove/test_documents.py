@@ -17,27 +17,34 @@ PIECE, WHOLE = 4, 12
 NAME = 7  # of the ends of all documents
 
 
-def computed(op, *arguments, step=PIECE, first=0):
-    """What an operator of the graph gives; "start" is the first token of a rank's piece."""
+def computed(op, *arguments, step=PIECE, first=0, name=NAME, shape=None, dtype="Int32", written=True):
+    """What an operator of the graph gives; "start" is the first token of a rank's piece.
+
+    Args:
+        name: of the ends. shape, dtype: of the result. written: whether the place of an entry is.
+    """
     values, texts, names, offsets = [], [], [], {}
     for place, given in enumerate(arguments):
         spread = isinstance(given, Spread)
         values.append(given if spread else plain(()))
-        names.append(NAME if spread else 0)
+        names.append(name if spread else 0)
         texts.append(
             f"%{place}" if spread else f"Tensor(shape=[], dtype=Int32, value={0 if given == 'start' else given})"
         )
         if given == "start":
             offsets[place, 0] = first, {"c": step}
+    if op in ("AddExt", "SubExt"):
+        texts[2], values[2] = f"I64({arguments[2]})", arguments[2]
     if op in ("Gather", "ScatterNdUpdate"):
-        texts[1] = f"Tensor(shape=[1, 1], dtype=Int64, value= [[{arguments[1]}]])"
-        values = [*values[:2], 0] if op == "Gather" else values
+        texts[1] = f"Tensor(shape=[1, 1], dtype=Int64, value= [[{arguments[1]}]])" if written else "%1"
+        values = [*values[:2], arguments[2]] if op == "Gather" else values
+        values[1] = values[1] if written else plain((1,))
     whole = any(isinstance(each, Spread) and each.shape == (5,) for each in arguments)
-    size = 1 if op == "Gather" or not whole else 5
+    shape = shape or ((1,) if op == "Gather" or not whole else (5,))
     head = f"{op}({', '.join(texts)})"
     types = (
         f"({', '.join(['<Tensor[Int32], (5)>'] * len(texts))})",
-        f"<Tensor[{'Bool' if op == 'Equal' else 'Int32'}], ({size})>",
+        f"<Tensor[{'Bool' if op == 'Equal' else dtype}], ({str(shape)[1:-1]})>",
     )
     differs = {key: frozenset("c") for key in offsets}
     return rules.apply(
@@ -62,6 +69,14 @@ def by_the_smaller(ends):
     moved, queries = clipped(ends)
     last = computed("Add", computed("Sub", ends, moved), PIECE)
     return queries, computed("Minimum", ends, last)
+
+
+def by_other_operators(ends):
+    """The same as `right`, by operators with a factor, through a copy of another type."""
+    moved = computed("Cast", computed("SubExt", ends, "start", 1))
+    queries = computed("Minimum", computed("Maximum", moved, 0), PIECE)
+    behind = computed("SubExt", computed("Maximum", moved, 0), queries, 1)
+    return queries, computed("AddExt", computed("SubExt", ends, behind, 3), behind, 2)
 
 
 def last_document_to_the_end(ends):
@@ -104,7 +119,7 @@ def the_last_entry_of_the_queries(ends):
     return queries, computed("ScatterNdUpdate", keys, 4, computed("Gather", queries, 4, 0))
 
 
-RIGHT = [right, by_the_smaller, as_mindspore]
+RIGHT = [right, by_the_smaller, by_other_operators, as_mindspore]
 WAYS = [
     *RIGHT,
     an_entry_before_the_last,
@@ -128,6 +143,8 @@ def number(formula, ends, at):
     x = [number(each, ends, at) for each in given]
     return {
         "Sub": lambda: x[0] - x[1], "Add": lambda: x[0] + x[1], "ReLU": lambda: np.maximum(x[0], 0),
+        "SubExt": lambda: x[0] - x[2] * x[1], "AddExt": lambda: x[0] + x[2] * x[1],
+        "Maximum": lambda: np.maximum(x[0], x[1]),
         "ClipByValue": lambda: np.minimum(np.maximum(x[0], x[1]), x[2]), "Minimum": lambda: np.minimum(x[0], x[1]),
         "Equal": lambda: x[0] == x[1], "Select": lambda: np.where(*x), "Gather": lambda: x[0][x[1], None],
         "ScatterNdUpdate": lambda: np.where(np.arange(len(x[0])) == x[1], x[2], x[0]),
@@ -200,6 +217,80 @@ def test_what_is_not_computed_element_by_element_has_no_formula():
     queries = clipped(plain((5,)))[1]
     assert queries.formula and computed("TensorMove", queries).formula
     assert not computed("Square", queries).formula
+    assert not computed("ReLU", plain((2, 5)), shape=(2, 5)).formula
+
+
+def test_twice_the_start_of_a_piece_is_not_where_it_starts():
+    assert computed("SubExt", plain((5,)), "start", 1).shifted == {"c"}
+    with pytest.raises(NotKnown, match="differ along c"):
+        computed("SubExt", plain((5,)), "start", 2)
+
+
+def refused(queries, keys):
+    """Whether nothing is known of ends that were computed in this way."""
+    with pytest.raises(NotKnown, match="documents"):
+        check_ends(queries, keys, ("c",), PIECE, WHOLE, SIZES)
+    return True
+
+
+def test_ends_that_depend_on_the_place_of_an_entry_are_not_known():
+    """All entries are computed alike, so that each is right where it stands; one entry may only replace the last."""
+    ends = plain((5,))
+    queries, keys = right(ends)
+    third, last = (computed("Gather", ends, place, 0) for place in (3, 4))
+    assert refused(queries, computed("ScatterNdUpdate", keys, 4, third))
+    assert refused(queries, computed("ScatterNdUpdate", computed("ScatterNdUpdate", keys, 3, third), 4, last))
+    assert refused(queries, computed("Minimum", keys, computed("Add", last, 1)))
+    assert refused(computed("Minimum", queries, computed("Add", last, 1)), keys)
+    moved = computed("Gather", computed("ScatterNdUpdate", ends, 4, third), 4, 0)
+    assert refused(queries, computed("ScatterNdUpdate", keys, 4, moved))
+
+
+def test_ends_of_other_documents_are_not_known():
+    queries, keys = clipped(plain((5,)), name=NAME + 1)[1], right(plain((5,)))[1]
+    assert refused(queries, keys)
+
+
+@pytest.mark.parametrize(("more", "said"), [(1, "ends at 13 and not at 4"), (-WHOLE, "ends at 0 and not at 4")])
+def test_the_last_entry_ends_between_its_own_end_and_the_last_key(more, said):
+    queries, keys = right(plain((5,)))
+    last = computed("Add", computed("Gather", plain((5,)), 4, 0), more)
+    with pytest.raises(Certain, match=said):
+        check_ends(queries, computed("ScatterNdUpdate", keys, 4, last), ("c",), PIECE, WHOLE, SIZES)
+
+
+def test_an_entry_is_of_each_ranks_own_list():
+    own = Spread((("b", 5),))
+    last = computed("Gather", own, 4, 0)
+    assert last.dims == (("b",),) and computed("ScatterNdUpdate", own, 4, last).dims == own.dims
+    moved = computed("Sub", last, "start")
+    assert computed("ScatterNdUpdate", own, 4, moved).shifted == {"c"}
+    assert not computed("Gather", plain((5,)), 4, 0, written=False).formula
+    for op, *given in (
+        ("ScatterNdUpdate", own, 4, computed("Gather", plain((5,)), 4, 0)),  # the same number on all ranks
+        ("ScatterNdUpdate", Spread((("b", 5), (1,))), 4, last),
+        ("Gather", Spread((("b", 5), (1,))), 4, 0),
+        ("Gather", own, 4, 1),
+    ):
+        with pytest.raises(NotKnown):
+            computed(op, *given)
+    for more in ({"written": False}, {"dtype": "Float32"}, {"shape": (2,)}):
+        with pytest.raises(NotKnown):
+            computed("Gather", own, 4, 0, **more)
+    for more in ({"written": False}, {"dtype": "Float32"}):
+        with pytest.raises(NotKnown, match="only one entry"):
+            computed("ScatterNdUpdate", own, 4, last, **more)
+
+
+def test_pieces_over_two_axes_lie_in_their_order():
+    """Pieces of 2 tokens, over 3 ranks along c times 2 along d, which is the inner one."""
+    ends, sizes = ("ends of documents", NAME), {"c": 3, "d": 2}
+    moved = ("Sub", ends, ("a number of the rank's own", 0, (("c", 4), ("d", 2))))
+    queries = Spread(((5,),), formula=("ClipByValue", moved, 0, 2))
+    keys = Spread(((5,),), formula=("Minimum", ends, ("Add", ("Sub", ends, moved), 2)))
+    check_ends(queries, keys, ("c", "d"), 2, WHOLE, sizes)
+    with pytest.raises(Certain, match="piece 1"):
+        check_ends(queries, keys, ("d", "c"), 2, WHOLE, sizes)
 
 
 def test_a_last_document_without_padding_behind_it_sees_keys_behind_its_queries():

@@ -361,7 +361,7 @@ def test_exchanged_pieces(random: Random) -> None:
     for place in RANKS:
         group = along("a", place)
         after.append(np.concatenate([np.split(held[at], 2, 1)[place["a"]] for at in group], 0))
-    assert describes(moves.all_to_all(given, "a", 1, 0, SIZES), whole, after)
+    assert describes(moves.exchange(given, "a", 1, 0, SIZES), whole, after)
 
 
 @anything
@@ -392,8 +392,17 @@ def test_pieces_that_are_exchanged_while_others_are_gathered(random: Random) -> 
         return
     found = moves.exchange(given, over, 0, join, SIZES)
     assert describes(found, whole, after)
-    with pytest.raises(Contradiction, match=r"pieces over . are exchanged, but the value is"):
+    with pytest.raises(Contradiction, match=r"pieces over . are exchanged, but the value is") as caught:
         moves.exchange(given, other, 0, join, SIZES)
+    assert caught.value.over == {other}, "wherever the pieces over other axes lie"
+
+
+def test_pieces_that_are_exchanged_in_front_of_others_are_not_put_in_a_wrong_place() -> None:
+    with pytest.raises(Contradiction, match="in another order than that in which they lie"):
+        moves.exchange(Spread(((2,), (4, "a", 2))), "a", 0, 1, SIZES)
+    for block in (Block(1, 4, 0), Block(2, 4, 1)):  # of another dimension, and behind the pieces
+        with pytest.raises(NotKnown, match="before others are where they belong"):
+            moves.exchange(Spread(((block,), (), ("a", 4))), "a", 0, 2, SIZES)
 
 
 @anything
