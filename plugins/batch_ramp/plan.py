@@ -159,6 +159,11 @@ class Division:
         """Return the samples of a step of the recipe's own batch."""
         return self.ranks * self.micro * self.micro_batches
 
+    @property
+    def least(self) -> int:
+        """Return the fewest micro-batches of a step of a ramp: MindSpore accumulates a single one wrongly."""
+        return 1 if self.whole else max(2, self.pipeline)
+
     def micro_batches_at(self, samples: int) -> int:
         """Return the micro-batches of a step of `samples` samples."""
         return 1 if self.whole else samples // self.unit
@@ -193,7 +198,7 @@ def check(recipe: Mapping[str, Any]) -> Settings:
             parts += "" if division.whole else f" x {division.micro} samples of a micro-batch"
             raise RecipeError(
                 f"the {batch} samples of a step until step {end} are not divisible by {division.unit} ({parts}); write "
-                f"{max(1, round(batch / division.unit)) * division.unit}",
+                f"{max(division.least, round(batch / division.unit)) * division.unit}",
                 key,
             )
         if (made := division.micro_batches_at(batch)) < division.pipeline:

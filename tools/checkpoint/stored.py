@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -141,9 +142,36 @@ class Stored:
 
     def read_from(self, file: str, name: str) -> np.ndarray:
         """Return the part of a tensor that one file holds."""
-        with safe_open(self.folder / file, "np") as tensors:
+        with self.opened(file) as tensors:
             array: np.ndarray = tensors.get_tensor(name)
         return array
+
+    @contextmanager
+    def opened(self, file: str) -> Iterator[Any]:
+        """Yield the tensors of one file, as `safe_open` does.
+
+        Raises:
+            CheckpointError: the file cannot be read any more. It could be when its headers were read.
+        """
+        path = self.folder / file
+        try:
+            with safe_open(path, "np") as tensors:
+                yield tensors
+        except (SafetensorError, OSError) as error:
+            raise _gone(path, error) from None
+
+    def others(self, *names: str) -> dict[str, bytes]:
+        """Return name -> content of those files of the folder that exist. A command that writes a checkpoint reads
+        them before it begins, because a training run may remove the folder in the meantime.
+
+        Raises:
+            CheckpointError: a file, or the whole folder, cannot be read any more.
+        """
+        try:
+            there = {path.name for path in self.folder.iterdir()}
+            return {name: (self.folder / name).read_bytes() for name in names if name in there}
+        except OSError as error:
+            raise _gone(Path(error.filename or self.folder), error) from None
 
     def _tensor(self, name: str, tensor: Mapping[str, Any], storage: Mapping[str, Any]) -> Tensor:
         """Return one tensor of metadata.json: all its slices are there once, and have one shape."""
@@ -183,6 +211,14 @@ class Stored:
                     f"{list(shape)}; copy the checkpoint again"
                 )
         return tuple(sorted((int(entry["storage_rank"]), entry["file_name"]) for entry in entries))
+
+
+def _gone(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or (error if path.exists() else "No such file or directory")
+    return CheckpointError(
+        f"{path}: cannot be read ({reason}); if a run that trains has removed this checkpoint (checkpoint.save_max), "
+        "name a newer one, or a copy"
+    )
 
 
 def open_stored(folder: Path) -> Stored:

@@ -4,15 +4,13 @@ for bit.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
 
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import fault, seal_file, step_of, write_seal
+from plugins.sealed_checkpoint.plan import fault, step_of, write_seal
 from tools.checkpoint.stored import PLACEMENT, Stored, moved, open_stored, read_placements
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
@@ -49,16 +47,19 @@ def restore_order(
     placements = read_placements(folder)
     if not (layers := moved(placements)):
         raise CheckpointError(f"{folder}: all experts already are in logical order, so there is nothing to restore")
-    stored, damaged = open_stored(folder), salvaged([open_source(folder)], salvage)
+    stored, step, ranks = open_stored(folder), step_of(folder), len(list(folder.glob("seal_rank_*.json")))
+    described = stored.others(*(file.name for file in folder.glob("*.json") if not file.name.startswith("seal_rank_")))
+    stored.tensors  # noqa: B018 (metadata.json is read now: a run that trains may remove the folder later)
+    damaged = salvaged([open_source(folder)], salvage)
     with atomic_folder(target) as part:
-        for file in sorted(folder.glob("*.safetensors")):
-            progress(file.name)
-            save_arrays(_restored(file.name, placements, stored), part / file.name)
-        for file in folder.glob("*.json"):
-            if not file.name.startswith("seal_rank_"):
-                shutil.copyfile(file, part / file.name)
+        for file in sorted(stored.files):
+            progress(file)
+            save_arrays(_restored(file, placements, stored), part / file)
+        for name, content in described.items():
+            (part / name).write_bytes(content)
         mark(part, damaged)
-        _seal(folder, part)
+        for rank in range(ranks):
+            write_seal(part, rank, ranks, step)
     return len(layers), damaged
 
 
@@ -71,12 +72,6 @@ def _refuse(folder: Path, target: Path) -> None:
         raise CheckpointError(f"{folder}: this is not a complete checkpoint: {reason}")
     if target.exists():
         raise CheckpointError(f"{target}: the folder exists already; remove it, or name another folder with --to")
-
-
-def _seal(folder: Path, part: Path) -> None:
-    step, ranks = step_of(folder), len(list(folder.glob(seal_file(folder, 0).name.replace("0", "*"))))
-    for rank in range(ranks):
-        write_seal(part, rank, ranks, step)
 
 
 def _restored(file: str, placements: Mapping[str, np.ndarray], stored: Stored) -> dict[str, np.ndarray]:
@@ -111,7 +106,7 @@ def _gathered(name: str, file: str, slots: np.ndarray, stored: Stored) -> np.nda
         part, at = divmod(int(slots[expert]) * height + inside, length)
         run = min(height - inside, length - at, first + length - row)
         _, source = tensor.copies[int(np.ravel_multi_index((part, *index[1:]), tensor.cuts))][0]
-        with safe_open(stored.folder / source, "np") as tensors:
+        with stored.opened(source) as tensors:
             out[row - first : row - first + run] = tensors.get_slice(name)[at : at + run]
         row += run
     return out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,6 +46,7 @@ def average(
     """
     shares = check_average(sources, target, shares)
     last, averaged = sources[-1].stored, set()
+    described, step, ranks = _described(last), sources[-1].step or 0, sources[-1].ranks
     with atomic_folder(target) as part:
         for file in (file for file in last.files if "-model-" in file):
             progress(file)
@@ -58,11 +58,11 @@ def average(
                 else:
                     arrays[name] = last.read_from(file, name)
             save_arrays(arrays, part / file)
-        _describe(last, part)
+        for name, content in described.items():
+            (part / name).write_bytes(content)
         mark(part, damaged)
-        ranks = sources[-1].ranks
         for rank in range(ranks):
-            write_seal(part, rank, ranks, sources[-1].step or 0)
+            write_seal(part, rank, ranks, step)
     return len(averaged)
 
 
@@ -156,12 +156,11 @@ def _placed(source: Source) -> dict[str, list[int]]:
     return {module: slots.tolist() for module, slots in source.placements.items()}
 
 
-def _describe(stored: Stored, part: Path) -> None:
-    """Write common.json as it is, and metadata.json without the optimizer's state."""
-    if (stored.folder / "common.json").exists():
-        shutil.copyfile(stored.folder / "common.json", part / "common.json")
-    if not (stored.folder / METADATA).exists():
-        return
+def _described(stored: Stored) -> dict[str, bytes]:
+    """Return name -> content of common.json as it is, and of metadata.json without the optimizer's state."""
+    described = stored.others("common.json", METADATA)
+    if METADATA not in described:
+        return described
     listed, storage = read_metadata(stored.folder / METADATA)
     kept = {name for file, headers in stored.files.items() if "-model-" in file for name in headers}
     content = {
@@ -172,4 +171,4 @@ def _describe(stored: Stored, part: Path) -> None:
             if any("-model-" in entry["file_name"] for entry in entries)
         },
     }
-    (part / METADATA).write_text(json.dumps(content), "utf-8")
+    return {**described, METADATA: json.dumps(content).encode()}

@@ -273,6 +273,7 @@ def reshard(
     """
     refuse_target(target)
     require_room(next(folder for folder in target.absolute().parents if folder.exists()), target, plan.bytes)
+    common = source.stored.others(COMMON)
     with atomic_folder(target) as part:
         folder = folder_in(part, source)
         folder.mkdir(parents=True)
@@ -283,8 +284,8 @@ def reshard(
             files[written.file] = written
             done += written.bytes
             progress(done, written.file)
-        if (source.path / COMMON).exists():
-            shutil.copyfile(source.path / COMMON, folder / COMMON)
+        for name, content in common.items():
+            (folder / name).write_bytes(content)
         (folder / METADATA).write_text(json.dumps(metadata_of(plan)), "utf-8")
         mark(folder, damaged)
         known = {name: each.sha256 for name, each in files.items()}

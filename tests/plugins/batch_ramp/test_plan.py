@@ -134,6 +134,7 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
     ("stages", "changes", "words"),
     [
         ([[2, 6]], {}, "6 samples of a step until step 2 are not divisible by 4"),
+        ([[2, 3]], SHARDED, "(2 data-parallel ranks x 2 samples of a micro-batch); write 8"),
         ([[2, 8]], {}, "does not grow from 8 samples until step 2 to the recipe's own batch of 8"),
         ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
         ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device has one shape"),

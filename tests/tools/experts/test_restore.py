@@ -1,6 +1,7 @@
 """Moved experts back in logical order: files against arrays that the test permutes itself."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -93,6 +94,14 @@ def test_what_is_refused(tmp_path, spoil, words):
     spoil(folder)
     with pytest.raises(CheckpointError, match=words):
         restore_order(folder, target_of(folder))
+
+
+def test_a_checkpoint_that_a_run_removes_in_the_meantime_is_named(tmp_path):
+    """As a run that trains does with its oldest one."""
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    with pytest.raises(CheckpointError, match=r"mini-\w+-\d+-\d+.safetensors: cannot be read .*checkpoint.save_max"):
+        restore_order(folder, target_of(folder), lambda name: shutil.rmtree(folder, ignore_errors=True))
+    assert list(target_of(folder).parent.iterdir()) == []
 
 
 def spoiled(folder, value=None):

@@ -1,6 +1,7 @@
 """The average of checkpoints: against fractions, and refused where there is none."""
 
 import math
+import shutil
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import CheckpointError, DataError
-from plugins.sealed_checkpoint.plan import fault, write_seal
+from plugins.sealed_checkpoint.plan import fault, step_of, write_seal
 from tests.tools.checkpoint.saved import Saved, numbered
 from tests.tools.experts.test_restore import write
 from tools.checkpoint.stored import read_whole
@@ -106,3 +107,28 @@ def test_low_precision_is_rounded_once(tmp_path):
         sources.append(open_source(checkpoint.write()))
     average(sources, tmp_path / "mean")
     assert read_whole(tmp_path / "mean").arrays["linear.weight"].astype(np.float32).tolist() == [1.0, 1.0]
+
+
+def test_a_checkpoint_that_a_run_removes_at_the_end_is_averaged_completely(tmp_path, monkeypatch):
+    """As a run that trains does with its oldest one, here when all weights of it are read."""
+    sources = [saved(tmp_path / "a", [0, 0, 4, 4]), saved(tmp_path / "b", [1, 2, 3, 4])]
+    average(sources, tmp_path / "known")
+    save, written = module.save_arrays, []
+
+    def save_and_remove(arrays, path):
+        written.append(save(arrays, path))
+        if len(written) == 2:
+            shutil.rmtree(tmp_path / "b")
+
+    monkeypatch.setattr(module, "save_arrays", save_and_remove)
+    average(list(map(open_source, [tmp_path / "a" / "iteration_00000002", sources[1].path])), tmp_path / "mean")
+    known, found = ({each.name for each in (tmp_path / name).iterdir()} for name in ("known", "mean"))
+    assert known == found and {"common.json", "metadata.json"} <= found
+    assert (step_of(tmp_path / "mean"), fault(tmp_path / "mean")) == (2, None)
+
+
+def test_a_checkpoint_that_a_run_removes_in_the_meantime_is_named(tmp_path):
+    sources = [saved(tmp_path / "a", [0, 0, 4, 4]), saved(tmp_path / "b", [1, 2, 3, 4])]
+    with pytest.raises(CheckpointError, match=r"b/iteration_00000002/.*: cannot be read .*checkpoint.save_max"):
+        average(sources, tmp_path / "mean", progress=lambda file: shutil.rmtree(tmp_path / "b", ignore_errors=True))
+    assert not (tmp_path / "mean").exists()

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from types import SimpleNamespace
 from unittest import mock
 
@@ -178,6 +179,23 @@ def test_moved_experts_need_a_recipe_that_knows_of_them(one, tmp_path):
     found = read_whole(tmp_path / "to" / "checkpoint" / "iteration_00000000")
     name = "decoder.layers.1.mlp.experts.placement"
     assert found.arrays[name].tolist() == [15, *range(15)] and found.differing == {}
+
+
+def test_a_checkpoint_that_a_run_removes_at_the_end_is_written_completely(one, tmp_path):
+    """As a run that trains does with its oldest one, here when the last file is written."""
+    folder = tmp_path / "run" / "checkpoint" / one.name
+    shutil.copytree(one, folder)
+    source, written = open_source(folder), []
+    plan = plan_stored(source, load_recipe(ONE)).plan
+
+    def remove_at_the_end(_, file):
+        written.append(file)
+        if len(written) == len(plan.files):
+            shutil.rmtree(folder)
+
+    reshard.reshard(source, tmp_path / "to", plan, progress=remove_at_the_end)
+    common, known = (each / "common.json" for each in (tmp_path / "to" / "checkpoint" / one.name, one))
+    assert not folder.exists() and common.read_bytes() == known.read_bytes()
 
 
 def test_room_is_looked_for_first(one, tmp_path, monkeypatch):
