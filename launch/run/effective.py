@@ -38,8 +38,8 @@ class Size:
     """These are the options --mini, --parallel and --workers.
 
     Attributes:
-        mini: whether it is a mini;
-        workers: the number of workers of a mini that keeps its parallel strategy; None for any other.
+        mini: whether it is a mini recipe;
+        workers: the number of workers of a mini recipe that keeps its parallel strategy; None for any other.
     """
 
     mini: bool = False
@@ -93,7 +93,7 @@ def effective_recipe(
 
 
 def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
-    """Return the recipe, or its mini, with the user's overrides."""
+    """Return the recipe, or its mini recipe, with the user's overrides."""
     flat = size.load(path)
     for override in overrides:
         if others := also_changed(flat, override):

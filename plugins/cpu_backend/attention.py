@@ -151,7 +151,7 @@ def compute_unrounded(network):
     this changes the built model in place.
 
     MindFormers rounds queries, keys and values, and so their gradients, to float16 for its kernel on Ascend. Most
-    gradients of a mini are too small for that type.
+    gradients of a mini recipe are too small for that type.
     """
     for _, cell in network.cells_and_names():
         if isinstance(cell, Attention) and cell.compute_dtype == ms.float32:

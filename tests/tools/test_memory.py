@@ -39,7 +39,7 @@ def public_48():
 
 
 def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
-    """Compiled by `tc3 dryrun --quick`, in the passes: 120.6 to 139.3 GiB at ep 1, 35.7 to 43.4 at ep 8; the limit is 58."""
+    """Compiled by `tc3 dryrun --quick`, 120.6 to 139.3 GiB at ep 1 and 35.7 to 43.4 at ep 8; the limit is 58."""
     recipe = public_48()
     assert min(stage_memory(from_recipe(recipe), s).peak for s in range(6)) > 120 * GIB
     room = room_of(recipe, times.hardware)

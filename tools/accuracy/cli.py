@@ -151,10 +151,10 @@ def collectives_command(
 ) -> None:
     """Compare the collectives that CPU processes execute with those that `tc3 dryrun` reports.
 
-    RECIPE is trained for two steps as MindSpore's sharded graph, on made-up data; one for Ascend runs as the mini that
-    keeps its parallel strategy (`tc3 train --mini --parallel`). Every rank of the same recipe is compiled, too. Name,
-    ranks, type and shape of each collective, tags of Sends and Receives, and the order must agree for every rank.
-    Instead of a recipe, the folder of a sharded run may be given; then nothing is trained.
+    RECIPE is trained for two steps as MindSpore's sharded graph, on made-up data; one for Ascend runs as the mini
+    recipe that keeps its parallel strategy (`tc3 train --mini --parallel`). Every rank of the same recipe is compiled,
+    too. Name, ranks, type and shape of each collective, tags of Sends and Receives, and the order must agree for every
+    rank. Instead of a recipe, the folder of a sharded run may be given; then nothing is trained.
 
     Exit codes: 0 equal; 1 they differ, line by line; 2 unknown, because something did not run, or a wrong input.
     """

@@ -4,9 +4,9 @@ Sizes are scaled down and what CPU lacks is replaced. What makes it that recipe 
 query heads share keys and values, dense-first layers, shared expert, router, MTP, YaRN's factor, document masks,
 optimizer, schedules' shape and plugins.
 
-`derive_mini` makes a mini for one worker. A parallel mini gives back what that takes from a recipe, for a few CPU
-workers that run the sharded graph with its own operators: the parallel degrees (scaled down), the pipeline's schedule,
-recomputation, optimizer sharding, dispatcher and precision.
+`derive_mini` makes a mini recipe for one worker. A parallel mini gives back what that takes from a recipe, for a few
+CPU workers that run the sharded graph with its own operators: the parallel degrees (scaled down), the pipeline's
+schedule, recomputation, optimizer sharding, dispatcher and precision.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def derive_mini(
 
 
 def _shrink_plugins(mini: dict[str, Any]) -> None:
-    """Leave out what is longer than the mini; record the loads of experts that are all on one worker, and move none."""
+    """Remove what is longer than the mini recipe; record the loads of experts (all on one worker), and move none."""
     plugins = mini.get("plugins") or {}
     plugins.pop("batch_ramp", None)
     if isinstance(plugins.get("expert_balance"), dict) and mini["parallel_config"]["expert_parallel"] == 1:
@@ -158,8 +158,8 @@ def _shrink_plugins(mini: dict[str, Any]) -> None:
 
 
 def _cut_fewer_samples(mini: dict[str, Any]) -> None:
-    """Let `plugins.ep_overlap` (in place) cut sequences where a rank of the mini has too few samples; the number of
-    chunks stays.
+    """Let `plugins.ep_overlap` (in place) cut sequences where a rank of the mini recipe has too few samples; the number
+    of chunks stays.
     """
     overlap = (mini.get("plugins") or {}).get("ep_overlap")
     if isinstance(overlap, dict) and isinstance(overlap.get("chunks"), list):
@@ -171,7 +171,7 @@ def _cut_fewer_samples(mini: dict[str, Any]) -> None:
 def load_mini(
     path: str | os.PathLike[str], data_path: str = CORPUS, steps: int = 10, workers: int | None = None
 ) -> Recipe:
-    """Return the mini of a recipe's file, as a Recipe to which overrides can be applied.
+    """Return the mini recipe of a recipe's file, as a Recipe to which overrides can be applied.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk.

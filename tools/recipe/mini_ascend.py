@@ -1,8 +1,8 @@
-"""This module makes small recipes for Ascend devices: the minis with which a cluster's first hour trains on NPUs.
+"""This module makes small recipes for Ascend devices, which the first hour of a cluster trains on NPUs.
 
-They have the sizes of the minis for a CPU (`tools.recipe.mini`) and the recipe's own device target, operators and
-precision. All small recipes of one family have the same weights, batch and samples, whatever their number of devices,
-so a checkpoint of one of them starts the others and their losses can be compared.
+They have the sizes of the mini recipes for a CPU (`tools.recipe.mini`) and the recipe's own device target, operators
+and precision. All small recipes of one family have the same weights, batch and samples, whatever their number of
+devices, so a checkpoint of one of them starts the others and their losses can be compared.
 
 No small recipe has run on an NPU; `tc3 check` takes them, and `tc3 dryrun` compiles them for virtual devices.
 """
@@ -57,11 +57,11 @@ def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[in
 
 
 def _on_cpu(mini: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
-    """Return the mini with the batch and the layers of the small recipe for one device, in one process."""
+    """Return the mini recipe with the batch and the layers of the small recipe for one device, in one process."""
     found = copy.deepcopy(mini)
     model, wanted = found["model"]["model_config"], one["model"]["model_config"]
     found["parallel_config"].update(one["parallel_config"])
-    if not _wants_groups(found):  # otherwise the mini is already one process of the sharded graph
+    if not _wants_groups(found):  # otherwise the mini recipe is already one process of the sharded graph
         found["use_parallel"] = False
         found["parallel"].update(parallel_mode=0)
     found["parallel"]["dataset_strategy"] = [[1] * len(row) for row in found["parallel"]["dataset_strategy"]]
@@ -108,7 +108,7 @@ def _of(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest:
 
 
 def _own_dataset(mini: dict[str, Any], view: View, degrees: Degrees) -> None:
-    """Give the mini (in place) the recipe's own columns and masks, with the mini's corpus, length and samples."""
+    """Give the mini recipe (in place) the recipe's own columns and masks, with its corpus, length and samples."""
     small, dataset = mini["train_dataset"]["data_loader"], copy.deepcopy(view.get(("train_dataset",)))
     loader = dataset["data_loader"]
     loader["sizes"] = small["sizes"]

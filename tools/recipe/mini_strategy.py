@@ -1,5 +1,5 @@
-"""This module gives the mini of a recipe (`tools.recipe.mini`) the recipe's parallel strategy at a few processes: its
-degrees scaled down, its pipeline schedule, recomputation and optimizer sharding.
+"""This module gives the mini recipe of a recipe the recipe's parallel strategy at a few processes:
+its degrees scaled down, its pipeline schedule, recomputation and optimizer sharding.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
 
 
 def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
-    """Give the mini of `recipe` (in place) the recipe's parallel strategy at `workers` processes. A step of this mini
-    has `batch` samples, or more if its pipeline needs more micro-batches.
+    """Give the mini recipe of `recipe` (in place) the recipe's parallel strategy at `workers` processes. A step of
+    this mini recipe has `batch` samples, or more if its pipeline needs more micro-batches.
 
     Raises:
         RecipeError: the recipe splits nothing, or the batch does not serve the data-parallel ranks.
@@ -105,11 +105,11 @@ def least_micro_batches(view: View, degrees: Degrees) -> int:
 
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
-    """Give the mini (in place) these degrees and the own operators of the recipe that `view` shows.
+    """Give the mini recipe (in place) these degrees and the own operators of the recipe that `view` shows.
 
     Args:
-        batch: samples of a step. deepest: the degrees whose pipeline the layers suffice for; minis with other degrees
-            then have the same weights.
+        batch: samples of a step. deepest: the degrees whose pipeline the layers suffice for; mini recipes with
+            other degrees then have the same weights.
     """
     model = mini["model"]["model_config"]
     for key in _OWN:
@@ -151,7 +151,7 @@ def _degrees(mini: dict[str, Any], view: View, degrees: Degrees, batch: int) -> 
 
 
 def _layers(mini: dict[str, Any], model: dict[str, Any], view: View, degrees: Degrees, deepest: Degrees) -> None:
-    """Set at least one layer for each chunk of each stage of the deepest pipeline; no layer less than the mini has."""
+    """Set at least one layer for each chunk of each stage of the deepest pipeline; the mini recipe loses no layer."""
     if model.get("n_routed_experts"):
         model["npu_nums_per_device"] = max(1, degrees.ep // 2)  # workers act as two nodes
     chunks = view.chunks
@@ -182,7 +182,7 @@ def _memory(mini: dict[str, Any], view: View, degrees: Degrees) -> None:
 
 
 def _recomputed(value: Any, shape: tuple[int, ...]) -> Any:
-    """Return a recomputation setting for one layer of each chunk: its counts become 0 or 1, in the mini's shape."""
+    """Return a recomputation setting for one layer of each chunk: counts become 0 or 1, in the mini recipe's shape."""
     if isinstance(value, dict):
         return {key: _recomputed(each, shape) for key, each in value.items()}
     if isinstance(value, list) and all(isinstance(each, (int, list)) and not isinstance(each, bool) for each in value):

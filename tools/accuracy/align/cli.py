@@ -61,7 +61,7 @@ def align(
     losses of all steps; the recipe's own workers. The comparison stops at the first stage that fails and names the
     first module, gradient or parameter group that differs. A recipe for Ascend is run as its mini.
 
-    Two recipes are first compared setting by setting at their own size; then their minis run on CPU. A layout
+    Two recipes are first compared setting by setting at their own size; then their mini recipes run on CPU. A layout
     that splits the model is executed on the last stage as MindSpore's sharded graph; an Ascend recipe takes at most
     four processes.
 

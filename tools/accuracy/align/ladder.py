@@ -67,8 +67,8 @@ class Sides:
 
 
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Return the recipes for a sharded run on CPU; a recipe for Ascend becomes the mini that keeps its strategy. Return
-    None if no recipe splits the model.
+    """Return the recipes for a sharded run on CPU; a recipe for Ascend becomes the mini recipe that keeps its strategy.
+    Return None if no recipe splits the model.
 
     One path is compared with one process of its own graph. What MindFormers computes otherwise in another layout is
     left out on both sides (docs/stock-differences.md).
@@ -302,8 +302,8 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
 
 
 def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> Stage:
-    """Return stage 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their
-    own.
+    """Return stage 1: the recipes as they are written, not their mini recipes, which have sizes, layout and precision
+    of their own.
     """
     ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
     ladder.settings = align_config.differences(ours, theirs)

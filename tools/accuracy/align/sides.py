@@ -153,7 +153,7 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
     """Return the recipe as written, or its CPU mini if the recipe is for Ascend.
 
     Args:
-        workers: the number of workers of a mini that keeps its parallel strategy; None for one that does not.
+        workers: the number of workers of a mini recipe that keeps its parallel strategy; None for one that does not.
     """
     return _changed(
         load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path), overrides, data

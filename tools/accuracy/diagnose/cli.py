@@ -56,8 +56,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep: Path | None, as_json: bool) -> None:
     """Find where two runs first differ: at which step, in what, in which module and on which ranks.
 
-    A and B are folders of runs, or recipes, which are trained for --steps steps (a recipe for Ascend as its mini on
-    CPU). They are compared in the order in which a difference arises: the configuration, what a run starts from or a
+    A and B are folders of runs, or recipes, which are trained for --steps steps (a recipe for Ascend as its mini recipe
+    on CPU). They are compared in the order in which a difference arises: the configuration, what a run starts from or a
     resume restored; then for each step the samples, loss and parts, gradients by weight, global norm and clipping, the
     update, the routers. The first that differs is printed, with its usual cause. Two runs of one layout and
     configuration must agree to the last bit.

@@ -96,7 +96,7 @@ def equivalence_command(
     report's Table 2, as are the losses of trained runs. Losses of executed layouts must agree to 1e-5 (absolute) and
     global norms to 5e-5 (relative), because both sides run the same graph. The first difference is traced to its
     module, phase and ranks. Trained runs are also checked against golden numbers. A recipe for Ascend shrinks to its
-    mini first.
+    mini recipe first.
 
     Without --only, only two of the executed strategies run, tensor and pipeline parallelism; `--only executed` runs all
     of them, about a minute each. The trained ones take about ten minutes on two cores.
