@@ -368,8 +368,7 @@ def test_exchanged_pieces(random: Random) -> None:
 def test_pieces_that_are_exchanged_while_others_are_gathered(random: Random) -> None:
     """The pieces of one axis lie in front of a dimension of one element, and those of another take their places."""
     over, other = random.choice([("a", "b"), ("b", "a")])
-    size = SIZES[over]
-    home = random.choice([1, 2])
+    size, home = SIZES[over], random.choice([1, 2])
     gathered_too = random.random() < 0.5
     if gathered_too:  # as many pieces in front as there are ranks to take them
         dims: list[tuple] = [(Block(2, size, 0),), (), (over, 4)]
@@ -400,9 +399,16 @@ def test_pieces_that_are_exchanged_while_others_are_gathered(random: Random) -> 
 def test_pieces_that_are_exchanged_in_front_of_others_are_not_put_in_a_wrong_place() -> None:
     with pytest.raises(Contradiction, match="in another order than that in which they lie"):
         moves.exchange(Spread(((2,), (4, "a", 2))), "a", 0, 1, SIZES)
-    for block in (Block(1, 4, 0), Block(2, 4, 1)):  # of another dimension, and behind the pieces
+    # other gathered pieces are of another dimension, or come behind those that are exchanged
+    for block, home in ((Block(1, 4, 0), ("b", "a", 4)), (Block(2, 4, 1), ("a", 4))):
         with pytest.raises(NotKnown, match="before others are where they belong"):
-            moves.exchange(Spread(((block,), (), ("a", 4))), "a", 0, 2, SIZES)
+            moves.exchange(Spread(((block,), (), home)), "a", 0, 2, SIZES)
+    for front, said in ((5, "across their extents"), (Block(1, 5, 0), "are scattered over")):  # not equal parts
+        with pytest.raises(NotKnown, match=said):
+            moves.exchange(Spread(((front,), (), ("a", 4))), "a", 0, 2, SIZES)
+    unsure = Spread(((6,), (), ("a", 4)), loose=frozenset("a"), dropped=frozenset("a"))
+    found = moves.exchange(unsure, "a", 0, 2, SIZES)
+    assert not found.loose and not found.dropped, "the pieces lie where they were taken"
 
 
 @anything
