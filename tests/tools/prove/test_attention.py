@@ -235,12 +235,12 @@ def test_another_layout_is_unknown():
     shapes = [(ROWS, HEADS, 8)] * 2 + [(1,), documents.out.shape]
     own = (documents.query, documents.key, documents.value, *(None,) * 5)
     ends = Spread((("a", 4),), shifted=frozenset("b"))
-    with pytest.raises(NotKnown, match="only ends of documents with keys"):  # one list of two
+    with pytest.raises(NotKnown, match="only for ends of documents whose keys"):  # one list of two
         call("FlashAttentionScore", TND, (*own, ends, None), {}, shapes, mode=3)
     turned = [
         Spread((rows, *x.dims[1:])) for x, rows in zip(own[:3], (("b", "a", 2), (3, "a", 2), (3, "a", 2)), strict=False)
     ]
-    with pytest.raises(NotKnown, match="do not lie inside of those of the tokens"):
+    with pytest.raises(NotKnown, match="are not inside the pieces of the tokens"):
         call("FlashAttentionScore", TND, (*turned, *(None,) * 5, ends, ends), {}, shapes, mode=3)
     cut = Case(BSH, {"a": "batch", "b": "rows"})
     values = (cut.query, cut.key, cut.value, *(None,) * 5, Spread((("a", 4),)), Spread((("a", 4),)))

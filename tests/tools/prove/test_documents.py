@@ -278,7 +278,7 @@ def test_an_entry_is_of_each_ranks_own_list():
         with pytest.raises(NotKnown):
             computed("Gather", own, 4, 0, **more)
     for more in ({"written": False}, {"dtype": "Float32"}):
-        with pytest.raises(NotKnown, match="only one entry"):
+        with pytest.raises(NotKnown, match="only for one entry"):
             computed("ScatterNdUpdate", own, 4, last, **more)
 
 

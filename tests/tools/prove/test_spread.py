@@ -397,11 +397,11 @@ def test_pieces_that_are_exchanged_while_others_are_gathered(random: Random) -> 
 
 
 def test_pieces_that_are_exchanged_in_front_of_others_are_not_put_in_a_wrong_place() -> None:
-    with pytest.raises(Contradiction, match="in another order than that in which they lie"):
+    with pytest.raises(Contradiction, match="in an order that differs from the order of the ranks"):
         moves.exchange(Spread(((2,), (4, "a", 2))), "a", 0, 1, SIZES)
     # other gathered pieces are of another dimension, or come behind those that are exchanged
     for block, home in ((Block(1, 4, 0), ("b", "a", 4)), (Block(2, 4, 1), ("a", 4))):
-        with pytest.raises(NotKnown, match="before others are where they belong"):
+        with pytest.raises(NotKnown, match="before other pieces are in their final place"):
             moves.exchange(Spread(((block,), (), home)), "a", 0, 2, SIZES)
     for front, said in ((5, "across their extents"), (Block(1, 5, 0), "are scattered over")):  # not equal parts
         with pytest.raises(NotKnown, match=said):
