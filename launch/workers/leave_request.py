@@ -33,7 +33,7 @@ TAIL = 1 << 14  # bytes at the end of a metrics file, several steps of it
 
 
 def environment(attempt: Path) -> dict[str, str]:
-    """Return the environment that tells an attempt's workers where to look for a request; the file is created empty."""
+    """Create an attempt's empty request file, and return the environment that tells its workers where it is."""
     file = attempt / FILE
     attempt.mkdir(parents=True, exist_ok=True)
     file.touch()

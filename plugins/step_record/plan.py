@@ -138,7 +138,9 @@ def apart(one: Iterable[Any], two: Iterable[Any]) -> float:
 
 
 def gradient_square(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
-    """Return the sum of squares of the (clipped) gradient by which the first moment moved."""
+    """Return the sum of squares of the (clipped) gradient, which follows from the first moment before and after a
+    step.
+    """
     return sum_of_squares((np.asarray(moment, np.float64) - beta1 * np.asarray(before, np.float64)) / (1 - beta1))
 
 

@@ -182,7 +182,7 @@ def _refuse_empty_root(context: click.Context, option: click.Parameter, root: Pa
     """Refuse a folder that holds nothing of a host: everything would be unknown, and nothing wrong."""
     if not any((root / name).is_dir() for name in _HOST_FOLDERS):
         raise ClusterError(
-            f"--root {root}: the folder is not a recorded host: it holds none of {', '.join(_HOST_FOLDERS)}"
+            f"--root {root}: the folder is not a recording of a host: it holds none of {', '.join(_HOST_FOLDERS)}"
         )
     return root
 

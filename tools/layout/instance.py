@@ -255,7 +255,7 @@ class Instance:
         return good
 
     def type_columns(self, index: int) -> slice:
-        """Return the columns that belong to a layer type."""
+        """Return the columns of a plan [stages x chunks, columns] that count layers of this type."""
         first = sum(len(kind.options) for kind in self.types[:index])
         return slice(first, first + len(self.types[index].options))
 

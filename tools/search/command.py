@@ -66,9 +66,9 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="RUN|PROFILE|ROWS.yaml",
     help=(
-        "First fit the cluster's efficiencies, as tc3 search calibrate does: to a profile of a run of RECIPE (its "
-        "folder, or the run's with the profile in it), or to measured steps. With --write the fitted cluster is saved "
-        "beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "First fit the cluster's efficiencies, as tc3 search calibrate does: to the folder of a profile of RECIPE, to "
+        "the folder of a run that contains one, or to a file of measured steps. With --write the fitted cluster is "
+        "saved next to OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
 @click.option(

@@ -84,7 +84,9 @@ class Row:
 
 @dataclass
 class Matrix:
-    """A `Matrix` holds the rows of a recipe, and the runs behind them by name, including the baselines."""
+    """A `Matrix` holds the comparisons for one recipe. A row compares a layout with its baseline; `runs` are the runs
+    that the rows compare, by name.
+    """
 
     recipe: str
     steps: int

@@ -264,7 +264,7 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return why a layout is not legal for the model, or cannot be compared; empty if it can."""
+    """Return why a layout is not legal for the model, or cannot be compared; an empty text if it can be compared."""
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0

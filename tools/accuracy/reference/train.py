@@ -201,7 +201,7 @@ def _rolled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
-    """Train on `batches` and record what `tools.accuracy.align.sides` describes.
+    """Train on `batches`; return logits, losses, gradients and weights by the names of `tools.accuracy.align.sides`.
 
     Args:
         batches: `input_ids`, `labels` and `loss_mask`, each [steps, B, S].

@@ -40,7 +40,7 @@ class Unexpressed(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """A `Settings` holds the settings of the software with which a source of published rows ran.
+    """A `Settings` holds the settings of the software with which a publisher measured its runs.
 
     Args:
         masked: published FLOPs count the masked half of attention, too.
