@@ -268,12 +268,14 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
     at = line.fullest
     middle = unit * (line.edges[at] + line.edges[at + 1]) / 2
     axes.plot([middle], [line.peak / GIB], marker="v", color="black")
+    place = middle / (unit * float(line.edges[-1]))
+    name = "the update" if line.labels[at] == UPDATE else line.labels[at]
     axes.annotate(
-        f"{line.peak / GIB:.1f} GiB in {line.labels[at]}",
+        f"{line.peak / GIB:.1f} GiB in {name}",
         (middle, line.peak / GIB),
         textcoords="offset points",
         xytext=(0, 7),
-        ha="center",
+        ha="left" if place < 0.1 else "right" if place > 0.9 else "center",  # inside of the axes
         fontsize="small",
     )
     if limit:
