@@ -164,6 +164,13 @@ class Division:
         """Return the fewest micro-batches of a step of a ramp: MindSpore accumulates a single one wrongly."""
         return 1 if self.whole else max(2, self.pipeline)
 
+    def advice(self, micro_batches: int, word: str = "write at least") -> str:
+        """Return what to write for a stage that needs so many micro-batches, if the recipe's own batch is larger."""
+        samples = micro_batches * self.unit
+        if samples < self.full:
+            return f"{word} {samples}"
+        return f"leave the stage out, because the recipe's own batch of {self.full} is not larger than {samples}"
+
     def micro_batches_at(self, samples: int) -> int:
         """Return the micro-batches of a step of `samples` samples."""
         return 1 if self.whole else samples // self.unit
@@ -197,20 +204,20 @@ def check(recipe: Mapping[str, Any]) -> Settings:
             parts = f"{division.ranks} data-parallel ranks"
             parts += "" if division.whole else f" x {division.micro} samples of a micro-batch"
             raise RecipeError(
-                f"the {batch} samples of a step until step {end} are not divisible by {division.unit} ({parts}); write "
-                f"{max(division.least, round(batch / division.unit)) * division.unit}",
+                f"the {batch} samples of a step until step {end} are not divisible by {division.unit} ({parts}); "
+                f"{division.advice(max(division.least, round(batch / division.unit)), 'write')}",
                 key,
             )
         if (made := division.micro_batches_at(batch)) < division.pipeline:
             raise RecipeError(
                 f"the {batch} samples of a step until step {end} make {made} micro-batches, fewer than the "
-                f"{division.pipeline} stages of the pipeline; write at least {division.unit * division.pipeline}",
+                f"{division.pipeline} stages of the pipeline; {division.advice(division.pipeline)}",
                 key,
             )
         if made < 2 and not division.whole and division.pipeline == 1:
             raise RecipeError(
                 f"the {batch} samples of a step until step {end} make one micro-batch, and from a single one MindSpore "
-                f"accumulates wrong gradients (in one process they are zero); write at least {2 * division.unit}, or "
+                f"accumulates wrong gradients (in one process they are zero); {division.advice(2)}, or "
                 "halve runner_config.batch_size and double runner_config.gradient_accumulation_steps",
                 key,
             )

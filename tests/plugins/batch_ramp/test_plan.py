@@ -93,6 +93,7 @@ RECIPE = {
 SHARDED = {"context": {"mode": 0, "dataset_broadcast_opt_level": 0}, "parallel": {"parallel_mode": 1},
            "runner_config": {"batch_size": 2, "sink_mode": False},
            "parallel_config": {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 6}}  # fmt: skip
+FEW = {**SHARDED, "parallel_config": {**SHARDED["parallel_config"], "micro_batch_num": 2}}
 
 
 def with_ramp(stages, **changes):
@@ -135,6 +136,8 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
     [
         ([[2, 6]], {}, "6 samples of a step until step 2 are not divisible by 4"),
         ([[2, 3]], SHARDED, "(2 data-parallel ranks x 2 samples of a micro-batch); write 8"),
+        ([[2, 3]], FEW, "micro-batch); leave the stage out, because the recipe's own batch of 8 is not larger than 8"),
+        ([[2, 4]], FEW, "2 stages of the pipeline; leave the stage out, because the recipe's own batch of 8"),
         ([[2, 8]], {}, "does not grow from 8 samples until step 2 to the recipe's own batch of 8"),
         ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
         ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device has one shape"),
