@@ -158,6 +158,8 @@ class Stored:
             with safe_open(path, "np") as tensors:
                 yield tensors
         except (SafetensorError, OSError) as error:
+            if isinstance(error, OSError) and path.exists():  # the caller could not write, for instance
+                raise
             raise _gone(path, error) from None
 
     def others(self, *names: str) -> dict[str, bytes]:

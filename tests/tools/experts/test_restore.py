@@ -96,6 +96,15 @@ def test_what_is_refused(tmp_path, spoil, words):
         restore_order(folder, target_of(folder))
 
 
+def test_an_error_of_the_caller_is_not_blamed_on_the_file_that_is_read(tmp_path):
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    stored = open_stored(folder)
+    full = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left") as raised, stored.opened(sorted(stored.files)[0]):
+        raise full
+    assert raised.value is full
+
+
 def test_a_checkpoint_that_a_run_removes_in_the_meantime_is_named(tmp_path):
     """As a run that trains does with its oldest one."""
     folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
