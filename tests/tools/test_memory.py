@@ -163,6 +163,7 @@ def test_the_peak_of_a_stage_is_named_in_words():
     shown = run("--stage", 7).stdout
     assert "stage 7 holds most in the backward of micro-batch" in shown
     assert pass_in_words("F 3.1") == "the forward of micro-batch 3, chunk 1"
+    assert pass_in_words("update") == "the update (clipping and the optimizer)"
     assert pass_in_words("W 0.0") == "the gradients of weights of micro-batch 0, chunk 0"
     assert pass_in_words("") == "no pass"
     assert (unit_of(GIB), unit_of(GIB - 1)) == ((GIB, "GiB"), (MIB, "MiB"))

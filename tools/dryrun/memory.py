@@ -28,7 +28,17 @@ from tools.estimate.loads import Loads
 from tools.estimate.memory.loaded import Even, Judged, judge
 from tools.estimate.memory.model import exchange_of, updating
 from tools.estimate.memory.room import DOES_NOT_FIT, NO_LIMIT, UNKNOWN, Room, fit_between
-from tools.estimate.memory.time_line import KEPT, WORKING, Bytes, Owner, Timed, TimeLine, stitch, updating_owners
+from tools.estimate.memory.time_line import (
+    KEPT,
+    UPDATED,
+    WORKING,
+    Bytes,
+    Owner,
+    Timed,
+    TimeLine,
+    stitch,
+    updating_owners,
+)
 from tools.estimate.memory.training_graph import EXPERTS, OTHER, module_of_path
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import Op
@@ -309,12 +319,11 @@ _MEND = {  # part of memory -> its name, and the keys that make it smaller
                 "a larger parallel_config.model_parallel or context_parallel, or a smaller runner_config.batch_size"),
     "update": ("divided gradients", "parallel.enable_parallel_optimizer: True shards them over data_parallel"),
 }  # fmt: skip
-_UPDATED = (*_PARTS.values(),)  # are there in the update
 
 
 def is_update(memory: Mapping[str, int]) -> bool:
     """Return whether a stage's fullest moment is the update after its passes."""
-    updated = sum(memory[part] for part in (*_UPDATED, "update"))
+    updated = sum(memory[part] for part in (*UPDATED, "update"))
     return memory["update"] > 0 and updated == memory["total"]
 
 
@@ -322,7 +331,7 @@ def at_fullest(memory: Mapping[str, int], part: str) -> int:
     """Return the bytes of a part at a stage's fullest moment: the update has no gathered weights and activations, and
     the passes have no divided gradients.
     """
-    return memory[part] if part in _UPDATED or (part == "update") == is_update(memory) else 0
+    return memory[part] if part in UPDATED or (part == "update") == is_update(memory) else 0
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], update: int = 0) -> TimeLine:

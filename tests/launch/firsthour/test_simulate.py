@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.firsthour.calibrate import fit_memory
+from launch.firsthour.calibrate import fit_memory, memory_row
 from launch.firsthour.ladder import climb, judged, verdict
 from launch.firsthour.simulate import DEFECTS, Cluster, Play, read_cluster
 from launch.firsthour.trainings import rank_counts
 from plugins.errors import ClusterError
+from tools.estimate.memory.model import all_stages
 from tools.hardware.units import GIB
 from tools.profile.study import run_of
 
@@ -202,3 +203,12 @@ def test_outcomes_are_plain_json(tmp_path):
     outcomes = climbed(Cluster(nodes=2, devices_per_node=2), tmp_path, HOSTS)
     for one in outcomes:
         assert json.loads(json.dumps(one.as_json())) == json.loads((tmp_path / f"{one.rung}.json").read_text())
+
+
+@pytest.mark.parametrize("recipe", ["finetune_4k", "pretrain_4k"])
+def test_a_row_adds_up_to_the_fullest_moment(recipe):
+    """Of the first recipe that is the update after the passes, in which no activations are held."""
+    run = run_of(ROOT / "recipes" / "telechat3_105b" / f"{recipe}.yaml", ())
+    row = memory_row(run, 5, 1.0)
+    assert row["static"] + row["activations"] + row["buffers"] == pytest.approx(all_stages(run)[5].peak)
+    assert (row["activations"] == 0) == (recipe == "finetune_4k")

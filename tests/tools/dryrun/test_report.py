@@ -136,6 +136,13 @@ def test_state_in_the_hosts_memory_is_said():
     assert "optimizer.swap keeps 3.0 GiB" in shown({**REPORT, "stages": [STAGE, {**STAGE, "host": 3 * GIB}]})
 
 
+def test_a_total_of_the_update_is_said():
+    memory = {**STAGE["memory"], "update": 8 * GIB, "total": 17 * GIB}
+    text = shown({**REPORT, "stages": [STAGE, {**STAGE, "stage": 1, "memory": memory}]})
+    assert "the total of stage 1 is that of the update after all passes, which needs up to 8.00 GiB" in text
+    assert "of the update after" not in shown(REPORT)
+
+
 def test_what_was_concluded_is_said():
     text = " ".join(notes(REPORT))
     assert "4 of 256 micro-batches" in text and "1 as rank 0" in text and "equals the model of schedule 1f1b" in text

@@ -37,7 +37,7 @@ from tools.pipeline.simulate import Durations, Simulation, enough, simulate
 
 KEPT, WORKING, BUFFERS, UPDATE = "kept", "working", "buffers", "update"
 PARTS = ("weights", "state", "accumulated", "gathered", KEPT, WORKING, UPDATE, BUFFERS)
-_UPDATED = ("weights", "state", "accumulated")  # are there in the update; all else of the passes is not
+UPDATED = ("weights", "state", "accumulated")  # parts that the update has, too; all others are of passes
 
 
 class Owner(NamedTuple):
@@ -168,7 +168,7 @@ def stitch(
     if update:
         edges.append(edges[-1] + sum(stop - start for _, start, stop in passes) / max(len(passes), 1))
         labels.append(UPDATE)
-        rows.append({owner: size for owner, size in constant.items() if owner.part in _UPDATED} | dict(update))
+        rows.append({owner: size for owner, size in constant.items() if owner.part in UPDATED} | dict(update))
     owners = sorted({owner for row in rows for owner in row}, key=lambda owner: (PARTS.index(owner.part), owner.module))
     live = np.array([[row.get(owner, 0.0) for owner in owners] for row in rows])
     return TimeLine(np.array(edges), unit, tuple(labels), tuple(owners), live)

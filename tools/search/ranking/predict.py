@@ -100,31 +100,23 @@ class MemoryTable:
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
         work = self._working(block, example)
         passes = self._activations(block, example) + work + (static + buffers)[:, None, :]
-        return np.maximum(passes, (self._updates(block) + buffers)[:, None, :])
+        return np.maximum(passes, (self._by_spread(block, "update", _updated) + buffers)[:, None, :])
 
     def static(self, block: Block) -> np.ndarray:
         """Return [rows, stages] bytes of weights, gradients and optimizer, whatever is recomputed."""
+        return self._by_spread(block, "static", _held_static)
+
+    def _by_spread(self, block: Block, name: str, bytes_of: Callable[[Configuration, int], float]) -> np.ndarray:
+        """Return [rows, stages] bytes that depend only on a stage's weights and on how these are spread."""
         at_once = (block.columns["m"] == 1) & np.bool_(block.pp == 1)
         first, place = groups(block, "tp", "ep", "shard", at_once=at_once)
-        return np.array([self._static(self._config(block, row)) for row in first])[place]
+        return np.array([self._stages(self._config(block, row), name, bytes_of) for row in first])[place]
 
-    def _static(self, config: Configuration) -> list[float]:
-        spread = _spread(config)
+    def _stages(self, config: Configuration, name: str, bytes_of: Callable[[Configuration, int], float]) -> list[float]:
+        at_once = config.pp == 1 and config.micro_batches == 1
+        spread = (config.pp, config.tp, config.ep, config.shard_optimizer, config.shard_gradients, at_once)
         return [
-            self._memo.get(("static", key, *spread), lambda stage: sum(static_memory(config, stage)), stage)
-            for stage, key in enumerate(stage_keys(config))
-        ]
-
-    def _updates(self, block: Block) -> np.ndarray:
-        """Return [rows, stages] bytes of clipping and the optimizer, without buffers."""
-        at_once = (block.columns["m"] == 1) & np.bool_(block.pp == 1)
-        first, place = groups(block, "tp", "ep", "shard", at_once=at_once)
-        return np.array([self._update(self._config(block, row)) for row in first])[place]
-
-    def _update(self, config: Configuration) -> list[float]:
-        spread = _spread(config)
-        return [
-            self._memo.get(("update", key, *spread), lambda stage: _updated(config, stage), stage)
+            self._memo.get((name, key, *spread), bytes_of, config, stage)
             for stage, key in enumerate(stage_keys(config))
         ]
 
@@ -201,10 +193,9 @@ def _saved(config: Configuration) -> np.ndarray:
     return rows
 
 
-def _spread(config: Configuration) -> tuple[int | bool, ...]:
-    """Return what the weights, gradients and optimizer state of a stage's layers depend on."""
-    at_once = config.pp == 1 and config.micro_batches == 1
-    return config.pp, config.tp, config.ep, config.shard_optimizer, config.shard_gradients, at_once
+def _held_static(config: Configuration, stage: int) -> float:
+    """Return bytes of a stage's weights, state, accumulated and gathered tensors."""
+    return sum(static_memory(config, stage))
 
 
 def _updated(config: Configuration, stage: int) -> float:
