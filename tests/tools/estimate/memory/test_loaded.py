@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tools.estimate.test_loads import DEVICES, MODEL, run
+from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import EVEN, Loads, moe_layers, spread, uniform
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved
 from tools.estimate.memory.loaded import Even, judge, limit_ratio, most_possible, needs_of, peaks
 from tools.estimate.memory.model import all_stages, layer_options, stage_memory
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors
 from tools.pipeline.schedules import operations
+from tools.recipe.load import load_recipe
 
 GRAPH = {"training_graph": True, "keep_gathered": True, "shared_whole": True}
 KINDS = [GRAPH, {}, {"shard_weights": True}, {**GRAPH, "ep_mode": "deduplicated"}]
@@ -49,7 +51,8 @@ def by_device(config, stage, shares):
             held += kept[op.micro_batch, op.chunk] * (op.kind == "F")
             most = max(most, held)
             held -= kept[op.micro_batch, op.chunk] * (op.kind != "F" and ends[op[1:]] == place)
-        found.append(even.static + most + max(working) + max(sent))
+        passes = even.static + most + max(working) + max(sent)
+        found.append(max(passes, even.in_update - even.buffers + max(sent)))
     return max(found)
 
 
@@ -80,6 +83,16 @@ def test_even_loads_take_todays_bytes_exactly(changes):
             for stage, memory in enumerate(all_stages(config)):
                 assert peaks(config, stage, EVEN.shares)[0] == memory.peak
                 assert peaks(config, stage, np.ones((2, 4, 7, DEVICES))).tolist() == [memory.peak] * 2
+
+
+def test_the_update_is_the_fullest_moment_until_the_loads_need_more():
+    """Of stage 5 of the 105B's fine-tuning, whose passes keep little: the update holds no rows of experts."""
+    config = from_recipe(load_recipe("recipes/telechat3_105b/finetune_4k.yaml"))
+    memory = stage_memory(config, 5)
+    assert memory.in_update > memory.in_passes
+    assert peaks(config, 5, EVEN.shares)[0] == memory.in_update
+    slightly = float(peaks(config, 5, uniform(1.01).shares)[0])
+    assert slightly - memory.in_update < 0.01 * (memory.in_passes - memory.static), "of rows only buffers count"
 
 
 def test_an_mtp_layer_grows_with_its_own_load():
