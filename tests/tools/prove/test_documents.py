@@ -18,7 +18,7 @@ NAME = 7  # of the ends of all documents
 
 
 def computed(op, *arguments, step=PIECE, first=0, name=NAME, shape=None, dtype="Int32", written=True):
-    """What an operator of the graph gives; "start" is the first token of a rank's piece.
+    """Return the result of an operator of the graph; "start" is the first token of a rank's piece.
 
     Args:
         name: of the ends. shape, dtype: of the result. written: whether the place of an entry is.
