@@ -275,14 +275,25 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
 
 
 def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return the spread of a sum over the ranks along axes."""
+    """Return the spread of a sum over the ranks along axes. Pieces of a dimension that a reshape to a vector has left
+    out are parts of the sum over that dimension: a rank with one sample sums the gradient of a bias in this way.
+    """
     for axis in axes:
+        x = added_up(x, x.dropped & {axis})
         if axis in x.holes:
             raise refusal((x,), f"a sum over {axis} adds different pieces", {axis})
         if axis in x.greatest | x.shifted:
             raise refusal((x,), f"a sum over {axis} adds values that are not partial sums")
         x = replace(x, partial=x.partial - {axis}) if axis in x.partial else scaled(x, (axis,), 1)
     return x
+
+
+def added_up(x: Spread, axes: frozenset[str]) -> Spread:
+    """Return a vector whose pieces along axes are parts of a sum over the dimension that these axes cut."""
+    if not axes:
+        return x
+    rest = tuple(atom for atom in x.dims[0] if atom not in axes)
+    return replace(x, dims=(rest,), partial=x.partial | axes, loose=x.loose - axes, dropped=x.dropped - axes)
 
 
 def all_largest(x: Spread, axes: Iterable[str]) -> Spread:

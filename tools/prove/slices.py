@@ -115,9 +115,7 @@ def _added_up(x: Spread, shape: Sequence[int]) -> Spread:
     if len(x.dims) != 1 or x.shape == tuple(shape):
         return x
     cuts = frozenset(atom for atom in x.dims[0] if isinstance(atom, str))
-    summed = cuts if x.shape == (1,) else cuts & x.dropped
-    rest = tuple(atom for atom in x.dims[0] if atom not in summed)
-    return replace(x, dims=(rest,), partial=x.partial | summed, loose=x.loose - summed, dropped=x.dropped - summed)
+    return moves.added_up(x, cuts if x.shape == (1,) else cuts & x.dropped)
 
 
 def _stacked(

@@ -220,7 +220,10 @@ class Typing:
 
     def of(self, number: int) -> Value:
         """Return the spread of a value of the root graph."""
-        value = self._of(self.root, number)
+        return self._total(self._of(self.root, number))
+
+    def _total(self, value: Value) -> Value:
+        """Return what a variable has added up over micro-batches, and any other value unchanged."""
         return self.summed(value.weight) if isinstance(value, Sum) else value
 
     def _of(self, frame: Frame, number: int) -> Value:
@@ -250,8 +253,8 @@ class Typing:
             for place, text in enumerate(arguments):
                 wanted = node.op != "Depend" or not place
                 value = self._argument(frame, text, types[place] if place < len(types) else "") if wanted else None
-                if isinstance(value, Sum) and node.op not in _KEEPS:
-                    value = self.summed(value.weight)
+                if node.op not in _KEEPS:
+                    value = [*map(self._total, value)] if isinstance(value, list) else self._total(value)
                 members = value if isinstance(value, list) and node.op not in _KEEPS else [value]
                 failed = next((each for each in members if isinstance(each, Failure)), None)
                 if failed and node.op not in ("MakeTuple", "Partial"):
@@ -347,10 +350,9 @@ class Typing:
             weight = _SUMMED.search(each.types[1]) if each.op == "AssignAdd" else None
             if weight:
                 text = arguments_of(each.head)[1]
-                value = (
-                    self._of(inner, int(text[1:])) if re.fullmatch(r"%\d+", text) else self._argument(inner, text, "")
-                )
-                self.added.setdefault(weight[1], []).append(value)
+                if re.fullmatch(r"%\d+", text):
+                    self._of(inner, int(text[1:]))
+                self.added.setdefault(weight[1], []).append(self._argument(inner, text, ""))
         return self._of(inner, len(nodes) - 1)
 
     def _receive(self, node: Node) -> Value:
@@ -385,8 +387,7 @@ class Typing:
         for number, node in enumerate(self.graph.graphs[self.graph.root]):
             if node.calls and any("▸" in name or "◂" in name for name in node.calls):
                 self.of(number)
-        found = self.added.get(weight, [])
-        if not found:
+        if not (found := self.added.get(weight, [])):
             raise NotKnown(f"no operator is known that adds to the gradient of {weight}")
         if failed := next((each for each in found if isinstance(each, Failure)), None):
             return failed
@@ -416,8 +417,8 @@ class Typing:
     @property
     def failures(self) -> dict[tuple[str, int], Failure]:
         """Return operator -> why its value has no spread."""
-        found = ((frame.name, n, value) for frame in self.frames for n, value in frame.values.items())
-        return {(name, number): value for name, number, value in found if isinstance(value, Failure)}
+        values = {(frame.name, n): value for frame in self.frames for n, value in frame.values.items()}
+        return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
 
     def axes_of(self, node: Node) -> tuple[str, ...]:
         """Return the axes of a collective; the last one is the axis along which neighbouring ranks lie."""
@@ -488,11 +489,9 @@ class Typing:
 
 def operands_of(node: Node) -> Sequence[int]:
     """Return the operators whose values an operator takes, without those for which it only waits."""
-    if node.op in (*_WAITS, "Receive"):
-        return ()
     if node.op == "Depend":
         return () if node.value is None else (node.value,)
-    return node.operands
+    return () if node.op in (*_WAITS, "Receive") else node.operands
 
 
 def _direction(node: Node) -> Direction:

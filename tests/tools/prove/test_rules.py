@@ -1,18 +1,19 @@
 """The rules of composite operators against NumPy on simulated ranks, as `test_spread.py` does for the algebra."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.tools.prove.test_spread import SIZES, anything, check, describes, hold, shape, some_spread, whole_of
+from tests.tools.prove.test_spread import RANKS, SIZES, anything, check, describes, hold, shape, some_spread, whole_of
 from tools.dryrun.graph_text import Node
 from tools.prove import moves
 from tools.prove.call import Call, literal
 from tools.prove.rules import RULES, TABLE, apply
-from tools.prove.spread import Contradiction, NotKnown, Spread, matmul, plain, tidy
+from tools.prove.spread import Contradiction, NotKnown, Spread, matmul, plain, reduce_sum, tidy
 
 HEAD = "X(%0)"
 
@@ -174,3 +175,19 @@ def test_the_reshape_of_a_router_puts_the_ranks_in_front(random: Random) -> None
     held = [each.reshape(1, tokens, 4) for each in hold(given, value, random)]
     assert describes(found, value.reshape(found.whole(SIZES)), held)
     assert "a" in moves.reshape(given, (1, tokens, 4)).loose
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@anything
+def test_a_bias_of_which_each_rank_has_one_sample_is_summed_over_the_samples(samples: int, random: Random) -> None:
+    given = Spread((("a", 4), tidy(("b", samples)), (5,)))  # tokens, samples, width
+    whole = whole_of(given, random)
+    summed = reduce_sum(given, (0,) if samples == 1 else (0, 1), keep=False)  # one sample needs no sum on the rank
+    bias = moves.reshape(summed, (5,))
+    held = [each.sum((0, 1)) for each in hold(given, whole, random)]
+    after = [sum(held)] * len(RANKS)
+    assert describes(moves.all_reduce(bias, ("a", "b")), whole.sum((0, 1)), after)
+    over_tokens = moves.all_reduce(bias, ("a",))
+    assert describes(moves.all_reduce(over_tokens, ("b",)), whole.sum((0, 1)), after), "in two steps"
+    with pytest.raises(Contradiction, match="different pieces"):
+        moves.all_reduce(replace(bias, dims=(("b", 5),), partial=frozenset("a"), dropped=frozenset()), ("b",))

@@ -17,7 +17,7 @@ def node(number, text, given, gives, scope="Default"):
     return f"  %{number}(x) = {text}\n      : ({given}) -> ({gives})\n      # Fullname with scope: ({scope}/x)\n"
 
 
-def graph(own, tmp_path, first=True, added="%0"):
+def graph(own, tmp_path, first=True, added="%0", more=()):
     """One stage with one micro-batch; its input comes from the data or from the stage before."""
     forward = [
         node(0, "PrimFunc_MatMul(%para11_x, %para12_w, Bool(0), Bool(1))", f"{T48}, {T88}", T48),
@@ -40,6 +40,7 @@ def graph(own, tmp_path, first=True, added="%0"):
         node(7, "TensorMove(%6)" if first else "Send(%6)", T48, T48, "Gradients/Default"),
         node(8, "Depend(%para3_accu_grads.w, %7)", f"{ACCU}, {T48}", ACCU),
         node(9, 'AllReduce(%8) primitive_attrs: {group: "dp", op: "sum"}', ACCU, T88),
+        *more,
     ]
     text = "# IR entry: @0_Step\n"
     text += f"subgraph @1_▸Step(%para11_x, %para12_w, %para13_accu) {{\n{''.join(forward)}}}\n"
@@ -71,6 +72,22 @@ def test_a_gradient_is_followed_through_the_passes_of_a_pipeline(tmp_path):
         assert each.of(9) == plain((8, 8))
         assert each.sums_of("w") == [9]
         assert not each.failures
+
+
+def test_a_weight_of_two_stages_adds_the_gradient_of_the_other_stage_before_any_sum_over_ranks(tmp_path):
+    """An embedding that the last stage's MTP layer uses, too: without data parallelism AddN takes the accumulated sum
+    itself, in a tuple.
+    """
+    tied = [
+        node(10, "Receive(%9)", T88, T88, "Gradients/Default"),
+        node(11, "MakeTuple(%8, %10)", f"{ACCU}, {T88}", f"<Tuple[{T88}*2]>"),
+        node(12, "PrimFunc_AddN(%11)", f"<Tuple[{T88}*2]>", T88),
+    ]
+    read, parts = graph("first", tmp_path, more=tied), Spread(((8,), (8,)), frozenset({"dp"}))
+    received = {("backward", (4, 8)): CUT, ("backward", (8, 8)): parts}
+    assert typing(read, received).of(12) == parts
+    wrong = typing(read, received | {("backward", (8, 8)): plain((8, 8))}).of(12)
+    assert isinstance(wrong, Failure) and wrong.contradicts
 
 
 def test_what_no_stage_sends_is_unknown(tmp_path):
