@@ -7,7 +7,7 @@ from mindspore.context import ParallelMode
 
 from plugins import telechat3_moe
 from plugins.cpu_backend.model import on_cpu
-from tests.plugins.output_biases.test_adapter import config
+from tests.plugins.test_output_biases import config
 
 
 @pytest.mark.parametrize("whole", [True, False])

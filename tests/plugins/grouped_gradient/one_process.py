@@ -25,7 +25,7 @@ from plugins.semi_auto_cpu import library
 from plugins.semi_auto_cpu.communication import stand_in
 from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
 from plugins.semi_auto_cpu.ranks import Ranks
-from tests.plugins.grouped_gradient.test_pass import ENDS
+from tests.plugins.test_grouped_gradient import ENDS
 
 EXPERTS, WIDTH, INNER, ROWS = 4, 6, 10, 16
 STEPS = 3

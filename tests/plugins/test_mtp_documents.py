@@ -1,21 +1,98 @@
-"""MindFormers' MTP layer on packed documents, forward and backward, against each document in a sample of its own."""
+"""Which tokens begin a document, and which recipes the plugin serves.
+
+MindFormers' MTP layer on packed documents, forward and backward, against each document in a sample of its own.
+"""
 
 from unittest import mock
 
 import mindspore as ms
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mindformers.parallel_core.training_graph.transformer import utils
 from mindformers.parallel_core.transformer_config import TransformerConfig
 from mindspore import Tensor, nn
 
 from plugins.cpu_backend.model import build_gpt
 from plugins.cpu_backend.reference import document_mask
+from plugins.errors import RecipeError
 from plugins.mtp_documents import adapter
-from plugins.mtp_documents.plan import continues
+from plugins.mtp_documents.plan import check, continues, crosses
+from plugins.mtp_documents.reference import rolled
+from tools.recipe.load import load_recipe
+
+END = 0
+
+
+def shifted(values):
+    """MindFormers' `roll_tensor`: a whole sample by one place, with 0 at its end."""
+    return np.concatenate((values[:, 1:], np.zeros_like(values[:, :1])), 1)
+
+
+@given(st.integers(1, 4), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_what_is_kept_and_then_shifted_is_shifted_document_by_document(rows, length, random):
+    tokens = np.array([[random.randrange(4) for _ in range(length)] for _ in range(rows)], np.int32)
+    values = np.array([[random.randrange(1, 99) for _ in range(length)] for _ in range(rows)])
+    np.testing.assert_array_equal(shifted(values * continues(tokens, END)), rolled(values, tokens, END))
+
+
+def test_the_reference_is_one_sample_for_each_document():
+    tokens, values = np.array([[3, 0, 4, 4, 0, 7]]), np.array([[10, 11, 12, 13, 14, 15]])
+    np.testing.assert_array_equal(rolled(values, tokens, END), [[11, 0, 13, 14, 0, 0]])
+    np.testing.assert_array_equal(continues(tokens, END), [[1, 1, 0, 1, 1, 0]])
+    assert shifted(values).tolist() == [[11, 12, 13, 14, 15, 0]], "the fault"
+
+
+def recipe():
+    return load_recipe("recipes/mini/pretrain_eod.yaml")
+
+
+def test_the_end_is_the_token_at_which_the_dataset_resets_its_mask():
+    ours = recipe()
+    ours["train_dataset"]["data_loader"]["config"]["eod"] = 7
+    assert check({}, ours, layers=1) == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "layers", "words"),
+    [
+        (
+            {"type": "HFDataLoader"},
+            1,
+            "samples of BlendedMegatronDatasetDataLoader, but this recipe has 'HFDataLoader'",
+        ),
+        ({}, 0, "the model has none; leave the plugin out"),
+        ({"config": {"reset_attention_mask": False}}, 1, "attention crosses the ends of documents"),
+        ({"config": {"eod": None}}, 1, r"config\.eod: None is not a token id"),
+    ],
+)
+def test_what_the_plugin_refuses(change, layers, words):
+    ours = recipe()
+    loader = ours["train_dataset"]["data_loader"]
+    loader["config"].update(change.pop("config", {}))
+    loader.update(change)
+    with pytest.raises(RecipeError, match=words):
+        check({}, ours, layers)
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "layers", "told"),
+    [
+        ({"create_compressed_eod_mask": True}, {}, 1, True),
+        ({"create_compressed_eod_mask": True}, {}, 0, False),
+        ({"reset_attention_mask": True}, {}, 1, True),
+        ({"reset_attention_mask": True, "create_attention_mask": False}, {}, 1, False),
+        ({"reset_attention_mask": True}, {"use_attn_mask_compression": True}, 1, False),
+        ({"eod_mask_loss": True, "reset_position_ids": True}, {}, 1, False),
+    ],
+)
+def test_documents_must_be_apart_for_the_model(config, model, layers, told):
+    assert crosses(config, model, layers) is told
+
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
-LENGTH, VOCABULARY, END = 12, 32, 5
+LENGTH, VOCABULARY, END_TOKEN = 12, 32, 5
 ROWS = [[5, 7], [9, 3]]  # tokens of the documents of each sample
 
 
@@ -59,7 +136,7 @@ def documents():
     rows = []
     for lengths in ROWS:
         ids = rng.integers(6, VOCABULARY, sum(lengths) + 1)
-        ids[np.cumsum(lengths) - 1] = END
+        ids[np.cumsum(lengths) - 1] = END_TOKEN
         cuts = np.cumsum(lengths)[:-1]
         rows.append(list(zip(np.split(ids[:-1], cuts), np.split(ids[1:], cuts), strict=True)))
     return rows
@@ -73,7 +150,7 @@ def batch(rows):
             whole = np.concatenate([part[place] for part in parts])
             values[row, : len(whole)] = whole
         counts[row, : sum(len(part[0]) for part in parts)] = 1.0
-    mask = document_mask((tokens[:, :-1] == END).astype(np.int32))
+    mask = document_mask((tokens[:, :-1] == END_TOKEN).astype(np.int32))
     return tokens, labels, counts, mask
 
 
@@ -100,7 +177,7 @@ def test_documents_have_the_loss_and_the_gradients_that_they_have_alone(gpt, doc
     """Attention included: a leak through the masks of the MTP layer would show here, too."""
     wanted = alone(gpt, documents)  # of MindFormers' own block
     stock = run(gpt, documents)
-    adapter.keep_within(gpt, END)
+    adapter.keep_within(gpt, END_TOKEN)
     found = run(gpt, documents)
     np.testing.assert_allclose([*found[:2], stock[0]], [*wanted[:2], wanted[0]], rtol=1e-6)
     for gradient, expected in zip(found[2], wanted[2], strict=True):
@@ -109,4 +186,4 @@ def test_documents_have_the_loss_and_the_gradients_that_they_have_alone(gpt, doc
     apart = [np.abs(one - other).max() / np.abs(other).max() for one, other in zip(stock[2], wanted[2], strict=True)]
     assert stock[1] > wanted[1] + 1 and max(apart) > 0.05
     ids = batch(documents)[0]
-    np.testing.assert_array_equal(gpt.mtp.continues(Tensor(ids)).asnumpy()[:, 1:], continues(ids, END)[:, 1:])
+    np.testing.assert_array_equal(gpt.mtp.continues(Tensor(ids)).asnumpy()[:, 1:], continues(ids, END_TOKEN)[:, 1:])

@@ -1,4 +1,7 @@
-"""The model that MindFormers builds, with the plugin and without it; what it computes: tests/tools/weights."""
+"""What a recipe says of biases on outputs.
+
+The model that MindFormers builds, with the plugin and without it; what it computes: tests/tools/weights.
+"""
 
 import operator
 
@@ -8,10 +11,36 @@ from mindformers.parallel_core.transformer_config import TransformerConfig
 
 from plugins import telechat3_moe
 from plugins.cpu_backend.model import on_cpu
+from plugins.errors import RecipeError
 from plugins.lora import adapter as lora
 from plugins.lora.plan import Settings
 from plugins.output_biases.adapter import without_input_biases
-from plugins.output_biases.plan import KEY
+from plugins.output_biases.plan import KEY, read
+
+MODEL = {"model_type": "telechat3", "add_bias_linear": True, "attention_bias": False}
+
+
+def test_a_dense_model_with_biases_is_taken():
+    read({}, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "says"),
+    [
+        (True, {}, r"plugins\.output_biases: write plugins\.output_biases: {}, or False"),
+        ({"layers": 2}, {}, r"plugins\.output_biases\.layers: no such setting"),
+        ({}, {"model_type": "telechat3_moe"}, r"model_config\.model_type: .* not for 'telechat3_moe'"),
+        ({}, {"n_routed_experts": 8}, r"model_config\.n_routed_experts: experts have no bias"),
+        ({}, {"add_bias_linear": False}, r"model_config\.add_bias_linear: False gives no linear layer a bias"),
+        ({}, {"add_bias_linear": None}, r"model_config\.add_bias_linear: None gives no .* write True, or plugins\.out"),
+        ({}, {"attention_bias": True}, r"model_config\.attention_bias: True gives queries, keys and values a bias"),
+        ({}, {"qkv_has_bias": True}, r"model_config\.qkv_has_bias: True gives queries"),
+    ],
+)
+def test_what_is_refused(settings, change, says):
+    with pytest.raises(RecipeError, match=says):
+        read(settings, MODEL | change)
+
 
 ALL = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
 OUTPUTS = {"self_attention.linear_proj", "mlp.linear_fc2"}

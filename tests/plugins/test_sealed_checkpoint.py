@@ -1,0 +1,490 @@
+"""Routers' biases in a sharded checkpoint's metadata; that a resume keeps them is shown in tests/training.
+
+Stages that tell rank 0 what they save; that a resume finds it is shown in tests/training/test_muon.py.
+"""
+
+import json
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
+
+import mindspore as ms
+import pytest
+from mindformers.core.optim import AdamW
+from mindformers.trainer import base_trainer
+from mindspore import Layout, nn
+from mindspore.train import serialization
+from safetensors.numpy import load_file
+
+from plugins.errors import CheckpointError
+from plugins.sealed_checkpoint import adapter, plan
+from plugins.sealed_checkpoint.plan import ATTEMPT, TRACKER
+from plugins.sealed_checkpoint.router_state import add_router_state, keeps_muon, with_muon
+from plugins.sealed_checkpoint.stage_metadata import of_all_stages
+from tests.plugins.sealed_checkpoint.saving import Run
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Two ranks' files, sealed by both."""
+    for rank in (0, 1):
+        for kind in ("model", "opt"):
+            name = f"mini-{kind}-{rank:07d}-0000002.safetensors"
+            (tmp_path / name).write_bytes(bytes(range(256)) * 40 * (rank + 1))
+    (tmp_path / "common.json").write_text("{}")
+    (tmp_path / "metadata.json").write_text("{}")
+    for rank in (0, 1):
+        plan.write_seal(tmp_path, rank, world_size=2, step=7)
+    return tmp_path
+
+
+def test_complete(checkpoint):
+    assert plan.fault(checkpoint) is None
+    assert plan.step_of(checkpoint) == 7
+
+
+def test_every_file_is_sealed_exactly_once(checkpoint):
+    sealed = [name for rank in (0, 1) for name in json.loads(plan.seal_file(checkpoint, rank).read_text())["files"]]
+    assert sorted(sealed) == sorted(p.name for p in checkpoint.iterdir() if not p.name.startswith("seal_"))
+
+
+@pytest.mark.parametrize("name", ["mini-model-0000001-0000002.safetensors", "common.json", "metadata.json"])
+def test_a_missing_file_is_named(checkpoint, name):
+    (checkpoint / name).unlink()
+    assert plan.fault(checkpoint) == f"{name} is missing"
+
+
+def test_a_missing_seal_means_the_save_did_not_finish(checkpoint):
+    plan.seal_file(checkpoint, 1).unlink()
+    assert plan.fault(checkpoint) == "seal_rank_1.json is missing: the save did not finish"
+    plan.seal_file(checkpoint, 0).unlink()
+    assert "seal_rank_0.json is missing" in plan.fault(checkpoint)
+
+
+def test_truncation_and_one_flipped_bit_are_named(checkpoint):
+    victim = checkpoint / "mini-opt-0000000-0000002.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[5000] ^= 1
+    victim.write_bytes(data)
+    assert plan.fault(checkpoint) == f"{victim.name} does not match its checksum: corrupted"
+    victim.write_bytes(data[:-1])
+    assert plan.fault(checkpoint).startswith(f"{victim.name} has {len(data) - 1} bytes instead of {len(data)}")
+
+
+def test_what_cannot_be_read_is_named(checkpoint, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(plan, "checksum", refused)
+    with pytest.raises(
+        CheckpointError, match=r"0000000-0000002.safetensors: this path cannot be read \(Permission denied\)"
+    ):
+        plan.fault(checkpoint)
+    plan.seal_file(checkpoint, 0).unlink()
+    plan.seal_file(checkpoint, 0).mkdir()
+    with pytest.raises(CheckpointError, match=r"seal_rank_0.json: this path cannot be read \(Is a directory\)"):
+        plan.fault(checkpoint)
+
+
+def test_a_seal_is_for_whoever_the_umask_allows(checkpoint):
+    before = os.umask(0o027)
+    try:
+        seal = plan.write_seal(checkpoint, 1, world_size=2, step=7)
+    finally:
+        os.umask(before)
+    assert seal.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_broken_seal_is_a_fault_not_a_crash(checkpoint):
+    plan.seal_file(checkpoint, 0).write_text('{"world_size": ')
+    assert "unreadable" in plan.fault(checkpoint)
+    plan.seal_file(checkpoint, 0).write_text("[]")
+    assert "unreadable" in plan.fault(checkpoint)
+
+
+def test_nothing_to_seal_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="rank 0 of 1"):
+        plan.write_seal(tmp_path, 0, world_size=1, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "optimizer", "names"),
+    [
+        (0, 1, True, ["x-model-0000000-0000001.safetensors", "x-opt-0000000-0000001.safetensors", "common.json"]),
+        (0, 1, False, ["x-model-0000000-0000001.safetensors", "common.json"]),
+        (0, 16, False, ["x-model-0000000-0000016.safetensors", "common.json", "metadata.json"]),
+        (11, 16, True, ["x-model-0000011-0000016.safetensors", "x-opt-0000011-0000016.safetensors"]),
+    ],
+)
+def test_nothing_is_sealed_unless_all_is_there(tmp_path, rank, world_size, optimizer, names):
+    assert plan.expected_files("x", rank, world_size, optimizer) == names
+    for absent in names:
+        for name in names:
+            (tmp_path / name).write_text(name)
+        (tmp_path / absent).rename(tmp_path / f"{absent}.tmp")
+        with pytest.raises(CheckpointError, match=f"MindFormers did not write {absent}"):
+            plan.write_seal(tmp_path, rank, world_size, 3, names)
+        assert not plan.seal_file(tmp_path, rank).exists()
+    (tmp_path / absent).write_text("")
+    seal = plan.write_seal(tmp_path, rank, world_size, 3, names)
+    assert sorted(json.loads(seal.read_text())["files"]) == sorted(names)
+
+
+def test_nothing_is_removed_while_a_rank_has_not_sealed_the_newest(checkpoint, tmp_path):
+    root = tmp_path.with_name("root")
+    old, new = root / "iteration_00000004", root / "iteration_00000007"
+    shutil.copytree(checkpoint, old)
+    shutil.copytree(checkpoint, new)
+    plan.seal_file(new, 1).rename(tmp_path / "later")
+    assert plan.remove_old(root, new, keep=1) == [] and old.exists()
+    (tmp_path / "later").rename(plan.seal_file(new, 1))
+    assert plan.remove_old(root, new, keep=2) == [] and old.exists()
+    assert plan.remove_old(root, new, keep=1) == [old] and not old.exists()
+    assert plan.fault(new) is None and [path.name for path in root.iterdir()] == [new.name]
+
+
+def saved(root, step, attempt=None, ranks=(0, 1), **more):
+    """A checkpoint as an attempt saves it, in its own folder until `publish`."""
+    folder = plan.saving_folder(root, attempt) / f"iteration_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "common.json").write_text("{}")
+    for rank in (0, 1):
+        (folder / f"mini-model-{rank:07d}-0000002.safetensors").write_text(f"{attempt} {step}")
+    for rank in ranks:
+        plan.write_seal(folder, rank, 2, step, made={"attempt": attempt, **more} if attempt else {})
+    return folder
+
+
+def kept(root):
+    return [plan.iteration(folder) for folder in reversed(plan.iterations(root))]
+
+
+def test_as_many_are_kept_however_many_attempts_have_saved_them(tmp_path):
+    """Six attempts, each of which saves twice and dies in its third save; some before attempts had names."""
+    for number, attempt in enumerate([None, None, "0002-a", "0003-b", "0010-c", "0011-d"]):
+        for step in (10 * number + 1, 10 * number + 2):
+            newest = plan.publish(saved(tmp_path, step, attempt), tmp_path)
+            plan.remove_old(tmp_path, newest, 1, attempt)
+            assert kept(tmp_path) == [step]
+        saved(tmp_path, 10 * number + 3, attempt, ranks=[1])  # the kill comes before the other rank has sealed
+    assert kept(tmp_path) == [52] and len(plan.unfinished(tmp_path)) == 1, "only of the last attempt"
+    for attempt in ("0012-e", "0013-f"):
+        plan.publish(saved(tmp_path, 60 + plan.number_of(attempt), attempt), tmp_path)
+    plan.remove_old(tmp_path, tmp_path / "iteration_00000073", 2, "0013-f")
+    assert kept(tmp_path) == [72, 73] and not plan.unfinished(tmp_path)
+
+
+def test_what_nobody_sealed_is_put_aside_or_newer_is_not_removed(tmp_path):
+    (tmp_path / "iteration_00000001").mkdir()
+    aside = saved(tmp_path, 2).rename(tmp_path / "set_aside_iteration_00000002")
+    newer = saved(tmp_path, 9)
+    plan.remove_old(tmp_path, plan.publish(saved(tmp_path, 5, "0004-a"), tmp_path), 1, "0004-a")
+    assert kept(tmp_path) == [1, 5, 9] and aside.exists() and newer.exists()
+
+
+def test_a_late_rank_removes_and_replaces_nothing_of_the_attempts_that_followed_its_own(tmp_path):
+    """Attempt 1 was held up at its save of step 8; attempt 2 began again at step 4, for a spike, and goes on."""
+    late = saved(tmp_path, 8, "0001-a")
+    plan.publish(saved(tmp_path, 6, "0002-b"), tmp_path)
+    plan.publish(saved(tmp_path, 8, "0002-b"), tmp_path)
+    assert plan.publish(late, tmp_path) is None
+    assert plan.remove_old(tmp_path, tmp_path / "iteration_00000008", 1, "0001-a") == []
+    assert kept(tmp_path) == [6, 8] and plan.made(tmp_path / "iteration_00000008") == {"attempt": "0002-b"}
+    saved(tmp_path, 10, "0002-b", ranks=[0])
+    plan.remove_old(tmp_path, plan.publish(saved(tmp_path, 9, "0001-c"), tmp_path), 1, "0001-c")
+    assert "saving_0002-b" in [folder.parent.name for folder in plan.unfinished(tmp_path)]
+
+
+def test_parts_of_two_attempts_are_no_whole_checkpoint(tmp_path):
+    folder = saved(tmp_path, 8, "0001-a")
+    assert plan.fault(folder) is None
+    plan.write_seal(folder, 1, 2, 8, made={"attempt": "0002-b"})
+    mixed = "its parts are of several attempts of the run (0001-a, 0002-b)"
+    assert plan.fault(folder) == plan.fault(folder, (1, 2)) == mixed
+    plan.write_seal(folder, 1, 2, 8)  # by a rank of before attempts had names
+    assert plan.fault(folder) == "its parts are of several attempts of the run (0001-a, None)"
+
+
+def test_seals_without_an_attempt_are_as_good_as_ever(tmp_path):
+    folder = saved(tmp_path, 8)
+    assert plan.fault(folder) is None and plan.made(folder) == {} and plan.step_of(folder) == 8
+
+
+def test_a_save_that_its_attempt_could_not_put_in_its_place_is_not_lost(tmp_path):
+    """The kill came after the last seal; what stands there is half of an attempt before."""
+    saved(tmp_path, 8, ranks=[0])
+    whole = saved(tmp_path, 8, "0001-a")
+    saved(tmp_path, 12, "0001-a", ranks=[0])
+    assert plan.adopt(tmp_path) == [tmp_path / "iteration_00000008"] and not whole.exists()
+    assert plan.fault(tmp_path / "iteration_00000008") is None and kept(tmp_path) == [8]
+    assert (tmp_path / plan.TRACKER).read_text() == "8"
+    again = saved(tmp_path, 8, "0000-b")
+    assert plan.adopt(tmp_path) == [] and again.exists(), "what is whole stays"
+
+
+def test_a_rank_that_refuses_says_why(checkpoint):
+    plan.write_refusal(checkpoint, 1, "w is not finite")
+    assert plan.fault(checkpoint) == "w is not finite"
+    assert plan.newest_of_rank(checkpoint.parent, 0) is None, "no iteration's name"
+
+
+def test_the_newest_of_a_rank_is_one_that_it_has_sealed(tmp_path):
+    for step in (4, 8, 12, 16):
+        folder = tmp_path / f"iteration_{step:08d}"
+        folder.mkdir()
+        (folder / "mini-model-0000000-0000001.safetensors").touch()
+        if step < 12:
+            plan.write_seal(folder, 0, world_size=1, step=step)
+    plan.write_refusal(tmp_path / "iteration_00000012", 0, "w is not finite")
+    assert plan.newest_of_rank(tmp_path, 0) == tmp_path / "iteration_00000008"
+
+
+WRITE = serialization._exec_save
+WAIT = 60  # seconds, for what takes milliseconds
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("redundant", [True, False])
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_every_save_of_one_worker_is_whole(tmp_path, background, redundant, optimizer):
+    run = Run(tmp_path, async_save=background, remove_redundancy=not redundant, save_optimizer=optimizer)
+    run.step(1)
+    run.step(2)
+    run.end()
+    assert [run.fault(1), run.fault(2)] == [None, None]
+    assert (tmp_path / "iteration_00000001" / "mini-opt-0000000-0000001.safetensors").exists() == optimizer
+
+
+def test_a_save_slower_than_the_interval_is_sealed_before_the_next(tmp_path, monkeypatch):
+    go = threading.Event()
+
+    def held_up(name, *rest):
+        if "iteration_00000001" in name:
+            assert go.wait(WAIT)
+        WRITE(name, *rest)
+
+    monkeypatch.setattr(serialization, "_exec_save", held_up)
+    run = Run(tmp_path, async_save=True, save_optimizer=False)
+    run.step(1)
+    run.monitor.on_train_step_begin(run)
+    assert "did not finish" in run.fault(1)
+    threading.Timer(0.3, go.set).start()
+    run.params.cur_step_num = 2
+    run.monitor.step_end(run)
+    assert run.fault(1) is None
+    run.end()
+    assert run.fault(2) is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_background_save_that_failed_stops_the_training(tmp_path, monkeypatch):
+    def disk_full(name, *rest):
+        if "-opt-" in name:
+            raise OSError(28, "No space left on device", name)
+        WRITE(name, *rest)
+
+    monkeypatch.setattr(serialization, "_exec_save", disk_full)
+    run = Run(tmp_path, async_save=True)
+    run.step(1)
+    with pytest.raises(CheckpointError, match=r"did not write mini-opt-0000000-0000001\.safetensors"):
+        run.end()
+    assert "did not finish" in run.fault(1)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch, background):
+    """With `save_max: 1` MindFormers leaves none that is whole, from the end of a save to its seal."""
+    run = Run(tmp_path, async_save=background, keep_checkpoint_max=1)
+    seen = []
+
+    def looking(folder, *rest, **more):
+        seen.append([run.fault(step) for step in range(1, len(seen) + 1)][-1:])
+        return write_seal(folder, *rest, **more)
+
+    write_seal = adapter.write_seal
+    monkeypatch.setattr(adapter, "write_seal", looking)
+    run.step(1)
+    run.step(2)
+    run.step(3)
+    run.end()
+    assert seen == [[], [None], [None]], "each time the one before is whole"
+    assert [path.name for path in sorted(tmp_path.glob("iteration_*"))] == ["iteration_00000003"]
+
+
+def test_no_more_are_kept_than_asked_for(tmp_path):
+    run = Run(tmp_path, keep_checkpoint_max=2)
+    for step in range(1, 5):
+        run.step(step)
+    run.end()
+    assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["3", "4"]
+
+
+def test_no_more_are_kept_after_any_number_of_attempts(tmp_path, monkeypatch):
+    for attempt in range(3):
+        monkeypatch.setenv(ATTEMPT, f"{attempt:04d}-a")
+        run = Run(tmp_path, keep_checkpoint_max=2)
+        run.monitor._append_step_num = 2 * attempt
+        run.step(1)
+        run.step(2)
+        run.end()
+    assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["5", "6"]
+    assert (tmp_path / TRACKER).read_text() == "6" and not list(tmp_path.glob("saving_*"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_wakes_in_the_middle_of_its_save_spoils_nothing_of_the_next_attempt(
+    tmp_path, monkeypatch, background
+):
+    """It was held up between its two files; the attempt that followed has saved the same step meanwhile."""
+    go, held = threading.Event(), threading.Event()
+
+    def held_up(name, *rest):
+        if threading.current_thread() is late and "-opt-" in name:
+            held.set()
+            assert go.wait(WAIT)
+        WRITE(name, *rest)
+
+    monkeypatch.setattr(serialization, "_exec_save", held_up)
+    monkeypatch.setenv(ATTEMPT, "0001-old")
+    old = Run(tmp_path)
+    late = threading.Thread(target=lambda: old.step(3), daemon=True)
+    late.start()
+    assert held.wait(WAIT)
+    monkeypatch.setenv(ATTEMPT, "0002-new")
+    new = Run(tmp_path, async_save=background)
+    writing = adapter.write_seal
+
+    def wakes(folder, *rest, **more):  # the new attempt has written, and not sealed yet
+        go.set()
+        late.join(WAIT)
+        return writing(folder, *rest, **more)
+
+    monkeypatch.setattr(adapter, "write_seal", lambda *rest, **more: (writing if go.is_set() else wakes)(*rest, **more))
+    moment = new.params.network.optimizer.moments1[0]
+    moment.set_data(moment + 100)
+    new.step(3)
+    new.end()
+    folder = tmp_path / "iteration_00000003"
+    assert new.fault(3) is None
+    assert (load_file(folder / "mini-opt-0000000-0000001.safetensors")[moment.name] > 50).all()
+
+
+def test_an_attempt_that_another_one_has_followed_puts_nothing_in_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter.SealingCheckpointMonitor, "run_dir", str(tmp_path))
+    monkeypatch.setenv(ATTEMPT, "0001-old")
+    run = Run(tmp_path / "checkpoint")
+    (tmp_path / "attempts" / "0001").mkdir(parents=True)
+    run.step(1)
+    (tmp_path / "attempts" / "0002").mkdir()
+    run.step(2)
+    assert [path.name[-1] for path in sorted(tmp_path.glob("checkpoint/iteration_*"))] == ["1"]
+    assert [path.name for path in plan.adopt(tmp_path / "checkpoint")] == ["iteration_00000002"]
+
+
+PREFIX = "mini-{}-0000000-0000001.safetensors"
+
+
+class Step(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(ms.ops.ones((2, 2)), name="weight")
+
+
+@pytest.fixture
+def saved_folder(tmp_path):
+    """One process saved it at step 4."""
+    network = Step()
+    optimizer = AdamW(network.trainable_params())
+    optimizer.global_step.set_data(ms.Tensor([4], ms.int32))
+    optimizer.exp_avg[0].set_data(ms.ops.full((2, 2), 7.0))
+    ms.save_checkpoint(network, str(tmp_path / PREFIX.format("model")), format="safetensors")
+    others = {"choice_func": lambda name: name != "weight", "format": "safetensors"}
+    ms.save_checkpoint(optimizer, str(tmp_path / PREFIX.format("opt")), **others)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("given", "loaded"), [(8, 8), (4, 4), (None, 4)])
+def test_the_count_that_the_trainer_computed_is_loaded_with_the_moments(saved_folder, given, loaded):
+    adapter.load_scaled_step()
+    network = Step()
+    optimizer = AdamW(network.trainable_params())
+    optimizer.global_step.sliced = True  # as in a sharded graph, whose checkpoints have no other parameters
+    base_trainer.load_checkpoint(checkpoint=str(saved_folder), network=network, optimizer=optimizer, global_step=given)
+    assert int(optimizer.global_step) == loaded and optimizer.global_step.sliced
+    assert (optimizer.exp_avg[0].asnumpy() == 7.0).all()
+
+
+ROUTER = "decoder.layers.{}.mlp.router"
+
+
+def parameter(layer, name):
+    return SimpleNamespace(name=f"{ROUTER.format(layer)}.{name}", dtype="float32", shape=(16,))
+
+
+def test_biases_are_copies_where_their_router_is():
+    """Rank of stage 1 of two, which has layer 3 and not layer 2; four ranks of it split the router's weight."""
+    layout = Layout((2, 2), ("dp", "tp"), [4, 5, 6, 7])("tp", "None")
+    weight = f"{ROUTER.format(3)}.weight"
+    entries = {weight: [layout, "float32", (16, 128)]}
+    parameters = [parameter(layer, name) for layer in (2, 3) for name in ("expert_bias", "expert_load", "weight")]
+    found = add_router_state(entries, parameters)
+    assert set(found) == {weight, f"{ROUTER.format(3)}.expert_bias", f"{ROUTER.format(3)}.expert_load"}
+    assert found[weight] is entries[weight]
+    copied, kind, shape = found[f"{ROUTER.format(3)}.expert_bias"]
+    known = copied.to_dict()
+    assert (kind, shape) == ("float32", (16,))
+    assert known["rank_list"] == [4, 5, 6, 7] and tuple(known["device_matrix"]) == (2, 2)
+    assert tuple(known["tensor_map"]) == (-1,)
+
+
+def test_where_experts_live_is_a_copy_beside_their_weights():
+    layout = Layout((2, 4), ("dp_ex_ep", "ep"), list(range(8)))("ep", "None")
+    entries = {"decoder.layers.3.mlp.experts.weight1": [layout, "float32", (2048, 64)]}
+    placements = [
+        SimpleNamespace(name=f"decoder.layers.{layer}.mlp.experts.placement", dtype="int32", shape=(16,))
+        for layer in (2, 3)
+    ]
+    copied, kind, shape = add_router_state(entries, placements)["decoder.layers.3.mlp.experts.placement"]
+    assert (kind, shape, tuple(copied.to_dict()["tensor_map"])) == ("int32", (16,), (-1,))
+    assert len(add_router_state(entries, placements)) == 2, "layer 2 is another stage's"
+
+
+def test_of_muons_moments_a_stage_lists_its_own():
+    """MindSpore lists them for a stage that does not have them. Of vectors and the embedding AdamW has moments."""
+    weight, other = "decoder.layers.3.mlp.linear_fc2.weight", "decoder.layers.2.mlp.linear_fc2.weight"
+    norm, embedding = "decoder.final_layernorm.weight", "embedding.word_embeddings.weight"
+    own = {weight: ["layout", "float32", (8, 4)], f"accu_grads.{weight}": ["layout", "float32", (8, 4)]}
+    for name, shape in ((norm, (4,)), (embedding, (8, 4))):
+        own |= {f"{prefix}{name}": ["layout", "float32", shape] for prefix in ("", "adam_m.", "adam_v.")}
+    wrong = {f"muon_m.{other}": ["other stage's", "float32", (8, 4)]}
+    assert keeps_muon([own, own | wrong]) and not keeps_muon([own])
+    assert with_muon(own | wrong) == with_muon(own) == own | {f"muon_m.{weight}": ["layout", "float32", (8, 4)]}
+
+
+def test_what_is_listed_stays():
+    layout = Layout((2,), ("dp",))("None")
+    names = [f"{ROUTER.format(0)}.{name}" for name in ("weight", "expert_bias", "expert_load")]
+    entries = {name: [layout, "float32", (16,)] for name in names}
+    parameters = [parameter(0, "expert_bias"), parameter(0, "expert_load")]
+    assert add_router_state(entries, parameters) == entries
+
+
+def test_rank_0_gets_the_list_of_every_rank_from_its_own_stage(tmp_path):
+    """Three stages of two ranks. What a rank is told of other stages is wrong, and of its own it is right."""
+    meeting = Barrier(6)
+
+    def view(rank):
+        return {one: {"tensor": one} if one // 2 == rank // 2 else None for one in range(6)}
+
+    def save(rank):
+        return of_all_stages(tmp_path, view(rank), rank, 6, 3, meeting.wait)
+
+    with ThreadPoolExecutor(6) as ranks:
+        found = list(ranks.map(save, range(6)))
+    assert found[0] == {one: {"tensor": one} for one in range(6)}
+    assert found[3] == {2: {"tensor": 2}, 3: {"tensor": 3}}
+    assert list(tmp_path.iterdir()) == []
