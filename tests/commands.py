@@ -127,14 +127,14 @@ _OTHERS = {
     r"python -m launch\.run\.script$": Way("by", "tests/launch/run/test_script.py"),
     r"python -m tests\.tools\.accuracy\.reference\.renew --update$": Way("by", "tests/tools/accuracy/reference"),
     r"python -m tools\.accuracy\.operators\.shipped --update$": Way("by", "tests/tools/accuracy/operators"),
-    r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
+    r"python -m tools\.schema\.extract": Way("by", "tests/tools/test_schema.py"),
     r"python -m tools\.recipe\.catalogue": Way("by", "tests/recipes/test_cards.py"),
     r"python -m tests\.tools\.weights\.renew": Way("by", "tests/tools/accuracy/reference/test_torch.py"),
     r"python -m tests\.tools\.prove\.renew": Way("by", "tests/tools/prove/test_faults.py"),
     r"python -m tests\.tools\.fusion\.renew": Way("by", "tests/tools/fusion/test_cluster.py"),
     r"python (-m )?benchmarks[./]": Way("by", "tests/test_commands.py::test_a_benchmark_starts_as_it_is_written"),
     r"bash SCRIPT\b": Way("by", "tests/launch/run/test_script_runs.py"),
-    r"bash benchmarks/\S+\.sh": Way("by", "tests/test_lint.py"),
+    r"bash benchmarks/\S+\.sh": Way("by", "tests/test_repository.py"),
     r"msrun --worker_num=1 .* launch/train\.py --config recipes/mini/pretrain\.yaml$": Way(
         "by", "tests/training/test_one_worker.py"
     ),

@@ -108,7 +108,7 @@ def _names(file):
 
 
 def test_the_picture_of_the_rooms_is_current():
-    """The file is what the script draws: the rows that tests/test_rooms.py holds the import graph to."""
+    """The file is what the script draws: the rows that tests/test_repository.py holds the import graph to."""
     made: dict = runpy.run_path(str(ROOT / "docs" / "pictures" / "rooms.py"))
     assert made["FILE"].read_text("utf-8") == made["picture"](), "stale: python docs/pictures/rooms.py"
 

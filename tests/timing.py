@@ -2,7 +2,7 @@
 
 What is measured is the processor time of a test with its fixtures and all processes that it started and waited for:
 unlike seconds on the clock it hardly depends on what else the machine does. Files that take longest start first, so
-that no core waits for one file at the end, and tests/test_durations.py holds the slow tests to a budget.
+that no core waits for one file at the end, and tests/test_repository.py holds the slow tests to a budget.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Draw docs/pictures/rooms.svg, the rooms of docs/architecture.md: `python docs/pictures/rooms.py`.
 
-The rows are those that tests/test_rooms.py holds the import graph to.
+The rows are those that tests/test_repository.py holds the import graph to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 FILE = Path(__file__).with_suffix(".svg")
 sys.path.insert(0, str(FILE.parents[2]))
 
-from tests.test_rooms import ROWS  # noqa: E402
+from tests.test_repository import ROWS  # noqa: E402
 
 PURPOSE = {
     "launch": "tc3, train.py, the supervisor of msrun, resume, scripts for clusters",

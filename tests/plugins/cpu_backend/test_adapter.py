@@ -1,9 +1,20 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mindformers import MindFormerConfig
 
 from plugins.cpu_backend import adapter
+from plugins.cpu_backend.plan import (
+    block_count,
+    block_layout,
+    default_block,
+    grouped_matmul,
+    grouped_matmul_dw,
+    grouped_matmul_dx,
+)
 from plugins.errors import RecipeError
 from tools.recipe.load import load_recipe
 
@@ -102,3 +113,62 @@ def test_the_installed_versions_still_hold_every_patched_line():
     before = comm_func.barrier
     adapter.before_mindformers(distributed=False)
     assert comm_func.barrier is before, "one process keeps MindSpore's own barrier"
+
+
+counts_per_expert = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda counts: sum(counts) > 0)
+
+
+@given(counts_per_expert, st.sampled_from([1, 3, 8, 16]))
+def test_every_row_has_one_slot_in_a_block_of_its_expert(counts, block):
+    ends, rows = np.cumsum(counts), sum(counts)
+    expert_of_block, source, slot_of_row = block_layout(ends, rows, block)
+
+    assert len(set(slot_of_row.tolist())) == rows, "two rows share a slot"
+    np.testing.assert_array_equal(source[slot_of_row], np.arange(rows))
+    expert_of_row = np.repeat(np.arange(len(counts)), counts)
+    np.testing.assert_array_equal(expert_of_block[slot_of_row // block], expert_of_row)
+
+
+@given(counts_per_expert, st.sampled_from([1, 3, 8, 16]))
+def test_the_static_number_of_blocks_is_enough_and_no_more_than_one_per_expert_over(counts, block):
+    needed = sum(-(-count // block) for count in counts)
+    assert needed <= block_count(sum(counts), len(counts), block) <= sum(counts) / block + len(counts)
+
+
+def test_work_follows_the_tokens_not_the_experts():
+    rows, experts = 4096, 64
+    block = default_block(rows, experts)
+    padded = block_count(rows, experts, block) * block
+    assert padded <= 1.6 * rows, "the prototype's block-diagonal form multiplies 64 x rows"
+
+
+def test_default_block_is_a_power_of_two_within_bounds():
+    for rows in (1, 7, 100, 4096, 10**6):
+        block = default_block(rows, 16)
+        assert block in (8, 16, 32, 64, 128)
+
+
+@given(counts_per_expert, st.integers(0, 5), st.integers(0, 2**32 - 1))
+def test_grouped_matmul_multiplies_the_rows_in_use_and_no_others(counts, idle, seed):
+    rng, ends = np.random.default_rng(seed), np.cumsum(counts)
+    rows, dout = rng.standard_normal((ends[-1] + idle, 3)), rng.standard_normal((ends[-1] + idle, 2))
+    weight = rng.standard_normal((len(counts), 3, 2))
+    out, dx, dw = np.zeros_like(dout), np.zeros_like(rows), np.zeros_like(weight)
+    for row, expert in enumerate(np.repeat(np.arange(len(counts)), counts)):
+        out[row] = rows[row] @ weight[expert]
+        dx[row] = weight[expert] @ dout[row]
+        dw[expert] += np.outer(rows[row], dout[row])
+    np.testing.assert_allclose(grouped_matmul(rows, weight, ends), out, atol=1e-12)
+    np.testing.assert_allclose(grouped_matmul_dx(dout, weight, ends), dx, atol=1e-12)
+    np.testing.assert_allclose(grouped_matmul_dw(dout, rows, ends), dw, atol=1e-12)
+
+
+WORKER = Path(__file__).with_name("exchange_worker.py")
+
+
+@pytest.mark.slow
+def test_every_collective_on_three_workers(workers, tmp_path):
+    codes, logs = workers.cluster(3, [WORKER], tmp_path)
+    for log in logs[1:]:
+        assert "all collectives agree" in log, log[-3000:]
+    assert not any(codes), codes

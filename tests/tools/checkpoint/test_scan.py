@@ -1,7 +1,20 @@
+"""A header may say only what safetensors itself would read: every byte of a file belongs to one tensor."""
+
+import hashlib
+import json
 import shutil
 
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file as whole
+
+from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.scan import is_sealed, later_than, scan_checkpoints, set_aside
+from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
 
 
 def save(root, step, sealed=True):
@@ -57,3 +70,82 @@ def test_what_is_put_aside_is_found_no_more_and_nothing_is_lost(tmp_path):
     assert set_aside(save(tmp_path, 8)) == aside[0], "the first name that is free"
     assert set_aside(save(tmp_path, 8)) not in aside
     assert not is_sealed(save(tmp_path, 9, sealed=False))
+
+
+def written(path, header, size=16):
+    text = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    return path
+
+
+def tensor(first, last, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [first, last]}
+
+
+def test_tensors_one_after_the_other(tmp_path):
+    content = {"__metadata__": {"format": "ms"}, "b": tensor(8, 16), "a": tensor(0, 8), "none": tensor(16, 16, (0,))}
+    found = read_headers(written(tmp_path / "f", content))
+    assert {name: header.bytes for name, header in found.items()} == {"b": 8, "a": 8, "none": 0}
+    assert found["a"] == Header("F32", (2,), 8)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": tensor(-8, 0), "b": tensor(0, 16, (4,))},
+        {"a": tensor(8, 0), "b": tensor(0, 16, (4,))},
+        {"a": tensor(0, 16)},
+        {"a": tensor(0, 8), "b": tensor(4, 16, (3,))},
+        {"a": tensor(8, 16)},
+        {"a": tensor(0, 16, (-4, -1))},
+        {"a": tensor(0, 16, (2.0, 2))},
+        {"a": tensor(0, 16, (4,), "F7")},
+        {"a": tensor(0, 16, (4,), 3)},
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0]}},
+        {"a": [0, 16]},
+        {"a": tensor(0, True * 16, (True, 4))},
+        [],
+        b"",
+        b"[" * 100_000,
+        b'{"a": 99',
+    ],
+)
+def test_what_no_safetensors_file_says(tmp_path, content):
+    with pytest.raises(CheckpointError, match=r"not a complete safetensors file|known types are"):
+        read_headers(written(tmp_path / "f", content))
+
+
+TYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+tensors = st.dictionaries(
+    st.text("ab.é1", min_size=1, max_size=9),
+    st.tuples(st.sampled_from(sorted(TYPES)), st.lists(st.integers(1, 4), max_size=3), st.integers(1, 3)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def made(kind, array, cuts):
+    rows = [piece for piece in np.array_split(np.atleast_1d(array), cuts) if piece.size]
+    return Made(kind, array.shape, lambda: iter(rows))
+
+
+@settings(max_examples=60)
+@given(tensors)
+def test_it_is_the_packages_file(tmp_path_factory, drawn):
+    folder, random = tmp_path_factory.mktemp("stream"), np.random.default_rng(0)
+    arrays = {
+        name: np.asarray(random.standard_normal(shape)).astype(TYPES[kind]) for name, (kind, shape, _) in drawn.items()
+    }
+    whole(arrays, folder / "whole", {"format": "pt"})
+    found = save_file(
+        {name: made(drawn[name][0], arrays[name], drawn[name][2]) for name in drawn}, folder / "own", {"format": "pt"}
+    )
+    content = (folder / "own").read_bytes()
+    assert content == (folder / "whole").read_bytes()
+    assert found == hashlib.sha256(content).hexdigest()
+
+
+def test_pieces_that_are_not_the_tensor_are_no_file(tmp_path):
+    wrong = Made("F32", (3,), lambda: iter([np.zeros(2, np.float32)]))
+    with pytest.raises(AssertionError, match="a: 8 bytes instead of 12"):
+        save_file({"a": wrong}, tmp_path / "own", {})

@@ -3,15 +3,27 @@
 Texts of final graphs are kept where somebody asks for them, and compiled once.
 """
 
-import pytest
+import importlib.metadata
+import os
 
-from plugins.errors import ClusterError
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mindspore import communication
+from mindspore.communication import _comm_helper
+from mindspore.ops.function import comm_func
+
+from plugins.errors import ClusterError, VersionError
+from plugins.semi_auto_cpu.ranks import WORLD
 from tests.tools.fusion.small_graphs import node, text_of
 from tools.dryrun import compiles
 from tools.dryrun.compiles import diagnose
 from tools.dryrun.graph_text import read_graph
 from tools.dryrun.plan import plan_jobs
 from tools.dryrun.rank import keep_text
+from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
 from tools.recipe.load import load_recipe
 
 
@@ -108,3 +120,110 @@ def test_a_result_without_its_text_is_compiled_again(tmp_path, monkeypatch):
     compiles.text_of(plan.jobs[1]).unlink()
     compiles.compile_all(plan, 1, True, texts=True)
     assert asked == [[0, 512], [512]]
+
+
+def state():
+    """Everything of this process that a virtual cluster touches."""
+    context = ("mode", "precompile_only", "save_graphs", "device_target")
+    owners = (_comm_helper, comm_func, _comm_helper.GlobalComm, _comm_helper._ExistingGroup)
+    names = ("CollectiveManager", "_GROPU_SIZE_CACHE", "INITED", "BACKEND", "WORLD_COMM_GROUP", "ITEMS", "GROUP_RANKS")
+    return (
+        [ms.get_context(name) for name in context],
+        os.path.realpath(ms.get_context("save_graphs_path")),  # MindSpore makes it absolute
+        [getattr(owner, name, None) for owner in owners for name in names],
+        [ms.get_auto_parallel_context(name) for name in ("device_num", "global_rank", "parallel_mode")],
+        dict(os.environ),
+    )
+
+
+def test_mindspore_sees_a_cluster_and_afterwards_none():
+    before = state()
+    with virtual_cluster(devices=16, rank=5) as cluster:
+        ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=16, global_rank=5)
+        assert (communication.get_rank(), communication.get_group_size()) == (5, 16)
+        communication.create_group("odd", [1, 3, 5, 7])
+        communication.create_group("pair", [5, 4])
+        assert list(cluster.groups.items()) == [("odd", (1, 3, 5, 7)), ("pair", (5, 4))]
+        assert (communication.get_rank("odd"), communication.get_group_size("odd")) == (2, 4)
+        assert communication.get_rank("pair") == 0
+        assert communication.get_group_size("8-3623860843225039737") == 8  # made up by C++
+        assert communication.get_world_rank_from_group_rank("odd", 3) == 7
+        assert communication.get_group_rank_from_world_rank(7, "odd") == 3
+        assert ms.ops.AllGather(group="odd").rank == 2
+        assert ms.get_context("precompile_only")
+    assert state() == before
+    assert (ms.Tensor([1.0, 2.0]) * 2).asnumpy().tolist() == [2.0, 4.0]
+
+
+def test_the_target_goes_back_to_cpu():
+    with virtual_cluster(devices=2, rank=0) as cluster:
+        cluster.target_ascend()
+        assert ms.get_context("device_target") == "Ascend"
+    assert ms.get_context("device_target") == "CPU"
+    assert (ms.Tensor(np.ones(3, np.float32)) + 1).asnumpy().tolist() == [2.0, 2.0, 2.0]
+
+
+def test_everything_is_restored_after_an_error(tmp_path):
+    before = state()
+    with pytest.raises(ZeroDivisionError), virtual_cluster(devices=4, rank=1, graphs=tmp_path):
+        assert os.environ["MS_DEV_DUMP_IR_PASSES"] == "backend_pass"
+        raise ZeroDivisionError
+    assert state() == before
+
+
+@pytest.mark.slow
+def test_the_next_cluster_knows_nothing_of_the_last():
+    from mindformers.parallel_core.training_graph.transformer.moe.utils import get_group
+
+    for ranks in ([0, 1], [0, 1]):
+        with virtual_cluster(devices=4, rank=0) as cluster:
+            name = get_group(ranks)
+            assert get_group(ranks) == name
+            assert cluster.groups == {name: (0, 1)}
+
+
+def test_one_cluster_at_a_time():
+    with virtual_cluster(devices=4, rank=1):
+        with pytest.raises(ClusterError, match="already open"), virtual_cluster(devices=2, rank=0):
+            pass
+        assert communication.get_group_size() == 4
+
+
+def test_another_mindspore_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", {"mindspore": "2.10.0", "mindformers": "1.9.0"}.get)
+    refused = pytest.raises(VersionError, match=r"MindSpore 2\.10\.0 is installed, but MindSpore 2\.9\.0 and")
+    with refused, virtual_cluster(devices=2, rank=0):
+        pass
+
+
+@given(st.data(), st.integers(1, 64))
+def test_every_member_has_its_own_place(data, devices):
+    ranks = data.draw(st.lists(st.integers(0, devices - 1), min_size=1, unique=True))
+    places = []
+    for rank in ranks:
+        cluster = VirtualCluster(devices, rank)
+        cluster.create("group", ranks)
+        assert cluster.size_of("group") == len(ranks)
+        assert cluster.ranks_of("group")[cluster.rank_in("group")] == cluster.rank_in(WORLD) == rank
+        places.append(cluster.rank_in("group"))
+    assert places == list(range(len(ranks)))
+
+
+def test_impossible_groups_are_refused():
+    with pytest.raises(ClusterError, match="rank 4 does not exist; the ranks of 4 devices"):
+        VirtualCluster(4, 4)
+    cluster = VirtualCluster(4, 0)
+    with pytest.raises(ClusterError, match=r"names ranks \[4\]"):
+        cluster.create("far", [0, 4])
+    with pytest.raises(ClusterError, match=r"rank 0 creates group 'others' of ranks \[1, 2\]"):
+        cluster.create("others", [1, 2])
+    with pytest.raises(ClusterError, match=r"group 'none' was never created; the groups are \['hccl_world_group'\]"):
+        cluster.size_of("none")
+
+
+def test_only_a_finished_compile_leaves_a_graph(tmp_path):
+    with pytest.raises(ClusterError, match="the folder has 0"):
+        final_graph(tmp_path)
+    for name in ("opt_substep_backend_pass_r1_1047.ir", "21_backend_pass_1049.ir"):
+        (tmp_path / name).touch()
+    assert final_graph(tmp_path).name == "21_backend_pass_1049.ir"

@@ -1,11 +1,33 @@
-"""What a launch writes of an attempt, and what a reader makes of it."""
+"""What a launch writes of an attempt, and what a reader makes of it.
+
+What a run writes is read: across resumes, while it is written, with broken lines.
+
+A run's usual step beside the step that is predicted for a measured cluster.
+"""
 
 import json
+import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from tests.tools.runs.builders import Builder, append, empty, header, step
+from tools.estimate.efficiency import cluster, cluster_file
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE
+from tools.layout.resolve import resolve
+from tools.measured import CLUSTER, Manifest, recipe_digest, software, write_bundle
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.runs import attempts
 from tools.runs.attempts import Beat, End, Plan, Verdict, folder_of, read, read_attempts, write
+from tools.runs.cli import runs
+from tools.runs.measured import SLOWER, beside
+from tools.runs.readings import Follower, loss_in_words, loss_rank, perplexity, read_held_out, read_metrics
+from tools.runs.study import study
 
 PLAN = Plan(1, 5.0, ["node0", "node1"], 8, "node0", 8118, ["node2"], "/disk/iteration_10", 10, ["a.b=1"], "/cache")
 FORMS = [
@@ -60,3 +82,146 @@ def test_the_attempts_of_a_run_in_order(tmp_path):
     assert [one.number for one in found] == [0, 2, 10]
     assert found[1].ends == {"node1": FORMS[2]} and found[1].beats == {"node-0.example": FORMS[1]}
     assert (found[0].verdict, found[1].verdict) == (None, FORMS[3])
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    return empty(tmp_path)
+
+
+def test_a_resumed_part_replaces_what_it_repeats(metrics):
+    append(metrics, header(10), *(step(n, loss=n) for n in range(1, 8)))
+    append(metrics, header(20, start=5), step(6, loss=60))
+    readings = read_metrics(metrics)
+    assert [(n, record["loss"]) for n, record in sorted(readings.steps.items())] == [
+        *((n, n) for n in range(1, 6)),
+        (6, 60),
+    ]
+    assert (readings.total_steps, readings.start_step, readings.last["loss"]) == (20, 5, 60)
+
+
+def test_speed_is_the_median_without_the_compiling_step(metrics):
+    append(metrics, header(9, start=4), step(5, seconds=50), step(6, seconds=1), step(7, seconds=2), step(8, seconds=9))
+    assert read_metrics(metrics).tokens_per_second() == 50.0
+
+
+def test_the_speed_of_one_step_is_not_known(metrics):
+    append(metrics, header(9), step(1))
+    assert read_metrics(metrics).tokens_per_second() is None
+
+
+def test_a_follower_waits_for_whole_lines_and_leaves_out_broken_ones(tmp_path):
+    file = tmp_path / "x.jsonl"
+    follower = Follower(file)
+    assert follower.new_records() == []
+    file.write_bytes(b'{"step": 1}\n{"st')
+    assert follower.new_records() == [{"step": 1}]
+    with file.open("ab") as out:
+        out.write(b'ep": 2}\n{"step": {"step": 3}\n7\n')
+    assert follower.new_records() == [{"step": 2}]
+    assert Follower(file, newest=0).new_records() == []
+
+
+def test_held_out_losses_count_as_last_written(tmp_path, metrics):
+    append(tmp_path / "metrics" / "held_out.jsonl", *({"step": 0, "held_out_loss": loss} for loss in (7.0, 6.5)))
+    assert read_held_out(tmp_path) == {0: 6.5}
+
+
+def test_a_perplexity_is_the_exponential_of_a_loss():
+    assert perplexity(0.0) == 1.0 and perplexity(4.0) == pytest.approx(54.59815, rel=1e-6)
+    assert perplexity(1e4) == perplexity(math.inf) == math.inf
+    assert perplexity(None) is None and perplexity(math.nan) is None
+    assert loss_in_words(4.0) == "4.0000, perplexity 54.6" and loss_in_words(8.0) == "8.0000, perplexity 2,981"
+    assert loss_in_words(math.nan) == loss_in_words(None) == loss_in_words(math.inf) == "not finite"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rank"),
+    [
+        ({}, 0),
+        ({"use_parallel": True, "parallel_config": {"data_parallel": 4}}, 0),
+        ({"use_parallel": True, "parallel_config": {"data_parallel": 2, "pipeline_stage": 4}}, 7),
+        ({"use_parallel": False, "parallel_config": {"pipeline_stage": 4}}, 0),
+        (
+            {
+                "use_parallel": True,
+                "parallel_config": {"pipeline_stage": 4},
+                "parallel": {"pipeline_config": {"pipeline_scheduler": "zero_bubble_v"}},
+            },
+            0,
+        ),
+    ],
+)
+def test_the_loss_is_that_of_the_rank_that_has_it(recipe, rank):
+    assert loss_rank(Recipe(recipe)) == rank
+
+
+ROOT = Path(__file__).parents[3]
+MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
+R36 = ROOT / "recipes" / "telechat3_36b" / "context_32k.yaml"
+PREDICTED = TimeModel(cluster(DEFAULT_HARDWARE)).step(from_recipe(resolve(load_recipe(R36), layout="file"))).total
+
+
+def trained(folder):
+    """The folder of a run of the 36B."""
+    builder = Builder(folder, 20)
+    builder.plan()
+    builder.train(20, every=10)
+    builder.done()
+    recipe = load_recipe(R36)
+    dump_recipe(recipe, folder / "recipe.yaml")
+    (folder / "metrics" / "rank_0.jsonl").rename(folder / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The study of a run with steps of some seconds, of the 36B."""
+    return study(trained(tmp_path_factory.mktemp("runs") / "run"))
+
+
+def with_step(found, seconds):
+    """The study with usual steps of so many seconds."""
+    parts = found.run.parts
+    for part in parts:
+        part["seconds"][:] = type(part["seconds"])("d", [seconds] * len(part["seconds"]))
+    return found
+
+
+@pytest.mark.parametrize(("factor", "look"), [(1.0, False), (SLOWER - 0.01, False), (SLOWER + 0.01, True)])
+def test_the_usual_step_stands_beside_the_predicted_one(found, factor, look):
+    one = beside(with_step(found, factor * PREDICTED), cluster(DEFAULT_HARDWARE))
+    assert one.beside.ratio == pytest.approx(factor)
+    assert one.beside.predicted == pytest.approx(PREDICTED)
+    assert f"({factor - 1:+.0%})" in one.notes[-1]
+    assert ("tc3 search explain" in one.notes[-1]) == look
+
+
+def test_a_run_without_recipe_or_steps_says_so(found):
+    hardware = cluster(DEFAULT_HARDWARE)
+    none = beside(replace(found, run=replace(found.run, recipe=None)), hardware)
+    assert none.beside is None and "the run has no recipe" in none.notes[-1]
+    early = beside(replace(found, run=replace(found.run, parts=[])), hardware)
+    assert early.beside is None and "the run has no usual step" in early.notes[-1]
+
+
+def bundle(path, texts):
+    manifest = Manifest(
+        format=1, made="2026-11-27T00:00:00Z", device="910B3", devices=16, simulated=False, names="plain",
+        recipe="recipes/mini/pretrain.yaml", digest=recipe_digest(MINI), versions=software(), verdict="go",
+    )  # fmt: skip
+    write_bundle(path, manifest, texts)
+    return str(path)
+
+
+def test_the_command_says_it_in_text_and_json(tmp_path):
+    text = cluster_file(DEFAULT_HARDWARE).read_text()
+    words = ["report", str(trained(tmp_path / "run")), "--measured", bundle(tmp_path / "b.zip", {CLUSTER: text})]
+    done = CliRunner().invoke(runs, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(done.stdout)["runs"]
+    assert one["measured"]["ratio"] == pytest.approx(one["usual_step_seconds"] / one["measured"]["predicted"])
+    assert "16 x 910B3" in done.stderr
+    assert "the prediction for the measured cluster" in CliRunner().invoke(runs, words).stdout
+    refused = CliRunner().invoke(runs, [*words[:-1], bundle(tmp_path / "n.zip", {})])
+    assert "the bundle has no cluster.yaml" in str(refused.exception)

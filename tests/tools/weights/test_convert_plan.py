@@ -1,18 +1,41 @@
-"""What a conversion is about to do, only by headers: every tensor once or named, and files of a bounded size."""
+"""What a conversion is about to do, only by headers: every tensor once or named, and files of a bounded size.
 
+The forward passes in NumPy, which MindFormers is compared with, against transformers' Llama in torch, if installed.
+
+Llama has all that the dense public models compute: TeleChat2's `key_value` is taken apart by heads here, as Tele-AI's
+class views it, and its other linear layers get biases of zero; the 36B's positions are YaRN with their own factor.
+
+A model that transformers wrote, converted: MindFormers computes its logits, and the way back gives its file.
+"""
+
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from plugins.errors import CheckpointError
 from plugins.hugging_face_weights.plan import EMBEDDING, HEAD
 from tests.tools.accuracy.align.cases import sizes
+from tests.tools.weights import renew as frozen
+from tests.tools.weights import test_telechat2 as of_telechat2
+from tests.tools.weights import test_yarn as of_yarn
+from tools.accuracy.align import sides
+from tools.accuracy.align.sides import alone, load
+from tools.accuracy.reference.forward import Forward, Grouped, TeleChat2
+from tools.accuracy.reference.start import hyper_of, initial_weights
 from tools.checkpoint.tensor_files import Header
-from tools.weights.convert_plan import plan_conversion
+from tools.data.index import write_learnable
+from tools.recipe.load import load_recipe
+from tools.weights.convert import convert
+from tools.weights.convert_plan import model_of, plan_conversion, prepare
 from tools.weights.hugging_face_names import hugging_face_shapes, table
+from tools.weights.source import INDEX, open_source
 
 MODEL = sizes()
 FIRST_EXPERT = "model.layers.1.mlp.experts.0.down_proj.weight"
@@ -125,3 +148,138 @@ def test_parts_of_several_types_want_one_to_be_chosen():
     with pytest.raises(CheckpointError, match=r"several types .BF16, F32.; choose one type with --dtype"):
         plan_conversion(found, MODEL, "MindFormers", None, 1000)
     assert plan_conversion(found, MODEL, "MindFormers", "BF16", 1 << 30).dtype == "BF16"
+
+
+PARTS = {"self_attention.query": "self_attn.q_proj", "self_attention.dense": "self_attn.o_proj"} | {
+    name: name
+    for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+}
+ENDS = {"transformer.word_embeddings": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
+
+
+def logits_of(hf, weights, ids, **config):
+    """[S, v] of transformers' Llama with these weights."""
+    torch = pytest.importorskip("torch", reason="transformers' Llama needs torch: pip install -e '.[align]'")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes += ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+    model = LlamaForCausalLM(LlamaConfig(**{name: hf[name] for name in sizes}, **config)).eval()
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)).logits[0].numpy()
+
+
+def as_llama(weights, hf):
+    """TeleChat2's weights under Llama's names, with biases everywhere."""
+    found = {f"{new}.weight": weights[f"{old}.weight"] for old, new in ENDS.items()}
+    width = hf["hidden_size"] // hf["num_attention_heads"]
+    for layer in range(hf["num_hidden_layers"]):
+        theirs, name = f"transformer.h.{layer}", f"model.layers.{layer}"
+        found |= {f"{name}.{new}.weight": weights[f"{theirs}.{old}.weight"] for old, new in PARTS.items()}
+        both = weights[f"{theirs}.self_attention.key_value.weight"].reshape(-1, 2, width, hf["hidden_size"])
+        for place, part in enumerate(("k_proj", "v_proj")):
+            found[f"{name}.self_attn.{part}.weight"] = both[:, place].reshape(-1, hf["hidden_size"])
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            found[f"{name}.{part}.bias"] = np.zeros(len(found[f"{name}.{part}.weight"]), np.float32)
+        for old in ("self_attention.dense", "mlp.down_proj"):
+            found[f"{name}.{PARTS[old]}.bias"] = weights[f"{theirs}.{old}.bias"]
+    return {name: np.ascontiguousarray(array) for name, array in found.items()}
+
+
+@pytest.mark.parametrize("size", ["35b", "115b"])
+def test_telechat2(tmp_path, size):
+    sizes = model_of(load_recipe(of_telechat2.recipe_of(tmp_path, full=f"recipes/telechat2_{size}/pretrain_8k.yaml")))
+    weights = initial_weights(sizes, 3)
+    ids = np.random.default_rng(4).integers(0, sizes.hf["vocab_size"], (1, of_telechat2.LENGTH))
+    hf = {**sizes.hf, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    theirs = logits_of(hf, as_llama(weights, hf), ids, attention_bias=True, mlp_bias=True)
+    assert np.abs(TeleChat2(sizes, weights).run(ids)["logits"][0] - theirs).max() < 1e-5
+
+
+@pytest.mark.parametrize(("factor", "right"), [(1.0970406, True), (1.1386294, False)])
+def test_telechat3_36b(tmp_path, factor, right):
+    """To four times the length before the extension; standard YaRN would be another model."""
+    sizes = model_of(load_recipe(of_yarn.recipe_of(tmp_path)))
+    weights = initial_weights(sizes, 3)
+    ids = np.random.default_rng(4).integers(0, sizes.hf["vocab_size"], (1, of_yarn.LENGTH))
+    scaling = {**of_yarn.PUBLIC, "rope_type": "yarn", "attention_factor": factor}
+    hf = {**sizes.hf, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    theirs = logits_of(hf, weights, ids, max_position_embeddings=of_yarn.LENGTH, rope_scaling=scaling)
+    apart = np.abs(Grouped(sizes, weights).run(ids)["logits"][0] - theirs).max()
+    assert apart < 1e-5 if right else apart > 1e-2
+
+
+LIMIT = 200_000  # bytes of a file: several files for MindFormers
+LOGITS = 1e-5
+
+
+def converted(source, target, limit):
+    opened = open_source(source)
+    conversion = prepare(opened, frozen.RECIPE, None, limit)
+    convert(opened, target, conversion.plan, conversion.sizes)
+    return target
+
+
+@pytest.fixture(scope="module")
+def ours_of_frozen(tmp_path_factory):
+    """The frozen model in MindFormers' form."""
+    return converted(frozen.FOLDER, tmp_path_factory.mktemp("frozen") / "ms", LIMIT)
+
+
+def test_it_is_small():
+    assert sum(path.stat().st_size for path in Path(frozen.HERE).rglob("*") if path.is_file()) < 2 * 2**20
+
+
+def test_there_and_back_to_the_file(ours_of_frozen, tmp_path):
+    assert len(list(ours_of_frozen.glob("*.safetensors"))) > 2
+    back = converted(ours_of_frozen, tmp_path / "back", int(5e9))
+    names = [path.name for path in back.glob("*.safetensors")]
+    assert names == ["model.safetensors"] and not (back / INDEX).exists(), "as transformers names a single file"
+    assert (back / names[0]).read_bytes() == (frozen.FOLDER / names[0]).read_bytes()
+
+
+def test_the_configuration_that_is_written_is_the_same_to_transformers(ours_of_frozen, tmp_path):
+    from transformers import DeepseekV3Config
+
+    back = converted(ours_of_frozen, tmp_path / "back", int(5e9))
+    given, written = (DeepseekV3Config.from_pretrained(folder).to_dict() for folder in (frozen.FOLDER, back))
+    apart = {key for key in given | written if given.get(key) != written.get(key)}
+    # its class has no MTP layer, and no word for how many there are; vLLM and SGLang have
+    assert apart <= {"transformers_version", "_name_or_path", "num_nextn_predict_layers"}
+
+
+def test_the_forward_pass_in_numpy_computes_its_logits():
+    sizes = prepare(open_source(frozen.FOLDER), frozen.RECIPE, None, LIMIT).sizes
+    logits = Forward(sizes, load_file(frozen.FOLDER / "model.safetensors")).run(frozen.tokens())["logits"]
+    assert np.abs(frozen.sample(logits) - np.load(frozen.LOGITS)).max() < LOGITS
+
+
+@pytest.mark.slow
+def test_mindformers_computes_its_logits(ours_of_frozen, tmp_path):
+    write_learnable(tmp_path / "corpus", 512)
+    recipe = alone(load(frozen.RECIPE, (), str(tmp_path / "corpus"), 1), 1)
+    recipe["checkpoint"] = {"save_path": "", "load_path": str(ours_of_frozen), "no_load_optim": True}
+    record = sides.run_mindformers(recipe, tmp_path / "run", hyper_of(recipe, 1), None)
+    assert np.array_equal(record.batch["input_ids"][0], frozen.tokens())
+    assert np.abs(frozen.sample(record.trace["logits"]) - np.load(frozen.LOGITS)).max() < LOGITS
+
+
+@pytest.mark.slow
+def test_transformers_loads_what_is_written(ours_of_frozen, tmp_path):
+    pytest.importorskip("torch", reason="transformers' model needs torch: pip install -e '.[align]'")
+    back = converted(ours_of_frozen, tmp_path / "back", LIMIT)  # in several files, with an index
+    assert (back / INDEX).exists()
+    assert np.array_equal(frozen.sample(frozen.compute(back)), np.load(frozen.LOGITS))
+
+
+def test_another_value_in_the_file_is_noticed(ours_of_frozen, tmp_path):
+    """The comparison of bytes above can fail."""
+    arrays = load_file(frozen.FOLDER / "model.safetensors")
+    arrays["model.norm.weight"] = np.nextafter(arrays["model.norm.weight"], np.float32(9))
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    save_file(arrays, changed / "model.safetensors", {"format": "pt"})
+    (changed / "config.json").write_text(json.dumps(json.loads((frozen.FOLDER / "config.json").read_text())))
+    back = converted(converted(changed, tmp_path / "ms", LIMIT), tmp_path / "back", int(5e9))
+    assert (back / "model.safetensors").read_bytes() != (frozen.FOLDER / "model.safetensors").read_bytes()

@@ -13,8 +13,8 @@ from plugins.sealed_checkpoint.plan import write_seal
 from tests.tools.checkpoint.saved import Saved, numbered
 from tests.tools.experts.test_restore import MODULE, WEIGHT, write
 from tests.tools.weights.drawn import LAYOUTS, draw
-from tests.tools.weights.test_average import saved
 from tests.tools.weights.test_cli import model_of, on_disk
+from tests.tools.weights.test_merge import saved
 from tests.training.runs import ROOT
 from tools.checkpoint.tensor_files import read_headers
 from tools.recipe.load import load_recipe

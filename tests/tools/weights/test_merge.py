@@ -1,18 +1,30 @@
-"""Adapters merged into the weights of a checkpoint, and what is no checkpoint with the recipe's adapters."""
+"""Adapters merged into the weights of a checkpoint, and what is no checkpoint with the recipe's adapters.
+
+The average of checkpoints: against fractions, and refused where there is none.
+"""
+
+import math
+import shutil
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from launch.cli import tc3
-from plugins.errors import CheckpointError, RecipeError
+from plugins.errors import CheckpointError, DataError, RecipeError
 from plugins.lora.plan import Settings, adapters_of
-from plugins.sealed_checkpoint.plan import fault, write_seal
-from tests.tools.checkpoint.saved import Saved
+from plugins.sealed_checkpoint.plan import fault, step_of, write_seal
+from tests.tools.checkpoint.saved import Saved, numbered
+from tests.tools.experts.test_restore import write
 from tests.tools.weights.test_yarn import converted, public, recipe_of
 from tools.accuracy.reference.start import initial_weights
 from tools.checkpoint.stored import read_whole
 from tools.recipe.load import load_recipe
+from tools.weights import average as module
+from tools.weights.average import average
 from tools.weights.convert_plan import model_of
 from tools.weights.hugging_face_names import to_mindformers
 from tools.weights.merge import plan_merge
@@ -91,3 +103,119 @@ def test_what_is_refused(tmp_path, recipe):
         plan_merge(source, more, 10**9)
     with pytest.raises(CheckpointError, match="only iterations of runs have adapters"):
         plan_merge(open_source(public(tmp_path / "theirs", recipe)), recipe, 10**9)
+
+
+BIAS, LOAD = "decoder.layers.0.mlp.router.expert_bias", "decoder.layers.0.mlp.router.expert_load"
+
+
+def saved(folder, weight, ranks=2, bias=0.0, load=0.0):
+    checkpoint = Saved(folder / "iteration_00000002", ranks)
+    checkpoint.put("linear.weight", np.asarray(weight, np.float32), (ranks,), [[rank] for rank in range(ranks)])
+    checkpoint.put("adam_m.linear.weight", np.asarray(weight, np.float32), (1,), [list(range(ranks))], "opt")
+    for rank in range(ranks):
+        held = checkpoint.held[checkpoint.file("model", rank)]
+        held[BIAS], held[LOAD] = np.float32([bias]), np.float32([load])
+    path = checkpoint.write()
+    (path / "common.json").write_text('{"step_num": 2}')
+    for rank in range(ranks):
+        write_seal(path, rank, ranks, 2)
+    return open_source(path)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=4, max_size=4), min_size=2, max_size=5))
+def test_it_is_the_mean_to_half_a_unit_in_the_last_place(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("runs")
+    average([saved(folder / str(number), row) for number, row in enumerate(rows)], folder / "mean")
+    found = read_whole(folder / "mean").arrays["linear.weight"]
+    for value, column in zip(found, zip(*rows, strict=True), strict=True):
+        exact = sum(map(Fraction, column), Fraction()) / len(rows)
+        size = max(abs(Fraction(each)) for each in column)
+        assert (
+            abs(Fraction(float(value)) - exact)
+            <= Fraction(float(np.spacing(abs(value)))) / 2 + size * Fraction(2) ** -50
+        )
+
+
+def test_shares_weigh_and_the_result_is_a_sealed_checkpoint_without_moments(tmp_path):
+    sources = [saved(tmp_path / "a", [0, 0, 4, 4], bias=1, load=5), saved(tmp_path / "b", [1, 2, 3, 4], bias=3, load=7)]
+    assert average(sources, tmp_path / "mean", [0.25, 0.75]) == 2
+    whole = read_whole(tmp_path / "mean")
+    np.testing.assert_array_equal(whole.arrays["linear.weight"], np.float32([0.75, 1.5, 3.25, 4]))
+    assert whole.arrays.keys() == {"linear.weight"} and fault(tmp_path / "mean") is None
+    assert whole.unlisted[BIAS][1] == 2.5 and whole.unlisted[LOAD][0] == 7, "counters are the last one's"
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [([1.0], "1 shares are given for 2"), ([0.5, 0.6], "add up to 1.1"), ([math.nan, 1.0], "from 0 to 1")],
+)
+def test_shares_that_are_none(tmp_path, shares, words):
+    sources = [saved(tmp_path / name, [1, 2]) for name in "ab"]
+    with pytest.raises(CheckpointError, match=words):
+        average(sources, tmp_path / "mean", shares)
+
+
+def test_what_has_no_average_is_refused_and_nothing_is_written(tmp_path):
+    good = saved(tmp_path / "a", [1, 2, 3, 4])
+    other = saved(tmp_path / "b", [1, 2, 3, 4], ranks=4)
+    broken = saved(tmp_path / "c", [1, math.nan, 3, 4])
+    moved = open_source(write(tmp_path / "d", np.array([1, 0, 2, 3]), 2)[0])
+    still = open_source(write(tmp_path / "e", np.array([0, 1, 2, 3]), 2)[0])
+    for sources, words in (
+        ([good], "two checkpoints"),
+        ([good, other], "saved in another layout"),
+        ([good, broken], "not finite"),
+        ([moved, still], "restore-order"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            average(sources, tmp_path / "mean")
+        assert not (tmp_path / "mean").exists() and not list(tmp_path.glob(".*"))
+    (tmp_path / "mean").mkdir()
+    with pytest.raises(CheckpointError, match="the folder exists"):
+        average([good, good], tmp_path / "mean")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_arrays", full)
+    with pytest.raises(DataError, match="No space left"):
+        average([saved(tmp_path / name, [1, 2]) for name in "ab"], tmp_path / "mean")
+    assert not list(tmp_path.glob("*mean*"))
+
+
+def test_low_precision_is_rounded_once(tmp_path):
+    sources = []
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 1.0078125)):
+        checkpoint = Saved(tmp_path / name / "iteration_00000002", 1)
+        checkpoint.put("linear.weight", (numbered(2) * 0 + value).astype("bfloat16"), (1,), [[0]])
+        sources.append(open_source(checkpoint.write()))
+    average(sources, tmp_path / "mean")
+    assert read_whole(tmp_path / "mean").arrays["linear.weight"].astype(np.float32).tolist() == [1.0, 1.0]
+
+
+def test_a_checkpoint_that_a_run_removes_at_the_end_is_averaged_completely(tmp_path, monkeypatch):
+    """As a run that trains does with its oldest one, here when all weights of it are read."""
+    sources = [saved(tmp_path / "a", [0, 0, 4, 4]), saved(tmp_path / "b", [1, 2, 3, 4])]
+    average(sources, tmp_path / "known")
+    save, written = module.save_arrays, []
+
+    def save_and_remove(arrays, path):
+        written.append(save(arrays, path))
+        if len(written) == 2:
+            shutil.rmtree(tmp_path / "b")
+
+    monkeypatch.setattr(module, "save_arrays", save_and_remove)
+    average(list(map(open_source, [tmp_path / "a" / "iteration_00000002", sources[1].path])), tmp_path / "mean")
+    known, found = ({each.name for each in (tmp_path / name).iterdir()} for name in ("known", "mean"))
+    assert known == found and {"common.json", "metadata.json"} <= found
+    assert (step_of(tmp_path / "mean"), fault(tmp_path / "mean")) == (2, None)
+
+
+def test_a_checkpoint_that_a_run_removes_in_the_meantime_is_named(tmp_path):
+    sources = [saved(tmp_path / "a", [0, 0, 4, 4]), saved(tmp_path / "b", [1, 2, 3, 4])]
+    with pytest.raises(CheckpointError, match=r"b/iteration_00000002/.*: cannot be read .*checkpoint.save_max"):
+        average(sources, tmp_path / "mean", progress=lambda file: shutil.rmtree(tmp_path / "b", ignore_errors=True))
+    assert not (tmp_path / "mean").exists()

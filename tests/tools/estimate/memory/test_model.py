@@ -367,7 +367,7 @@ def test_the_fused_adamw_keeps_a_third_tensor_with_amsgrad_and_the_other_has_non
 def test_muon_has_one_moment_for_a_layers_matrices_in_the_type_of_the_weights():
     recipe = load_recipe(RECIPES / NAMES[MOE])
     recipe["optimizer"] = {"type": "Muon"}
-    # not sharded: of some weights Muon shards no copies, see tests/tools/estimate/test_muon.py
+    # not sharded: of some weights Muon shards no copies, see tests/tools/estimate/test_configuration.py
     config = replace(from_recipe(recipe), shard_optimizer=False)
     adam = replace(from_recipe(load_recipe(RECIPES / NAMES[MOE])), shard_optimizer=False)
     assert static_memory(config, 3)[1] == pytest.approx(static_memory(adam, 3)[1] / 2, rel=1e-3)  # norms have two
