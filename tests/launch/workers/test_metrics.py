@@ -4,9 +4,11 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
+from mindformers import MindFormerConfig
+from mindformers.tools.register import MindFormerRegister
 from mindspore import nn
 
-from launch.workers.metrics import FirstStep, RecordingLossMonitor, metrics_file
+from launch.workers.metrics import FirstStep, RecordingLossMonitor, enable, metrics_file
 from tests.plugins.semi_auto_cpu.collecting import attributes, collectives
 from tests.plugins.sinking import fetching
 
@@ -47,3 +49,29 @@ def test_the_first_line_tells_what_the_train_step_holds_in_sink_mode_too(tmp_pat
     header, line = map(json.loads, metrics_file(tmp_path, 0).read_text().splitlines())
     assert header["held_bytes"]["weight"] >= 36 and line["loss"] == 2.5
     assert header["software"]["mindspore"] == ms.__version__ and header["software"]["python"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_steps", "coefficient", "value", "known"),
+    [
+        (2, 1, 0.0, float("nan"), None),
+        (1, 2, 0.0, float("nan"), None),
+        (1, 2, 0.0, 0.5, 0.5),
+        (1, 1, 0.0, float("nan"), float("nan")),
+        (2, 1, 0.1, float("nan"), float("nan")),
+    ],
+)
+def test_a_loss_that_mindformers_divides_by_0_is_not_known(monkeypatch, stages, micro_steps, coefficient, value, known):
+    model = {"num_hidden_layers": 2, "moe_aux_loss_coeff": coefficient, "seq_length": 8}
+    config = MindFormerConfig(
+        output_dir="x",
+        model={"model_config": model},
+        parallel_config={"pipeline_stage": stages},
+        runner_config={"gradient_accumulation_steps": micro_steps},
+    )
+    for name in ("run_dir", "seq_length", "columns", "undefined"):
+        monkeypatch.setattr(RecordingLossMonitor, name, getattr(RecordingLossMonitor, name))
+    monkeypatch.setattr(MindFormerRegister, "register_cls", lambda *_, **__: None)
+    enable(config)
+    monitor = object.__new__(RecordingLossMonitor)
+    assert monitor._balancing(ms.Tensor(value)) == pytest.approx(known, nan_ok=True)

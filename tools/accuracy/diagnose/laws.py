@@ -39,6 +39,7 @@ USUAL = {
     ROUTERS: "the routers' counters or biases: another rate, another sign, the load of one rank, or no update",
 }
 PARTS = ("lm_loss", "load_balancing_loss", "mtp_loss", "loss")
+OF_PART = {"lm_loss": "model", "load_balancing_loss": "router", "mtp_loss": "mtp", "loss": "model"}  # -> module
 GROUP = 1e-4  # relative; norms of weights, gradients and moments of another layout
 LAW = 5e-4  # relative; a global norm computed again from moments, which hold gradients in float32
 RATE = 2e-3  # relative; a learning rate or weight decay fitted to an update
@@ -65,6 +66,11 @@ class Finding:
     side: str = ""
     late: bool = False
 
+    def __post_init__(self) -> None:
+        """Sort a difference that is not a number first."""
+        if math.isnan(self.error):
+            object.__setattr__(self, "error", math.inf)
+
     @property
     def rounding(self) -> bool:
         """Return whether this difference is so small that another order of addition can explain it."""
@@ -84,9 +90,11 @@ def laws(side: Side) -> Iterator[Finding]:
             yield from _restored(side, start)
     yield from _built_law(side)
     yield from _modules_law(side)
+    yield from _losses_law(side)
     before: State | None = next((each for each in side.starts if each.step == 0), None)
     for step, state in sorted(side.states.items()):
         yield from _copies_law(side, state, UPDATE)
+        yield from _finite_law(side, state)
         yield from norm_law(side, step)
         yield from _update_law(side, step)
         previous = before if before and before.step == step - 1 else None
@@ -161,6 +169,33 @@ def _restored(side: Side, start: State) -> Iterator[Finding]:
             yield Finding(start.step, RESUME, module_of(name), f"{name}: {norms}", 1.0, ranks, side.name)
 
 
+def _losses_law(side: Side) -> Iterator[Finding]:
+    """Yield a finding for each part of a step's loss that is NaN or infinite."""
+    undefined = undefined_of(side)
+    for step, record in side.steps.items():
+        for name in PARTS:
+            value = record.get(name)
+            if value is not None and not math.isfinite(value) and name not in undefined:
+                yield Finding(step, FORWARD, OF_PART[name], f"{name} is {value}", math.inf, (), side.name)
+
+
+def _finite_law(side: Side, state: State) -> Iterator[Finding]:
+    """Yield a finding for each gradient and each recorded tensor that has a NaN or an infinity.
+
+    A step that the optimizer skipped because its gradients overflowed is no fault; it leaves the tensors as they were.
+    """
+    step = state.step
+    for name, norm in sorted(side.gradients(step).items()):
+        if not math.isfinite(norm):
+            what = f"the norm of the gradient of {name} is {norm}"
+            yield Finding(step, GRADIENTS, module_of(name), what, math.inf, (), side.name)
+    for name, tensor in sorted(state.tensors(side.parts()).items()):
+        if ranks := tensor.not_finite:
+            where = ROUTERS if name.endswith(COUNTERS) else UPDATE
+            what = f"{name} is not finite after the step"
+            yield Finding(step, where, module_of(name), what, math.inf, ranks, side.name)
+
+
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
     """Yield a finding if the norm of a step's clipped gradients is not the smaller of the recorded global norm and the
     limit to which gradients are clipped.
@@ -171,7 +206,7 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
         return
     limit = limit_of(side)
     want, got = min(norm, limit), math.sqrt(sum(each**2 for each in gradients.values()))
-    if want and abs(got - want) > LAW * want:
+    if want and not abs(got - want) <= LAW * want:
         what = f"the global norm is {norm:.7g}, the limit {limit:.7g}; the clipped gradients have the norm {got:.7g}"
         error = abs(got - want) / want
         yield Finding(
@@ -196,13 +231,13 @@ def _update_law(side: Side, step: int) -> Iterator[Finding]:
             continue
         fitted, decayed, rest = told["rate"], told["decay"], told["rest"] or 0.0
         at = step, UPDATE, module_of(name)
-        if abs(fitted - rate) > RATE * rate and told["square"]:
+        if not abs(fitted - rate) <= RATE * rate and told["square"]:
             detail = f"{name} moved as with a learning rate of {fitted:.4g}, should be {rate:.4g}"
             yield Finding(*at, detail, abs(fitted - rate) / rate, (rank,), side.name)
-        elif rest > REST:
+        elif not rest <= REST:
             detail = f"{name}: {rest:.1%} of its update is not AdamW's"
             yield Finding(*at, detail, rest, (rank,), side.name)
-        elif abs(decayed - decay) > max(0.02 * decay, noise_of("decay")):
+        elif not abs(decayed - decay) <= max(0.02 * decay, noise_of("decay")):
             detail = f"{name} decayed by {decayed:.4g}, should be {decay:.4g}"
             yield Finding(*at, detail, abs(decayed - decay), (rank,), side.name)
 
@@ -221,7 +256,7 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
     for router, load in loads.items():
         at = state.step, ROUTERS, module_of(router)
         total = sum(load)
-        if abs(total - passes) > 1e-3 * passes:
+        if not abs(total - passes) <= 1e-3 * passes:
             detail = f"{router}: the experts' shares add up to {total:.6g}, should be {passes:g}: one for each pass"
             yield Finding(*at, detail, abs(total - passes) / passes, (), side.name)
             continue
@@ -318,9 +353,21 @@ def output_of(side: Side, name: str) -> str:
     return ".".join(words)
 
 
+def far(one: float, two: float) -> float:
+    """Return how far two numbers are apart relative to the larger one: 0 if they are equal or both NaN, infinite if
+    only one of them is finite.
+    """
+    if one == two or (math.isnan(one) and math.isnan(two)):
+        return 0.0
+    error = abs(one - two) / max(abs(one), abs(two))
+    return error if math.isfinite(error) else math.inf
+
+
 def ratio_of(one: float, two: float) -> str:
     """Return the factor between two numbers; if it is nearly a whole number, return that number."""
     factor = two / one if one else math.inf
+    if not math.isfinite(factor):
+        return f"{factor:.6g} times"
     whole = round(factor) if factor >= 1 else (round(1 / factor) if factor else 0)
     near = whole > 1 and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3
     return f"{'' if factor >= 1 else '1/'}{whole} times" if near else f"{factor:.6g} times"
