@@ -108,6 +108,7 @@ class Side:
         folder: the folder of the record.
         first: the first step that its metrics should have.
         gaps: what its records lack, a sentence each.
+        held: whether the outputs of its modules were compared with a forward pass in NumPy.
         end: module -> sketch of its output, with what the training left; empty if not recorded.
     """
 
@@ -125,6 +126,7 @@ class Side:
     folder: Path = Path()
     end: dict[str, list[Any]] = field(default_factory=dict)
     ended: int = 0  # the step of `end`
+    held: bool = False
 
     @property
     def effective(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from plugins.step_record.plan import START as START_FILE
 from plugins.step_record.plan import apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
 from tools.accuracy.diagnose.laws import (
@@ -230,8 +229,7 @@ def _absent(side: Side, stage: str) -> bool:
 
 def _held_against_recipe(side: Side) -> list[str]:
     """Return the stages that compare a single run with what its recipe says."""
-    traced = any(side.modules(step) for step in side.states) and (side.folder / START_FILE).is_file()
-    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * traced
+    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * side.held
 
 
 @dataclass
@@ -280,7 +278,7 @@ class _Pair:
             if name not in others or output[0] == others[name][0]:
                 continue
             error = apart(output, others[name])
-            if error > (ROUNDING if self.bits else GROUP):
+            if not error <= (ROUNDING if self.bits else GROUP):
                 what = f"the outputs of {name} are {error:.2g} of their norm apart; modules before it are equal"
                 yield Finding(step, FORWARD, output_of(self.a, name), what, 1.0)
                 return
@@ -314,6 +312,10 @@ class _Pair:
                 yield Finding(step, stage, module_of(name), f"{name}: only {side} has it")
         for name in sorted(mine.keys() & others.keys()):
             one, two = mine[name], others[name]
+            if one.shape != two.shape:
+                what = f"{name}: shape {list(one.shape)} and {list(two.shape)}"
+                yield Finding(step, stage, module_of(name), what)
+                continue
             if not (one.complete and two.complete) or (not self.bits and not is_trained(name)):
                 continue
             error = far(one.norm, two.norm)

@@ -133,6 +133,7 @@ def _modules_law(side: Side) -> Iterator[Finding]:
             return
         # of a run that was resumed the files are those of its last part
         found = side.modules(step) if kept_in == START_FILE else side.end if side.ended == step else {}
+        side.held |= not found.keys().isdisjoint(wanted)
         if wrong := _wrong_module(found, wanted, ties):
             name, error = wrong
             what = f"the output of {name} is {error:.2g} of its norm away from that of the forward pass in NumPy"
@@ -153,7 +154,7 @@ def _wrong_module(
         if name not in found:
             continue
         error = apart(found[name], sketch_of(output))
-        if error > REFERENCE:
+        if not error <= REFERENCE:
             if error < 2 * math.sqrt(ties.get(name, 0) / math.prod(output.shape[:2])):
                 return None  # what follows differs with it
             return name, error

@@ -12,7 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from plugins.errors import TC3Error
-from plugins.step_record.plan import START
+from plugins.step_record.plan import BIAS, START
 from tools.accuracy.align.sides import reference_sizes
 from tools.accuracy.diagnose.evidence import Side
 from tools.accuracy.reference.forward import Forward
@@ -71,7 +71,13 @@ def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str,
         step, ids = int(kept["step"]), kept["batch/input_ids"]
     except (OSError, ValueError, KeyError, BadZipFile) as error:
         return 0, {}, {}, f"{file} is damaged ({error}); train again into a new folder"
-    names = {entry.mindformers for entry in table(sizes)}
-    weights = {name: value for name, value in below(kept, "weight/").items() if name in names}
-    forward = Forward(sizes, to_hugging_face(weights, sizes))
+    entries = {entry.mindformers: entry for entry in table(sizes)}
+    weights = {name: value for name, value in below(kept, "weight/").items() if name in entries}
+    for name, entry in entries.items():
+        if name.endswith(BIAS):  # of a model whose routers have none, biases of 0 choose the same experts
+            weights.setdefault(name, np.zeros(entry.shape, np.float32))
+    try:
+        forward = Forward(sizes, to_hugging_face(weights, sizes))
+    except TC3Error as error:
+        return 0, {}, {}, str(error)
     return step, forward.run(ids), forward.ties, ""

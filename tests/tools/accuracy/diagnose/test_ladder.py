@@ -68,6 +68,14 @@ def test_start(pair):
     assert first(pair(Other)) == (0, "start", "layers.0.mlp")
 
 
+def test_another_shape_is_not_other_bits(tmp_path, monkeypatch):
+    a = Run(tmp_path / "a").write()
+    monkeypatch.setitem(SHAPES, DENSE, (6, 5))
+    verdict = diagnose(read_side(a), read_side(Run(tmp_path / "b").write()))
+    details = {each.detail for each in verdict.findings if each.step == 0}
+    assert f"{DENSE}: shape [6, 4] and [6, 5]" in details and not any("bits" in detail for detail in details)
+
+
 @pytest.mark.parametrize(("rate", "stage"), [(0.0, "start"), (1e-3, "update")])
 def test_a_first_step_with_rate_0_shows_what_a_sharded_run_started_from(tmp_path, rate, stage):
     class Sharded(Run):

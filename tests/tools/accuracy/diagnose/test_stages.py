@@ -270,6 +270,39 @@ def test_what_the_reference_cannot_compute_is_said(tmp_path, ids):
     assert "reset_attention_mask" in outputs_of(side)[-1] and not diagnose(side).findings
 
 
+def test_routers_without_biases_choose_as_with_biases_of_0(tmp_path, ids):
+    """A weight that is missing beside them is said, and does not end the command."""
+
+    class Unbiased(Forward):
+        def __init__(self, sizes, weights):
+            zero = {name: 0 * each for name, each in weights.items() if name.endswith("e_score_correction_bias")}
+            assert zero
+            super().__init__(sizes, weights | zero)
+
+    side = aligned(tmp_path / "run", Unbiased, ids)
+    with np.load(side.folder / START) as stored:
+        kept = {name: value for name, value in stored.items() if not name.endswith(".expert_bias")}
+    np.savez(side.folder / START, **kept)
+    verdict = diagnose(side)
+    assert not verdict.findings and not side.notes and "forward" in verdict.compared
+    np.savez(side.folder / START, **{name: value for name, value in kept.items() if "final_layernorm" not in name})
+    side = read_side(side.folder.parent)
+    verdict = diagnose(side)
+    assert "final_layernorm" in outputs_of(side)[-1] and "forward" not in verdict.compared
+    assert any("final_layernorm" in note for note in side.notes)
+
+
+def test_an_output_that_is_not_a_number_is_never_right(tmp_path, ids):
+    class Lost(Forward):
+        def dense(self, layer, x):
+            return super().dense(layer, x) * np.nan
+
+    side = aligned(tmp_path / "run", Lost, ids)
+    right = aligned(tmp_path / "right", Forward, ids)
+    for verdict in (diagnose(side), diagnose(right, side)):
+        assert (verdict.first[0].stage, verdict.first[0].module) == ("forward", "layers.0.mlp")
+
+
 def test_what_was_built_is_what_the_recipe_says(tmp_path):
     class Other(Recorded):
         def edit(self, kind, line):
