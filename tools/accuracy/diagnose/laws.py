@@ -18,7 +18,7 @@ from plugins.finite_loss.plan import undefined_parts
 from plugins.step_record.plan import END, STATE, apart, sketch_of
 from plugins.step_record.plan import START as START_FILE
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
-from tools.accuracy.diagnose.reference import built_of, outputs_of
+from tools.accuracy.diagnose.reference import bias_rate_of, built_of, outputs_of
 from tools.accuracy.equivalence.runs import group_of
 from tools.recipe.view import View
 
@@ -248,7 +248,7 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
     load.
     """
     model, view = side.recipe["model"]["model_config"], View(side.recipe)
-    rate = model.get("moe_router_bias_update_rate")
+    rate = bias_rate_of(side.recipe)
     passes = view.micro_batches * view.number(("runner_config", "gradient_accumulation_steps"), 1)
     loads = loads_of(side, state.step)
     for router in sorted({name for line in state.lines.values() for name in line["loads"]} - loads.keys()):
