@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from plugins.semi_auto_cpu.collectives import CallRecord
-from tools.accuracy.equivalence.runs import launch, make_corpus
+from tools.accuracy.equivalence.runs import launch, make_corpus, refuse_other_data
 from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places
 from tools.dryrun.plan import plan_jobs, without_files
@@ -45,6 +45,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
         recipe = load_mini(path, CORPUS, STEPS, WORKERS)
     recipe = resolve(apply_overrides(recipe, overrides))
     refuse_unsharded(recipe)
+    refuse_other_data(recipe)
     return recipe
 
 

@@ -25,6 +25,9 @@ CALLS = [
 ]
 
 
+SHARDED = ("use_parallel=True", "parallel.parallel_mode=1", "parallel_config.model_parallel=2")
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """The compiles that were asked for; each rank reports a sum and a gather behind it."""
@@ -157,6 +160,7 @@ def test_runs_of_one_recipe_share_their_compiles(tmp_path):
         ("pretrain_dp2", (), "parallel.parallel_mode: 1"),
         ("pretrain_tp2", ("use_parallel=False",), "one process"),
         ("pretrain_tp3", (), "pretrain_tp3.yaml"),
+        ("finetune", SHARDED, "give the pretraining recipe of the same model"),
     ],
 )
 def test_what_is_not_sharded_is_refused(recipe, overrides, words, compiled):

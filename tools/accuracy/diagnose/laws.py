@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plugins.batch_ramp.plan import division_of
 from plugins.finite_loss.plan import undefined_parts
 from plugins.step_record.plan import END, STATE, apart, sketch_of
 from plugins.step_record.plan import START as START_FILE
@@ -247,9 +248,8 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
     """Yield findings unless loads add up to the choices made, and a bias moves by its rate times the sign of share less
     load.
     """
-    model, view = side.recipe["model"]["model_config"], View(side.recipe)
+    model, passes = side.recipe["model"]["model_config"], _passes(side, state.step)
     rate = bias_rate_of(side.recipe)
-    passes = view.micro_batches * view.number(("runner_config", "gradient_accumulation_steps"), 1)
     loads = loads_of(side, state.step)
     for router in sorted({name for line in state.lines.values() for name in line["loads"]} - loads.keys()):
         what = f"{router}: no rank has counted a choice"
@@ -282,6 +282,16 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
                 f"{router}: the bias of {len(wrong)} of {len(load)} experts is wrong: that of expert {number} {moved}"
             )
             yield Finding(*at, detail, len(wrong) / len(load), tuple(ranks), side.name)
+
+
+def _passes(side: Side, step: int) -> float:
+    """Return how many forward passes a step has: one for each micro-batch, of which a ramp's smaller batches have
+    fewer.
+    """
+    view = View(side.recipe)
+    passes = view.micro_batches * view.accumulation
+    whole = division_of(side.recipe).whole
+    return passes if whole else passes * view.ramp.batch_at(step) / view.ramp.full
 
 
 def loads_of(side: Side, step: int) -> dict[str, list[float]]:

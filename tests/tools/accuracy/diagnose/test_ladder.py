@@ -1,12 +1,10 @@
 """Each stage has a fault that only it names first, in runs that NumPy simulates."""
 
-import json
-
 import numpy as np
 import pytest
 
 from tests.tools.accuracy.diagnose.simulated import RATE, ROUTER, SHAPES, Run
-from tools.accuracy.diagnose.cli import _as_json, report
+from tools.accuracy.diagnose.cli import report
 from tools.accuracy.diagnose.evidence import State, read_side
 from tools.accuracy.diagnose.ladder import OtherModelError, diagnose
 from tools.accuracy.diagnose.laws import loads_of
@@ -377,6 +375,23 @@ class Staged(Run):
         return float("nan")
 
 
+@pytest.mark.parametrize(("stages", "found"), [([[2, 4]], []), ([[1, 4]], [2])])
+def test_the_steps_of_a_ramp_have_fewer_passes(tmp_path, stages, found):
+    """Two of four micro-batches until step 2."""
+
+    class Ramped(Staged):
+        def load(self, step):
+            return super().load(step) * (1 if step < 3 else 2)
+
+        def move(self, load):
+            return super().move(load / load.sum() * 2)
+
+    run = Ramped(tmp_path / "run")
+    run.recipe["parallel_config"]["micro_batch_num"] = 4
+    run.recipe["plugins"]["batch_ramp"] = {"stages": stages}
+    assert [each.step for each in diagnose(read_side(run.write())).findings] == found
+
+
 @pytest.mark.parametrize(("coefficient", "found"), [(0.0, []), (0.001, ["router"] * 6)])
 def test_a_pipeline_counts_each_micro_batch_and_logs_no_auxiliary_loss(tmp_path, coefficient, found):
     keys = {"model.model_config.moe_aux_loss_coeff": coefficient}
@@ -442,56 +457,3 @@ def test_findings_are_sorted_by_step_and_stage(pair):
 
     orders = [each.order for each in pair(Everything).findings]
     assert orders == sorted(orders) and orders[0][0] == 1 and orders[-1][0] == 3
-
-
-class Spoilt(Run):
-    """A weight is NaN after the last step."""
-
-    def record(self, rank, step, before, after, *more):
-        spoilt = {DENSE: after[DENSE] * np.float32(np.nan)} if step == 3 else {}
-        super().record(rank, step, before, after | spoilt, *more)
-
-
-class NotANumber(Run):
-    """One element of a gradient is NaN in the last step."""
-
-    def gradient(self, step, name):
-        made = super().gradient(step, name)
-        if step == 3 and name == DENSE:
-            made[0, 0] = np.nan
-        return made
-
-
-class Lost(Run):
-    """The last step's loss is NaN, and nothing else."""
-
-    def loss(self, step):
-        return float("nan") if step == 3 else super().loss(step)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize(
-    ("fault", "stage", "module"),
-    [(Spoilt, "update", "layers.0.mlp"), (NotANumber, "gradients", "layers.0.mlp"), (Lost, "forward", "model")],
-)
-def test_what_is_not_a_number_is_never_equal(pair, fault, stage, module, single, ranks):
-    verdict = pair(fault, single=single, ranks=ranks)
-    assert first(verdict) == (3, stage, module)
-    told = json.dumps(_as_json(verdict, []), allow_nan=False)
-    assert json.loads(told)["findings"][0]["error"] is None
-
-
-@pytest.mark.parametrize("clipped", [True, False])
-def test_what_a_run_does_not_have_is_not_compared(pair, clipped):
-    class Dense(Run):
-        def line(self, rank, kind, line):
-            state = {name: told for name, told in line["state"].items() if not name.startswith(ROUTER)}
-            super().line(rank, kind, line | {"state": state, "biases": {}} | ({"loads": {}} if "loads" in line else {}))
-
-        def metrics(self, rank, line):
-            super().metrics(rank, {key: value for key, value in line.items() if key != "global_norm"})
-
-    verdict = pair(Dense, single=True, keys={"runner_wrapper.use_clip_grad": clipped})
-    assert {"routers", "norm and clipping"}.isdisjoint(verdict.compared)
-    assert verdict.unknown == ("norm and clipping",) * clipped and (verdict.word == "equal") != clipped
