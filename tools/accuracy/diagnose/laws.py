@@ -10,6 +10,7 @@ what was there.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ REST = 1e-2  # share of an update that AdamW does not explain; rounding leaves 1
 NEAR = 1e-5  # relative; a load at its share, where the sign of the difference is rounding
 ROUNDING = 1e-6  # relative; below it, only bits differ
 REFERENCE = 2e-5  # relative; a module's output in float32 against NumPy in float64
+_TRAINED = re.compile(r"((weight|bias)\d*|\.hc_\w+)$")
 WORST = 3  # findings shown of a stage
 
 
@@ -339,8 +341,10 @@ def noise_of(key: str) -> float:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a tensor is a weight, or a moment of one."""
-    return name.endswith(("weight", "bias")) and not name.endswith("expert_bias")
+    """Return whether a tensor is a weight, or a moment of one; experts have `weight1` and `weight2`, residual streams
+    `hc_fn`, `hc_base` and `hc_scale`.
+    """
+    return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
 
 def module_of(name: str) -> str:

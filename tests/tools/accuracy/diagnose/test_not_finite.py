@@ -71,3 +71,29 @@ def test_what_a_run_does_not_have_is_not_compared(tmp_path, clipped):
     verdict = verdict_on(tmp_path, Dense, keys={"runner_wrapper.use_clip_grad": clipped})
     assert {"routers", "norm and clipping"}.isdisjoint(verdict.compared)
     assert verdict.unknown == ("norm and clipping",) * clipped and (verdict.word == "equal") != clipped
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("decoder.layers.1.mlp.experts.weight1", "layers.1.experts"),
+        ("decoder.layers.0.attn_hc.hc_fn", "layers.0.attn_hc"),
+    ],
+)
+def test_weights_with_other_names_are_compared_in_another_layout_too(tmp_path, monkeypatch, name, module):
+    """Experts' weights and those of residual streams: their second moments, and at the start the weights themselves."""
+    monkeypatch.setitem(SHAPES, name, (4, 6))
+
+    class Moment(Run):
+        def step(self, step, before, recorded=True):
+            spoilt = before | {f"adam_v.{name}": before[f"adam_v.{name}"] * np.float32(2)} if step == 3 else before
+            return super().step(step, spoilt, recorded)
+
+    class Drawn(Run):
+        def start(self):
+            return super().start() | {name: super().start()[name] * np.float32(1.5)}
+
+    for fault, step, stage in ((Moment, 3, "update"), (Drawn, 0, "start")):
+        verdict = verdict_on(tmp_path / stage, fault, single=False, ranks=2)
+        found = verdict.first[0]
+        assert not verdict.bits and (found.step, found.stage, found.module) == (step, stage, module)
