@@ -118,9 +118,10 @@ class Trace:
             self._hook(layer.pre_mlp_layernorm, f"{where}.post_norm")
             self._hook(layer.mlp, f"{where}.mlp")
             core = layer.self_attention.core_attention
-            self.handles.append(core.register_forward_hook(self._attention(where, core.heads)))
+            self.handles.append(core.register_forward_hook(self._attention(where, core.heads, core.groups)))
             if hasattr(layer.mlp, "router"):
-                self._hook(layer.mlp.shared_experts, f"{where}.shared_expert")
+                if getattr(layer.mlp, "shared_experts", None) is not None:
+                    self._hook(layer.mlp.shared_experts, f"{where}.shared_expert")
                 experts = layer.mlp.router.expert_dim
                 self.handles.append(layer.mlp.router.register_forward_hook(self._router(where, experts)))
 
@@ -135,10 +136,10 @@ class Trace:
 
         self.handles.append(cell.register_forward_hook(note))
 
-    def _attention(self, where, heads):
+    def _attention(self, where, heads, groups):
         def note(cell, inputs, output):
-            for name, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
-                self._note(f"{where}.{name}", tensor.reshape(tensor.shape[0], tensor.shape[1], heads, -1))
+            for name, tensor, count in zip(("query", "key", "value"), inputs[:3], (heads, groups, groups), strict=True):
+                self._note(f"{where}.{name}", tensor.reshape(tensor.shape[0], tensor.shape[1], count, -1))
             self._note(f"{where}.context", output)
 
         return note

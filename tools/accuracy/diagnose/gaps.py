@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tools.accuracy.diagnose.evidence import Side
 
 COPY = "copy the metrics/ folders of all hosts into this folder again"
+NUMBERS = ("lm_loss", "mtp_loss", "loss", "global_norm", "learning_rate")
 STATE = "weights, gradients and routers"
 
 
@@ -27,7 +28,13 @@ def take_out(side: Side, metrics: Mapping[int, Readings]) -> list[str]:
         side: what was read of the run.
         metrics: rank -> its metrics.
     """
-    return [*_steps(side), *_ranks(side, metrics), *_starts(side, len(metrics)), *_states(side, len(metrics))]
+    return [
+        *_steps(side),
+        *_ranks(side, metrics),
+        *_numbers(side),
+        *_starts(side, len(metrics)),
+        *_states(side, len(metrics)),
+    ]
 
 
 def printed_every(recipe: Recipe) -> int:
@@ -54,6 +61,17 @@ def _ranks(side: Side, metrics: Mapping[int, Readings]) -> Iterator[str]:
             yield f"{_listed(missing)} missing from the metrics of rank {rank}; {COPY}"
     for step in [step for step in side.samples if any(step not in each.steps for each in metrics.values())]:
         del side.samples[step]  # those that some ranks read would look like other samples
+
+
+def _numbers(side: Side) -> Iterator[str]:
+    """Yield what only some steps have: a number of the metrics, or the digests of the samples."""
+    for name in NUMBERS:
+        known = {step for step, record in side.steps.items() if record.get(name) is not None}
+        if known and (missing := side.steps.keys() - known):
+            yield f"the {name} of {_listed(missing, verb='')} is missing from its metrics"
+    last = max(side.steps) if _going_on(side) else None
+    if side.samples and (missing := side.steps.keys() - side.samples.keys() - {last}):
+        yield f"the samples of {_listed(missing, verb='')} are not recorded by all ranks"
 
 
 def _starts(side: Side, ranks: int) -> Iterator[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from plugins.step_record.plan import apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
@@ -141,6 +141,10 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
             "compare runs that share steps"
         )
     ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
+    for side in (a, b) if pair and b else ():
+        if names := sorted({name for run, name in pair.partial if run == side.name}):
+            side.gaps.append(f"{len(names)} tensors are not recorded by all ranks that have a part, such as {names[0]}")
+            side.notes.append(side.gaps[-1])
     gaps = tuple(f"{side.name}: {gap}" for side in (a, b) if side for gap in side.gaps)
     return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps)
 
@@ -242,6 +246,7 @@ class _Pair:
     b: Side
     bits: bool
     same: bool
+    partial: list[tuple[str, str]] = field(default_factory=list)  # (run, tensor) whose parts do not make the whole
 
     @property
     def clips(self) -> bool:
@@ -316,6 +321,7 @@ class _Pair:
                 what = f"{name}: shape {list(one.shape)} and {list(two.shape)}"
                 yield Finding(step, stage, module_of(name), what)
                 continue
+            self.partial += [(self.a.name, name)] * (not one.complete) + [(self.b.name, name)] * (not two.complete)
             if not (one.complete and two.complete) or (not self.bits and not is_trained(name)):
                 continue
             error = far(one.norm, two.norm)

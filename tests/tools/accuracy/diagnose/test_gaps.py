@@ -1,8 +1,10 @@
 """Records that are not whole: nothing is called equal, and a line says what is missing."""
 
+import json
+
 import pytest
 
-from tests.tools.accuracy.diagnose.simulated import Run
+from tests.tools.accuracy.diagnose.simulated import SHAPES, Run
 from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import diagnose
 from tools.recipe.dump import dump_recipe
@@ -101,3 +103,33 @@ def test_what_a_resumed_run_had_recorded_before_it_went_back_is_not_its_own(tmp_
     dump_recipe(recipe, folder / "recipe.yaml")
     side = read_side(folder)
     assert sorted(side.states) == [1, 2] and not diagnose(side).findings and not side.gaps
+
+
+def changed(place, change):
+    """An edit of one line, as JSON."""
+
+    def edit(lines):
+        record = json.loads(lines[place])
+        change(record)
+        return [*lines[:place], json.dumps(record) + "\n", *lines[place + 1 :]]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        (METRICS, lambda line: line.pop("samples"), "the samples of step 2 are not recorded by all ranks"),
+        (METRICS, lambda line: line.update(lm_loss=None), "the lm_loss of step 2 is missing"),
+        (METRICS, lambda line: line.pop("global_norm"), "the global_norm of step 2 is missing"),
+        (STATES, lambda line: line["state"].pop(f"adam_v.{next(iter(SHAPES))}"), "1 tensors are not recorded by all"),
+    ],
+)
+def test_what_only_some_steps_or_ranks_have(tmp_path, name, change, told):
+    ranks = 2 if name == STATES else 1
+    a, b = (Run(tmp_path / side, ranks=ranks).write() for side in "ab")
+    edited(b, name, changed(2, change))
+    for sides in ((a, b), (b, a)):
+        verdict = diagnose(*map(read_side, sides))
+        assert not verdict.findings and verdict.word == "nothing differs in what was recorded"
+        assert any(gap.startswith(str(b)) and told in gap for gap in verdict.gaps)
