@@ -5,7 +5,7 @@ and recorded states that are missing. Two runs are called equal only if neither 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from plugins.errors import RecipeError
 from plugins.step_record.plan import KEY, Settings
@@ -13,12 +13,21 @@ from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import Readings
 
-if TYPE_CHECKING:
-    from tools.accuracy.diagnose.evidence import Side
-
 COPY = "copy the metrics/ folders of all hosts into this folder again"
 NUMBERS = ("lm_loss", "mtp_loss", "loss", "global_norm", "learning_rate")
 STATE = "weights, gradients and routers"
+
+
+class Side(Protocol):
+    """A `Side` has the attributes of `evidence.Side` that a gap shows in."""
+
+    recipe: Recipe
+    steps: dict[int, dict[str, Any]]
+    total_steps: int | None
+    samples: dict[int, dict[int, dict[str, Any]]]
+    starts: list[Any]
+    states: dict[int, Any]
+    first: int
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings]) -> list[str]:

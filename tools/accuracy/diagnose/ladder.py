@@ -132,6 +132,8 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     software = _software(a, b) if b else ()
     pair = _Pair(a, b, not layout and not software, not numbers and not layout) if b else None
     findings = list(pair.findings()) if pair else []
+    if pair:
+        pair.tell_partial()
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
@@ -141,10 +143,6 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
             "compare runs that share steps"
         )
     ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
-    for side in (a, b) if pair and b else ():
-        if names := sorted({name for run, name in pair.partial if run == side.name}):
-            side.gaps.append(f"{len(names)} tensors are not recorded by all ranks that have a part, such as {names[0]}")
-            side.notes.append(side.gaps[-1])
     gaps = tuple(f"{side.name}: {gap}" for side in (a, b) if side for gap in side.gaps)
     return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps)
 
@@ -267,6 +265,14 @@ class _Pair:
             yield from self._updates(step)
             yield from self._tensors(step, self.a.states[step], self.b.states[step], UPDATE)
             yield from self._routers(step)
+
+    def tell_partial(self) -> None:
+        """Note how many tensors are not whole in the records of each run."""
+        for side in (self.a, self.b):
+            if names := sorted({name for run, name in self.partial if run == side.name}):
+                what = f"{len(names)} tensors are not recorded by all ranks that have a part, such as {names[0]}"
+                side.gaps.append(what)
+                side.notes.append(what)
 
     def _built(self) -> Iterator[Finding]:
         """Yield findings about what was built from equal recipes."""
