@@ -191,12 +191,3 @@ def test_dumps_that_both_lack_the_same_are_not_equal(tmp_path, level, lost, word
             shutil.rmtree(part)
     result = invoke(tmp_path / "a", tmp_path / "b")
     assert isinstance(result.exception, DataError) and re.search(words, str(result.exception))
-
-
-def test_kernels_of_fewer_steps_than_were_dumped_are_not_whole(tmp_path):
-    folder = tmp_path / "a"
-    (folder / "rank_0" / "Net" / "0" / "0").mkdir(parents=True)
-    (folder / read.CONFIGURATION).write_text("{}")
-    write.mark(folder, True, steps=2, workers=1, level="L2")
-    with pytest.raises(DataError, match="made of 2 steps, but has 1"):
-        open_dump(folder)
