@@ -85,6 +85,21 @@ def counters_kept(network):
             param.set_data(Tensor(value))
 
 
+@contextmanager
+def without_recomputation(network):
+    """Call modules themselves, and not the ones that PyNative makes of them to compute them again in the backward
+    pass: those lose outputs that are None.
+    """
+    made = [(cell, cell._recompute_cell) for _, cell in network.cells_and_names() if cell._recompute_cell is not None]
+    try:
+        for cell, _ in made:
+            cell._recompute_cell = None
+        yield
+    finally:
+        for cell, recomputed in made:
+            cell._recompute_cell = recomputed
+
+
 def module_outputs(network, batch):
     """Return the logits of a batch, and module -> its output as [B, S, ...], in the order in which they are computed.
 
@@ -92,7 +107,7 @@ def module_outputs(network, batch):
     """
     trace = Trace(network)
     try:
-        with pynative():
+        with pynative(), without_recomputation(network):
             logits = network(*batch)
     finally:
         trace.close()

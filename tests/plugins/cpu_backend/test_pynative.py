@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import nn
 
 from plugins.cpu_backend import pynative
 
@@ -48,3 +49,21 @@ def test_keys_and_values_of_grouped_queries_have_fewer_heads(network):
     }  # fmt: skip
     trace.close()
     assert not network.core.hooks
+
+
+class Parted(nn.Cell):
+    """A module one of whose outputs is None, as those of MindFormers' layers are."""
+
+    def construct(self, x):
+        return x, None, x + x
+
+
+def test_modules_that_are_computed_again_keep_outputs_that_are_none():
+    cell = Parted()
+    cell.recompute()
+    made = cell._recompute_cell
+    assert made is not None
+    with pynative.pynative(), pynative.without_recomputation(cell):
+        found = cell(ms.Tensor(np.ones(2, np.float32)))
+    assert len(found) == 3 and found[1] is None
+    assert cell._recompute_cell is made
