@@ -5,6 +5,7 @@ tests read these lines.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
 from launch.run.cache_key import VERSIONS
+from plugins.finite_loss.adapter import undefined_of
+from plugins.finite_loss.plan import METRICS
 from plugins.lines import append_line
 from plugins.private_hooks import train_step
 from plugins.step_record.plan import samples_of
@@ -76,6 +79,7 @@ class RecordingLossMonitor(MFLossMonitor):
     samples: dict[str, list[str] | str] | None = None  # of the step that runs
     described: int | None = None  # samples of a step that the last description holds for
     cpu_before = 0.0
+    undefined: tuple[str, ...] = ()  # of METRICS: the parts of the loss that MindFormers computes as 0 / 0
     first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
 
     def on_train_begin(self, run_context):
@@ -119,7 +123,7 @@ class RecordingLossMonitor(MFLossMonitor):
             "time": now,
             "loss": float(loss),
             "lm_loss": _scalar(main_loss),
-            "load_balancing_loss": _scalar(extra_loss),
+            "load_balancing_loss": self._balancing(extra_loss),
             "mtp_loss": _scalar(mtp_loss),
             "global_norm": _scalar(global_norm),
             "learning_rate": _scalar(self.learning_rate),
@@ -129,6 +133,11 @@ class RecordingLossMonitor(MFLossMonitor):
             "cpu_seconds": self._cpu_seconds(),
             "samples": self.samples,
         })  # fmt: skip
+
+    def _balancing(self, value):
+        """Return the load-balancing loss, or None if it is NaN only because MindFormers computes it as 0 / 0."""
+        number = _scalar(value)
+        return None if METRICS[1] in self.undefined and number is not None and math.isnan(number) else number
 
     def _cpu_seconds(self):
         """Return processor time of this worker since the last record: without what it waited for others, or for a
@@ -185,5 +194,6 @@ def enable(config, collectives=None) -> None:
         RecordingLossMonitor.first_step = FirstStep(collectives, file)
     RecordingLossMonitor.run_dir = config.output_dir
     RecordingLossMonitor.seq_length = config.model.model_config.seq_length
+    RecordingLossMonitor.undefined = undefined_of(config)
     RecordingLossMonitor.columns = tuple((config.train_dataset or {}).get("input_columns") or ())
     MindFormerRegister.register_cls(RecordingLossMonitor, MindFormerModuleType.CALLBACK, alias="MFLossMonitor")

@@ -85,6 +85,21 @@ def counters_kept(network):
             param.set_data(Tensor(value))
 
 
+@contextmanager
+def without_recomputation(network):
+    """Call modules themselves, and not the ones that PyNative makes of them to compute them again in the backward
+    pass: those lose outputs that are None.
+    """
+    made = [(cell, cell._recompute_cell) for _, cell in network.cells_and_names() if cell._recompute_cell is not None]
+    try:
+        for cell, _ in made:
+            cell._recompute_cell = None
+        yield
+    finally:
+        for cell, recomputed in made:
+            cell._recompute_cell = recomputed
+
+
 def module_outputs(network, batch):
     """Return the logits of a batch, and module -> its output as [B, S, ...], in the order in which they are computed.
 
@@ -92,7 +107,7 @@ def module_outputs(network, batch):
     """
     trace = Trace(network)
     try:
-        with pynative():
+        with pynative(), without_recomputation(network):
             logits = network(*batch)
     finally:
         trace.close()
@@ -118,9 +133,10 @@ class Trace:
             self._hook(layer.pre_mlp_layernorm, f"{where}.post_norm")
             self._hook(layer.mlp, f"{where}.mlp")
             core = layer.self_attention.core_attention
-            self.handles.append(core.register_forward_hook(self._attention(where, core.heads)))
+            self.handles.append(core.register_forward_hook(self._attention(where, core.heads, core.groups)))
             if hasattr(layer.mlp, "router"):
-                self._hook(layer.mlp.shared_experts, f"{where}.shared_expert")
+                if getattr(layer.mlp, "shared_experts", None) is not None:
+                    self._hook(layer.mlp.shared_experts, f"{where}.shared_expert")
                 experts = layer.mlp.router.expert_dim
                 self.handles.append(layer.mlp.router.register_forward_hook(self._router(where, experts)))
 
@@ -135,10 +151,10 @@ class Trace:
 
         self.handles.append(cell.register_forward_hook(note))
 
-    def _attention(self, where, heads):
+    def _attention(self, where, heads, groups):
         def note(cell, inputs, output):
-            for name, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
-                self._note(f"{where}.{name}", tensor.reshape(tensor.shape[0], tensor.shape[1], heads, -1))
+            for name, tensor, count in zip(("query", "key", "value"), inputs[:3], (heads, groups, groups), strict=True):
+                self._note(f"{where}.{name}", tensor.reshape(tensor.shape[0], tensor.shape[1], count, -1))
             self._note(f"{where}.context", output)
 
         return note

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from plugins.semi_auto_cpu.collectives import CallRecord
-from tools.accuracy.equivalence.runs import launch, make_corpus
+from tools.accuracy.equivalence.runs import launch, make_corpus, refuse_other_data
 from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places
 from tools.dryrun.plan import plan_jobs, without_files
@@ -30,6 +30,7 @@ from tools.recipe.view import LOADER, View, look
 
 STEPS = 2  # trained; the first one's collectives are compared
 _WATCHERS = ("CheckpointMonitor",)
+_LEFT_OUT = ("held_out_loss", "batch_ramp")  # their text is no made-up one; the dry run compiles the full batch
 EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
@@ -44,6 +45,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
         recipe = load_mini(path, CORPUS, STEPS, WORKERS)
     recipe = resolve(apply_overrides(recipe, overrides))
     refuse_unsharded(recipe)
+    refuse_other_data(recipe)
     return recipe
 
 
@@ -76,8 +78,9 @@ def train(recipe: Recipe, folder: Path) -> Path:
     loader["config"]["data_path"] = ["1", make_corpus((folder / "corpus").absolute(), recipe, steps)]
     loader["sizes"] = [STEPS * view.global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
-    if look(short, ("plugins", "held_out_loss")):  # its text is no made-up one, and the dry run leaves it out
-        short["plugins"]["held_out_loss"] = False
+    for name in _LEFT_OUT:
+        if look(short, ("plugins", name)):
+            short["plugins"][name] = False
     short["callbacks"] = [each for each in short["callbacks"] if each["type"] not in _WATCHERS]
     short["checkpoint"] = {"save_path": "", "load_path": ""}
     launch(short, folder / "run")
@@ -126,6 +129,8 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
     recipe = recipe_of_run(run_dir)
     view = View(recipe)
     executed = [read_record(run_dir, rank) for rank in range(view.devices)]
+    if why := _not_comparable(view, executed):
+        return Verdict(UNKNOWN, why)
     plan = plan_jobs(recipe, tuple(range(view.devices)), view.micro_batches)
     results = compile_all(plan, at_once, use_cache=True)
     refused = [result for result in results if "error" in result]
@@ -134,6 +139,24 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
         return Verdict(UNKNOWN, why)
     ranks = [rank_calls(result, executed[result["rank"]]) for result in results]
     return Verdict(DIFFERS if any(rank.differences for rank in ranks) else EQUAL, "", ranks)
+
+
+def _not_comparable(view: View, executed: list[Executed]) -> str:
+    """Return why the records are not those of one step with the recipe's own batch; "" if they are."""
+    steps = [record.step for record in executed]
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        return (
+            f"rank 0 recorded step {steps[0]}, but rank {other} step {steps[other]}: the folder has the records of two "
+            "trainings, of which one ended in its first step; train again"
+        )
+    samples = view.ramp.batch_at(steps[0])
+    if samples != view.ramp.full:
+        return (
+            f"step {steps[0]} had {samples} samples by plugins.batch_ramp, but a dry run compiles the recipe's own "
+            f"batch of {view.ramp.full}; train with --set plugins.batch_ramp=False"
+        )
+    return ""
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
@@ -162,6 +185,7 @@ class Executed(NamedTuple):
 
     calls: list[CallRecord]
     places: dict[str, int]
+    step: int = 1
 
 
 def read_record(run_dir: Path, rank: int) -> Executed:
@@ -179,7 +203,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
     try:
         told = json.loads(file.read_text("utf-8"))
         places = {str(group): int(place) for group, place in told["places"].items()}
-        return Executed([CallRecord(*call) for call in told["calls"]], places)
+        return Executed([CallRecord(*call) for call in told["calls"]], places, int(told["step"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file}: this is not a record of collectives ({error!r}); train again") from None
 

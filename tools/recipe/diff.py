@@ -84,6 +84,9 @@ class _Absent:
     def __bool__(self) -> bool:
         return False
 
+    def __str__(self) -> str:
+        return "absent"
+
 
 ABSENT = _Absent()
 

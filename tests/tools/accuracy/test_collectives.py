@@ -25,6 +25,9 @@ CALLS = [
 ]
 
 
+SHARDED = ("use_parallel=True", "parallel.parallel_mode=1", "parallel_config.model_parallel=2")
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """The compiles that were asked for; each rank reports a sum and a gather behind it."""
@@ -157,6 +160,7 @@ def test_runs_of_one_recipe_share_their_compiles(tmp_path):
         ("pretrain_dp2", (), "parallel.parallel_mode: 1"),
         ("pretrain_tp2", ("use_parallel=False",), "one process"),
         ("pretrain_tp3", (), "pretrain_tp3.yaml"),
+        ("finetune", SHARDED, "give the pretraining recipe of the same model"),
     ],
 )
 def test_what_is_not_sharded_is_refused(recipe, overrides, words, compiled):
@@ -172,10 +176,43 @@ def test_files_of_another_run_are_not_mixed_up(tmp_path, compiled):
     assert isinstance(result.exception, RecipeError) and "not empty" in str(result.exception)
 
 
+def test_records_of_two_trainings_are_not_compared(tmp_path, compiled):
+    folder = left(tmp_path / "run")
+    file = calls_file(folder, 1)
+    file.write_text(file.read_text().replace('"step": 1', '"step": 5'))
+    result = invoke(folder)
+    assert (result.exit_code, compiled) == (2, [])
+    assert result.stdout.startswith("unknown: rank 0 recorded step 1, but rank 1 step 5")
+
+
+@pytest.mark.parametrize(("step", "code", "word"), [(1, 2, "unknown: step 1 had 4 samples"), (3, 0, "equal")])
+def test_a_step_of_fewer_samples_is_not_compared_with_the_full_batch(step, code, word, tmp_path, compiled):
+    folder = left(tmp_path / "run")
+    recipe = load_recipe(folder / "recipe.yaml")
+    recipe["plugins"]["batch_ramp"] = {"stages": [[2, 4]]}
+    dump_recipe(recipe, folder / "recipe.yaml")
+    for rank in range(2):
+        file = calls_file(folder, rank)
+        file.write_text(file.read_text().replace('"step": 1', f'"step": {step}'))
+    result = invoke(folder)
+    assert result.exit_code == code and result.stdout.splitlines()[-1].startswith(word)
+    assert len(compiled) == (code == 0)
+
+
+def test_a_ramp_is_left_out_of_the_training(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(collectives, "launch", lambda flat, run_dir: trained.append(flat))
+    recipe = load_recipe(TP2)
+    recipe["plugins"]["batch_ramp"] = {"stages": [[2, 4]]}
+    collectives.train(recipe, tmp_path)
+    assert trained[0]["plugins"]["batch_ramp"] is False and recipe["plugins"]["batch_ramp"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (None, "missing"),
+        ('{"calls": [], "places": {}}', "train again"),
         ("{", "train again"),
         ('{"calls": [], "places": 1}', "train again"),
         ('{"calls": []}', "train again"),

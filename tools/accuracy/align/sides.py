@@ -84,7 +84,9 @@ def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping],
     second graph is compiled, and it is the gradient that the trainer used.
     """
     steps = list(metrics)
-    curve = {name: np.array([step[name] for step in steps], np.float64) for name in CURVES}
+    # a model without MTP layers, or of grouped-query attention, has no parts of the loss; without clipping no norm
+    told = [name for name in CURVES if any(step[name] is not None for step in steps)]
+    curve = {name: np.array([step[name] for step in steps], np.float64) for name in told}
     scale = float(max(curve["global_norm"][0], hyper.clip) / hyper.clip) if hyper.clip else 1.0
     share = float(np.float32(1) - np.float32(hyper.betas[0]))
     states, loads = states_of(stored, len(steps))

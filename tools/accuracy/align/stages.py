@@ -123,8 +123,8 @@ def forward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     """Compare the logits and then the first losses for the same weights and tokens (stage 2)."""
 
     def given(kind: str, one: Arrays, other: Arrays) -> list[Row]:
-        return [Row(f"{kind} {name}", _different(array, other.get(name)), NONE, "elements that differ")
-                for name, array in one.items()]  # fmt: skip
+        return [Row(f"{kind} {name}", _different(one.get(name), other.get(name)), NONE, "elements that differ")
+                for name in {**one, **other}]  # fmt: skip
 
     rows = [row for row in given("initial", ours.initial, theirs.initial) if row.status != PASSED]
     rows = rows or [Row("initial weights", 0, NONE, "elements that differ")]
@@ -133,7 +133,9 @@ def forward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     logits = _each(sides, lambda side: side.trace.get("logits"))
     rows.append(_between("logits", largest, logits, LOGITS, "largest |difference|"))
     for name in ("lm_loss", "mtp_loss", "loss"):
-        first = _each(sides, lambda side, name=name: side.curve[name][:1])
+        if name not in ours.curve and name not in theirs.curve:
+            continue
+        first = _each(sides, lambda side, name=name: _first_of(side, name))
         rows.append(_between(f"step 1 {name}", largest, first, LOSS / 10, "|difference|"))
     return Stage("forward", rows)
 
@@ -143,13 +145,19 @@ def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]
     return [None if side is None else part(side) for side in sides]
 
 
+def _first_of(side: Record, name: str) -> np.ndarray | None:
+    """Return the first value of a curve; None if the side has no such curve."""
+    return side.curve[name][:1] if name in side.curve else None
+
+
 def backward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     """Compare the gradient of every weight, and the global norm (stage 3)."""
     sides = ours, theirs, floor
-    rows = [
-        _between("global norm", relative, _each(sides, lambda side: side.curve["global_norm"][:1]), NORM, "relative")
-    ]
-    for name in ours.gradient:
+    rows = []
+    if "global_norm" in ours.curve or "global_norm" in theirs.curve:
+        norms = _each(sides, lambda side: _first_of(side, "global_norm"))
+        rows.append(_between("global norm", relative, norms, NORM, "relative"))
+    for name in {**ours.gradient, **theirs.gradient}:
         gradients = _each(sides, lambda side, name=name: side.gradient.get(name))
         rows.append(_between(name, relative, gradients, GRADIENT, "relative L2"))
     return Stage("backward", rows)
@@ -164,7 +172,7 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     """
     steps = [None if side is None else moved(side) for side in (ours, theirs, floor)]
     rows = []
-    for name in steps[0] or {}:
+    for name in {**(steps[0] or {}), **(steps[1] or {})}:
         trio = [None if side is None else side.get(name) for side in steps]
         want = trio[1]
         if want is not None:
@@ -182,7 +190,7 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     """
     rows = _single_steps(ours, theirs) if theirs.single else []
     sound = bool(rows) and all(row.status != FAILED for row in rows) and _ties_are_rare(theirs)
-    for step in range(len(ours.curve["loss"])):
+    for step in range(max(len(ours.curve["loss"]), len(theirs.curve["loss"]))):
         trio = _each((ours, theirs, floor), lambda side, at=slice(step, step + 1): side.curve["loss"][at])
         row = _between(f"loss of step {step + 1}", largest, trio, LOSS, "|difference|")
         rows.append(replace(row, excuse=DRIFT, detail=row.detail or "each step by itself agrees") if sound else row)
@@ -295,8 +303,8 @@ def _between(
     return Row(name, measure(got, want), tolerance, words, floor, "; ".join(told))
 
 
-def _different(one: np.ndarray, other: np.ndarray | None) -> float:
-    if other is None or one.shape != other.shape:
+def _different(one: np.ndarray | None, other: np.ndarray | None) -> float:
+    if one is None or other is None or one.shape != other.shape:
         return float("inf")
     return float(np.count_nonzero(one != other))
 
@@ -341,8 +349,10 @@ def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
     if not weights:
         return "every gradient agrees, the global norm does not: how the norm is taken"
     last = weights[-1]  # rows are in forward order
-    factor = _factor(ours.gradient[last.name], theirs.gradient[last.name])
-    text = f"{len(weights)} of {len(stage.rows) - 1} gradients differ; backward meets {last.name} first"
+    both = last.name in ours.gradient and last.name in theirs.gradient
+    factor = _factor(ours.gradient[last.name], theirs.gradient[last.name]) if both else f": {last.detail}"
+    count = sum(row.name != "global norm" for row in stage.rows)
+    text = f"{len(weights)} of {count} gradients differ; backward meets {last.name} first"
     return f"{text} ({last.error:.1e} relative{factor})"
 
 
@@ -356,6 +366,8 @@ def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> 
     if not weights:
         return f"weights agree; the router's bias does not: {biases[0]} (the aux-free update)"
     steps = moved(ours), moved(theirs)
+    if lacking := [name for name in weights if name not in steps[0] or name not in steps[1]]:
+        return f"only one side moves {', '.join(lacking[:3])}"
     groups = {
         "weight_decay": [name for name in weights if ours.initial[name].ndim > 1],
         "no_weight_decay": [name for name in weights if ours.initial[name].ndim <= 1],

@@ -145,9 +145,12 @@ def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> lis
 
 
 def _as_json(verdict: Verdict, sides: list[Side]) -> dict:
-    findings = [asdict(each) | {"error": None if math.isinf(each.error) else each.error} for each in verdict.findings]
+    findings = [
+        asdict(each) | {"error": each.error if math.isfinite(each.error) else None} for each in verdict.findings
+    ]
     changes = [{"key": each.path, "before": str(each.before), "after": str(each.after), "means": each.meaning.phrase}
                for each in verdict.changes]  # fmt: skip
     return {"verdict": verdict.word, "findings": findings, "changed": changes, "compared": verdict.compared,
-            "unknown": verdict.unknown, "layout": [each.path for each in verdict.layout], "software": verdict.software,
+            "unknown": verdict.unknown, "gaps": verdict.gaps, "layout": [each.path for each in verdict.layout],
+            "software": verdict.software,
             "notes": [f"{side.name}: {note}" for side in sides for note in side.notes]}  # fmt: skip

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, TC3Error
 from plugins.step_record.plan import IDS, record_file
+from tools.accuracy.diagnose.gaps import take_out
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.readings import Readings, loss_rank
@@ -75,6 +76,12 @@ class Tensor:
         return sum(next(iter(copies.values()))[1] for copies in self.parts.values()) ** 0.5
 
     @property
+    def not_finite(self) -> tuple[int, ...]:
+        """Return the ranks whose copy of a part has a NaN or an infinity."""
+        copies = [each for part in self.parts.values() for each in part.items()]
+        return tuple(sorted(rank for rank, (_, square) in copies if not isfinite(square)))
+
+    @property
     def differing(self) -> tuple[int, ...]:
         """Return the ranks whose copy of a part differs from the first copy."""
         wrong = []
@@ -99,6 +106,9 @@ class Side:
         software: package -> version, as the last part of the run had it.
         starts, states: what was recorded of the state, by step.
         folder: the folder of the record.
+        first: the first step that its metrics should have.
+        gaps: what its records lack, a sentence each.
+        held: whether the outputs of its modules were compared with a forward pass in NumPy.
         end: module -> sketch of its output, with what the training left; empty if not recorded.
     """
 
@@ -110,10 +120,13 @@ class Side:
     starts: list[State] = field(default_factory=list)
     states: dict[int, State] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    first: int = 1
     software: dict[str, str] = field(default_factory=dict)
     folder: Path = Path()
     end: dict[str, list[Any]] = field(default_factory=dict)
     ended: int = 0  # the step of `end`
+    held: bool = False
 
     @property
     def effective(self) -> dict[str, Any]:
@@ -242,14 +255,16 @@ def read_side(folder: Path) -> Side:
         )
     readings = metrics[loss_rank(recipe)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
-    side.software = _software(folder / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
+    side.software, side.first = _headers(folder / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
     for rank, each in metrics.items():
         for step, record in each.steps.items():
             if record.get("samples"):
                 side.samples.setdefault(step, {})[rank] = record["samples"]
     for rank in metrics:
         _read_states(side, record_file(folder, rank), rank)
-    _notes(side, len(metrics))
+    side.states = {step: state for step, state in side.states.items() if state.lines}
+    side.gaps = take_out(side, metrics)
+    _notes(side)
     return side
 
 
@@ -260,9 +275,11 @@ def _metrics(file: Path) -> Readings:
     return readings
 
 
-def _software(file: Path) -> dict[str, str]:
-    found = [line["software"] for line in _lines(file) if line.get("software")]
-    return found[-1] if found else {}
+def _headers(file: Path) -> tuple[dict[str, str], int]:
+    """Return the software of the run's last part, and the first step of its first part."""
+    headers = [line for line in _lines(file) if "total_steps" in line]
+    software = [line["software"] for line in headers if line.get("software")]
+    return software[-1] if software else {}, 1 + headers[0].get("start_step", 0) if headers else 1
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -292,6 +309,9 @@ def _read_states(side: Side, file: Path, rank: int) -> None:
         if line.get("end"):
             side.end, side.ended = line.get("modules") or {}, line["step"]
         elif line.get("start"):
+            for state in side.states.values():
+                if state.step > line["step"]:  # the run went back, and makes these steps again
+                    state.lines.pop(rank, None)
             started = next((each for each in side.starts if rank not in each.lines and each.step == line["step"]), None)
             if started is None:
                 side.starts.append(started := State(line["step"]))
@@ -300,15 +320,9 @@ def _read_states(side: Side, file: Path, rank: int) -> None:
             side.states.setdefault(line["step"], State(line["step"])).lines[rank] = line
 
 
-def _notes(side: Side, ranks: int) -> None:
+def _notes(side: Side) -> None:
     """Note what the folder cannot tell, a line each, with how to record it."""
-    incomplete = [step for step, state in side.states.items() if len(state.lines) < ranks]
-    for step in incomplete:
-        del side.states[step]
-    side.starts = [each for each in side.starts if len(each.lines) == ranks]
-    last = max(side.steps)
-    if side.total_steps and last < side.total_steps:
-        side.notes.append(f"step {last} of {side.total_steps} is its last: it is still training, or ended early")
+    side.notes += side.gaps
     if not side.states:
         side.notes.append(f"no weights, gradients or routers are recorded; record them with `{RECORD}`")
     elif not side.starts_known and not side.unmoved:

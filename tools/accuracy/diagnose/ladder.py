@@ -14,10 +14,10 @@ of weights and gradients to `GROUP`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from plugins.step_record.plan import START as START_FILE
 from plugins.step_record.plan import apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
 from tools.accuracy.diagnose.laws import (
@@ -26,6 +26,7 @@ from tools.accuracy.diagnose.laws import (
     FORWARD,
     GRADIENTS,
     GROUP,
+    OF_PART,
     PARTS,
     RATE,
     RESUME,
@@ -38,8 +39,10 @@ from tools.accuracy.diagnose.laws import (
     VERSIONS,
     Finding,
     clipping_of,
+    far,
     is_trained,
     laws,
+    limit_of,
     loads_of,
     module_of,
     noise_of,
@@ -67,6 +70,7 @@ class Verdict:
         software: the packages whose versions differ between the runs, with both versions.
         compared: stages that had something to look at; unknown: stages that had not, with what to record.
         bits: whether equality to the last bit was asked.
+        gaps: what the records of the runs lack; runs with gaps are not called equal.
     """
 
     findings: tuple[Finding, ...]
@@ -76,6 +80,7 @@ class Verdict:
     compared: tuple[str, ...]
     unknown: tuple[str, ...]
     bits: bool
+    gaps: tuple[str, ...] = ()
 
     @property
     def first(self) -> tuple[Finding, ...]:
@@ -100,7 +105,7 @@ class Verdict:
             return f"{word}; the configuration was changed" if self.changes else word
         if self.changes:
             return "the configuration was changed"
-        if self.unknown:
+        if self.unknown or self.gaps:
             return "nothing differs in what was recorded"
         return "equal"
 
@@ -127,6 +132,8 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     software = _software(a, b) if b else ()
     pair = _Pair(a, b, not layout and not software, not numbers and not layout) if b else None
     findings = list(pair.findings()) if pair else []
+    if pair:
+        pair.tell_partial()
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
@@ -136,7 +143,8 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
             "compare runs that share steps"
         )
     ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
-    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits))
+    gaps = tuple(f"{side.name}: {gap}" for side in (a, b) if side for gap in side.gaps)
+    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps)
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
@@ -159,7 +167,7 @@ def _placed(findings: list[Finding]) -> Iterator[Finding]:
     for found in findings:
         of_step = [each for each in findings if each.step == found.step]
         gradients = [each for each in of_step if each.stage == GRADIENTS and each.module != "all weights"]
-        known = any(each.stage == FORWARD and each.module not in _FORWARD.values() for each in of_step)
+        known = any(each.stage == FORWARD and each.module not in OF_PART.values() for each in of_step)
         if found.stage == FORWARD and found.module == "model" and gradients and not known:
             found = replace(found, detail=f"{found.detail}; near it, {gradients[0].detail}")
         yield found
@@ -194,18 +202,36 @@ def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...
         sampled, versions = a.samples.keys() & b.samples.keys(), a.software and b.software
         for stage, known in ((FORWARD, common), (SAMPLES, sampled), (VERSIONS, versions)):
             (seen if known else unknown).append(stage)
-    recorded = bool(set.intersection(*[set(side.states) for side in sides]))
+    recorded = set.intersection(*[set(side.states) for side in sides])
     for stage in (GRADIENTS, CLIPPING, UPDATE, ROUTERS):
-        (seen if recorded else unknown).append(stage)
+        if any(all(_recorded(side, step, stage) for side in sides) for step in recorded):
+            seen.append(stage)
+        elif not recorded or not any(_absent(side, stage) for side in sides):
+            unknown.append(stage)
     started = all(side.starts_known for side in sides) or all(side.unmoved for side in sides)
     (seen if recorded and started else unknown).append(START)
     return tuple(each for each in STAGES if each in seen), tuple(each for each in STAGES if each in unknown)
 
 
+def _recorded(side: Side, step: int, stage: str) -> bool:
+    """Return whether a run has recorded what a stage compares."""
+    if stage == GRADIENTS:
+        return bool(side.gradients(step))
+    if stage == CLIPPING:
+        return side.steps.get(step, {}).get("global_norm") is not None
+    return stage == UPDATE or any(line["loads"] for line in side.states[step].lines.values())
+
+
+def _absent(side: Side, stage: str) -> bool:
+    """Return whether a run has nothing that a stage could compare: no router, or gradients that are not clipped."""
+    lines = [line for state in side.states.values() for line in state.lines.values()]
+    without_routers = stage == ROUTERS and not any(line["loads"] or line.get("biases") for line in lines)
+    return without_routers or (stage == CLIPPING and math.isinf(limit_of(side)))
+
+
 def _held_against_recipe(side: Side) -> list[str]:
     """Return the stages that compare a single run with what its recipe says."""
-    traced = any(side.modules(step) for step in side.states) and (side.folder / START_FILE).is_file()
-    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * traced
+    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * side.held
 
 
 @dataclass
@@ -218,6 +244,12 @@ class _Pair:
     b: Side
     bits: bool
     same: bool
+    partial: list[tuple[str, str]] = field(default_factory=list)  # (run, tensor) whose parts do not make the whole
+
+    @property
+    def clips(self) -> bool:
+        """Return whether one of the runs clips gradients."""
+        return any(math.isfinite(limit_of(side)) for side in (self.a, self.b))
 
     def findings(self) -> Iterator[Finding]:
         if self.same:
@@ -234,6 +266,14 @@ class _Pair:
             yield from self._tensors(step, self.a.states[step], self.b.states[step], UPDATE)
             yield from self._routers(step)
 
+    def tell_partial(self) -> None:
+        """Note how many tensors are not whole in the records of each run."""
+        for side in (self.a, self.b):
+            if names := sorted({name for run, name in self.partial if run == side.name}):
+                what = f"{len(names)} tensors are not recorded by all ranks that have a part, such as {names[0]}"
+                side.gaps.append(what)
+                side.notes.append(what)
+
     def _built(self) -> Iterator[Finding]:
         """Yield findings about what was built from equal recipes."""
         for name in sorted(self.a.effective.keys() & self.b.effective.keys()):
@@ -249,7 +289,7 @@ class _Pair:
             if name not in others or output[0] == others[name][0]:
                 continue
             error = apart(output, others[name])
-            if error > (ROUNDING if self.bits else GROUP):
+            if not error <= (ROUNDING if self.bits else GROUP):
                 what = f"the outputs of {name} are {error:.2g} of their norm apart; modules before it are equal"
                 yield Finding(step, FORWARD, output_of(self.a, name), what, 1.0)
                 return
@@ -283,9 +323,14 @@ class _Pair:
                 yield Finding(step, stage, module_of(name), f"{name}: only {side} has it")
         for name in sorted(mine.keys() & others.keys()):
             one, two = mine[name], others[name]
+            if one.shape != two.shape:
+                what = f"{name}: shape {list(one.shape)} and {list(two.shape)}"
+                yield Finding(step, stage, module_of(name), what)
+                continue
+            self.partial += [(self.a.name, name)] * (not one.complete) + [(self.b.name, name)] * (not two.complete)
             if not (one.complete and two.complete) or (not self.bits and not is_trained(name)):
                 continue
-            error = abs(one.norm - two.norm) / max(one.norm, two.norm) if one.norm != two.norm else 0.0
+            error = far(one.norm, two.norm)
             if self.bits and one.digests.keys() == two.digests.keys():
                 ranks = tuple(rank for rank, digest in one.digests.items() if two.digests[rank] != digest)
                 wrong = bool(ranks)
@@ -339,16 +384,14 @@ class _Pair:
             if name in undefined:
                 continue
             if self.bits or not abs(one - two) <= LOSS:
-                error = abs(one - two) / max(abs(one), 1e-30)
+                error = far(one, two)
                 if gravest > ROUNDING:
                     error = min(error, gravest)
                 gravest = max(gravest, error)
-                yield Finding(step, FORWARD, _FORWARD[name], f"{name} {one:.9g} and {two:.9g}", error)
+                yield Finding(step, FORWARD, OF_PART[name], f"{name} {one:.9g} and {two:.9g}", error)
         one, two = mine.get("global_norm"), others.get("global_norm")
-        if one is not None and two is not None and one != two and (self.bits or not abs(one - two) <= NORM * abs(one)):
-            yield Finding(
-                step, CLIPPING, "global norm", f"global norm {one:.9g} and {two:.9g}", abs(one - two) / abs(one)
-            )
+        if one is not None and two is not None and (error := far(one, two)) > (0.0 if self.bits else NORM):
+            yield Finding(step, CLIPPING, "global norm", f"global norm {one:.9g} and {two:.9g}", error)
         one, two = mine.get("learning_rate"), others.get("learning_rate")
         if one is not None and two is not None and abs(one - two) > 1e-6 * abs(one):
             yield Finding(step, UPDATE, "learning rate", f"learning rate {one:.9g} and {two:.9g}")
@@ -363,6 +406,8 @@ class _Pair:
         same = one is not None and two is not None and abs(one - two) <= NORM * abs(one)
         if same and [*norm_law(self.a, step), *norm_law(self.b, step)]:
             return
+        if (one is None) != (two is None) and self.clips:
+            return  # by how much one of them was scaled down is not known
         sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}
                  for side in (self.a, self.b)]  # fmt: skip
         pairs = {name: (sides[0][name], sides[1][name]) for name in sorted(sides[0].keys() & sides[1].keys())}
@@ -371,7 +416,7 @@ class _Pair:
             yield Finding(step, GRADIENTS, "all weights", what)
             return
         for name, (one, two) in pairs.items():
-            error = abs(one - two) / max(one, two) if one != two else 0.0
+            error = far(one, two)
             if error > (1e-6 if self.bits else GROUP):
                 what = f"norm of the gradient of {name}: {one:.7g} and {two:.7g}"
                 yield Finding(step, GRADIENTS, module_of(name), f"{what} ({ratio_of(one, two)})", error)
@@ -388,9 +433,10 @@ class _Pair:
         moves = self.a.moves(step), self.b.moves(step)
         for name in sorted((moves[0].keys() & moves[1].keys()) - fitted):  # of Muon's matrices
             one, two = moves[0][name], moves[1][name]
-            if abs(one - two) > (1e-6 if self.bits else MOVED) * max(one, two):
+            error = far(one, two)
+            if error > (1e-6 if self.bits else MOVED):
                 detail = f"norm of the step of {name}: {one:.7g} and {two:.7g} ({ratio_of(one, two)})"
-                yield Finding(step, UPDATE, module_of(name), detail, abs(one - two) / max(one, two))
+                yield Finding(step, UPDATE, module_of(name), detail, error)
 
     def _routers(self, step: int) -> Iterator[Finding]:
         for router, one in loads_of(self.a, step).items():
@@ -410,9 +456,11 @@ def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
     return None.
     """
     factors = [two / one for one, two in pairs if one and two]
-    if not factors or max(factors) > (1 + FACTOR) * min(factors) or abs(factors[0] - 1) < 10 * FACTOR:
+    if (
+        not factors
+        or not all(map(math.isfinite, factors))
+        or max(factors) > (1 + FACTOR) * min(factors)
+        or abs(factors[0] - 1) < 10 * FACTOR
+    ):
         return None
     return sum(factors) / len(factors)
-
-
-_FORWARD = {"lm_loss": "model", "load_balancing_loss": "router", "mtp_loss": "mtp", "loss": "model"}

@@ -10,15 +10,17 @@ what was there.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plugins.batch_ramp.plan import division_of
 from plugins.finite_loss.plan import undefined_parts
 from plugins.step_record.plan import END, STATE, apart, sketch_of
 from plugins.step_record.plan import START as START_FILE
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
-from tools.accuracy.diagnose.reference import built_of, outputs_of
+from tools.accuracy.diagnose.reference import bias_rate_of, built_of, outputs_of
 from tools.accuracy.equivalence.runs import group_of
 from tools.recipe.view import View
 
@@ -39,6 +41,7 @@ USUAL = {
     ROUTERS: "the routers' counters or biases: another rate, another sign, the load of one rank, or no update",
 }
 PARTS = ("lm_loss", "load_balancing_loss", "mtp_loss", "loss")
+OF_PART = {"lm_loss": "model", "load_balancing_loss": "router", "mtp_loss": "mtp", "loss": "model"}  # -> module
 GROUP = 1e-4  # relative; norms of weights, gradients and moments of another layout
 LAW = 5e-4  # relative; a global norm computed again from moments, which hold gradients in float32
 RATE = 2e-3  # relative; a learning rate or weight decay fitted to an update
@@ -46,6 +49,7 @@ REST = 1e-2  # share of an update that AdamW does not explain; rounding leaves 1
 NEAR = 1e-5  # relative; a load at its share, where the sign of the difference is rounding
 ROUNDING = 1e-6  # relative; below it, only bits differ
 REFERENCE = 2e-5  # relative; a module's output in float32 against NumPy in float64
+_TRAINED = re.compile(r"((weight|bias)\d*|\.hc_\w+)$")
 WORST = 3  # findings shown of a stage
 
 
@@ -64,6 +68,11 @@ class Finding:
     ranks: tuple[int, ...] = ()
     side: str = ""
     late: bool = False
+
+    def __post_init__(self) -> None:
+        """Sort a difference that is not a number first."""
+        if math.isnan(self.error):
+            object.__setattr__(self, "error", math.inf)
 
     @property
     def rounding(self) -> bool:
@@ -84,9 +93,11 @@ def laws(side: Side) -> Iterator[Finding]:
             yield from _restored(side, start)
     yield from _built_law(side)
     yield from _modules_law(side)
+    yield from _losses_law(side)
     before: State | None = next((each for each in side.starts if each.step == 0), None)
     for step, state in sorted(side.states.items()):
         yield from _copies_law(side, state, UPDATE)
+        yield from _finite_law(side, state)
         yield from norm_law(side, step)
         yield from _update_law(side, step)
         previous = before if before and before.step == step - 1 else None
@@ -125,6 +136,7 @@ def _modules_law(side: Side) -> Iterator[Finding]:
             return
         # of a run that was resumed the files are those of its last part
         found = side.modules(step) if kept_in == START_FILE else side.end if side.ended == step else {}
+        side.held |= not found.keys().isdisjoint(wanted)
         if wrong := _wrong_module(found, wanted, ties):
             name, error = wrong
             what = f"the output of {name} is {error:.2g} of its norm away from that of the forward pass in NumPy"
@@ -145,7 +157,7 @@ def _wrong_module(
         if name not in found:
             continue
         error = apart(found[name], sketch_of(output))
-        if error > REFERENCE:
+        if not error <= REFERENCE:
             if error < 2 * math.sqrt(ties.get(name, 0) / math.prod(output.shape[:2])):
                 return None  # what follows differs with it
             return name, error
@@ -161,6 +173,33 @@ def _restored(side: Side, start: State) -> Iterator[Finding]:
             yield Finding(start.step, RESUME, module_of(name), f"{name}: {norms}", 1.0, ranks, side.name)
 
 
+def _losses_law(side: Side) -> Iterator[Finding]:
+    """Yield a finding for each part of a step's loss that is NaN or infinite."""
+    undefined = undefined_of(side)
+    for step, record in side.steps.items():
+        for name in PARTS:
+            value = record.get(name)
+            if value is not None and not math.isfinite(value) and name not in undefined:
+                yield Finding(step, FORWARD, OF_PART[name], f"{name} is {value}", math.inf, (), side.name)
+
+
+def _finite_law(side: Side, state: State) -> Iterator[Finding]:
+    """Yield a finding for each gradient and each recorded tensor that has a NaN or an infinity.
+
+    A step that the optimizer skipped because its gradients overflowed is no fault; it leaves the tensors as they were.
+    """
+    step = state.step
+    for name, norm in sorted(side.gradients(step).items()):
+        if not math.isfinite(norm):
+            what = f"the norm of the gradient of {name} is {norm}"
+            yield Finding(step, GRADIENTS, module_of(name), what, math.inf, (), side.name)
+    for name, tensor in sorted(state.tensors(side.parts()).items()):
+        if ranks := tensor.not_finite:
+            where = ROUTERS if name.endswith(COUNTERS) else UPDATE
+            what = f"{name} is not finite after the step"
+            yield Finding(step, where, module_of(name), what, math.inf, ranks, side.name)
+
+
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
     """Yield a finding if the norm of a step's clipped gradients is not the smaller of the recorded global norm and the
     limit to which gradients are clipped.
@@ -171,7 +210,7 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
         return
     limit = limit_of(side)
     want, got = min(norm, limit), math.sqrt(sum(each**2 for each in gradients.values()))
-    if want and abs(got - want) > LAW * want:
+    if want and not abs(got - want) <= LAW * want:
         what = f"the global norm is {norm:.7g}, the limit {limit:.7g}; the clipped gradients have the norm {got:.7g}"
         error = abs(got - want) / want
         yield Finding(
@@ -196,13 +235,13 @@ def _update_law(side: Side, step: int) -> Iterator[Finding]:
             continue
         fitted, decayed, rest = told["rate"], told["decay"], told["rest"] or 0.0
         at = step, UPDATE, module_of(name)
-        if abs(fitted - rate) > RATE * rate and told["square"]:
+        if not abs(fitted - rate) <= RATE * rate and told["square"]:
             detail = f"{name} moved as with a learning rate of {fitted:.4g}, should be {rate:.4g}"
             yield Finding(*at, detail, abs(fitted - rate) / rate, (rank,), side.name)
-        elif rest > REST:
+        elif not rest <= REST:
             detail = f"{name}: {rest:.1%} of its update is not AdamW's"
             yield Finding(*at, detail, rest, (rank,), side.name)
-        elif abs(decayed - decay) > max(0.02 * decay, noise_of("decay")):
+        elif not abs(decayed - decay) <= max(0.02 * decay, noise_of("decay")):
             detail = f"{name} decayed by {decayed:.4g}, should be {decay:.4g}"
             yield Finding(*at, detail, abs(decayed - decay), (rank,), side.name)
 
@@ -211,9 +250,8 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
     """Yield findings unless loads add up to the choices made, and a bias moves by its rate times the sign of share less
     load.
     """
-    model, view = side.recipe["model"]["model_config"], View(side.recipe)
-    rate = model.get("moe_router_bias_update_rate")
-    passes = view.micro_batches * view.number(("runner_config", "gradient_accumulation_steps"), 1)
+    model, passes = side.recipe["model"]["model_config"], _passes(side, state.step)
+    rate = bias_rate_of(side.recipe)
     loads = loads_of(side, state.step)
     for router in sorted({name for line in state.lines.values() for name in line["loads"]} - loads.keys()):
         what = f"{router}: no rank has counted a choice"
@@ -221,7 +259,7 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
     for router, load in loads.items():
         at = state.step, ROUTERS, module_of(router)
         total = sum(load)
-        if abs(total - passes) > 1e-3 * passes:
+        if not abs(total - passes) <= 1e-3 * passes:
             detail = f"{router}: the experts' shares add up to {total:.6g}, should be {passes:g}: one for each pass"
             yield Finding(*at, detail, abs(total - passes) / passes, (), side.name)
             continue
@@ -246,6 +284,16 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
                 f"{router}: the bias of {len(wrong)} of {len(load)} experts is wrong: that of expert {number} {moved}"
             )
             yield Finding(*at, detail, len(wrong) / len(load), tuple(ranks), side.name)
+
+
+def _passes(side: Side, step: int) -> float:
+    """Return how many forward passes a step has: one for each micro-batch, of which a ramp's smaller batches have
+    fewer.
+    """
+    view = View(side.recipe)
+    passes = view.micro_batches * view.accumulation
+    whole = division_of(side.recipe).whole
+    return passes if whole else passes * view.ramp.batch_at(step) / view.ramp.full
 
 
 def loads_of(side: Side, step: int) -> dict[str, list[float]]:
@@ -293,8 +341,10 @@ def noise_of(key: str) -> float:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a tensor is a weight, or a moment of one."""
-    return name.endswith(("weight", "bias")) and not name.endswith("expert_bias")
+    """Return whether a tensor is a weight, or a moment of one; experts have `weight1` and `weight2`, residual streams
+    `hc_fn`, `hc_base` and `hc_scale`.
+    """
+    return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
 
 def module_of(name: str) -> str:
@@ -318,9 +368,21 @@ def output_of(side: Side, name: str) -> str:
     return ".".join(words)
 
 
+def far(one: float, two: float) -> float:
+    """Return how far two numbers are apart relative to the larger one: 0 if they are equal or both NaN, infinite if
+    only one of them is finite.
+    """
+    if one == two or (math.isnan(one) and math.isnan(two)):
+        return 0.0
+    error = abs(one - two) / max(abs(one), abs(two))
+    return error if math.isfinite(error) else math.inf
+
+
 def ratio_of(one: float, two: float) -> str:
     """Return the factor between two numbers; if it is nearly a whole number, return that number."""
     factor = two / one if one else math.inf
+    if not math.isfinite(factor):
+        return f"{factor:.6g} times"
     whole = round(factor) if factor >= 1 else (round(1 / factor) if factor else 0)
     near = whole > 1 and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3
     return f"{'' if factor >= 1 else '1/'}{whole} times" if near else f"{factor:.6g} times"

@@ -12,17 +12,19 @@ from zipfile import BadZipFile
 import numpy as np
 
 from plugins.errors import TC3Error
-from plugins.step_record.plan import START
+from plugins.lora import plan as lora
+from plugins.step_record.plan import BIAS, START
 from tools.accuracy.align.sides import reference_sizes
 from tools.accuracy.diagnose.evidence import Side
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.run import below
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.hugging_face_names import Arrays, table, to_hugging_face
 
+BIAS_RATE = "moe_router_bias_update_rate"
 # fields of MindFormers' TransformerConfig that decide what is computed, whatever the layout
 FIELDS = (
     "vocab_size", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_layers", "num_attention_heads",
@@ -47,7 +49,35 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
         fields = convert(View(recipe), load_schema()).fields
     except (TC3Error, KeyError):  # of a model that the schema does not know: then the law says nothing of it
         return found
+    fields = {**fields, BIAS_RATE: bias_rate_of(recipe)}
     return found | {f"model.{name}": fields[name] for name in FIELDS if fields.get(name) is not None}
+
+
+def bias_rate_of(recipe: Recipe) -> float | None:
+    """Return the rate by which a run moves the routers' biases: 0 with adapters, beside which plugins.lora leaves the
+    model as it is.
+    """
+    rate = View(recipe).get((*MODEL, BIAS_RATE))
+    return 0.0 if rate and _adapters(recipe) else rate
+
+
+def _adapters(recipe: Recipe) -> lora.Settings | None:
+    """Return the settings of plugins.lora; None if the plugin is off."""
+    written = View(recipe).get(tuple(lora.KEY.split(".")))
+    return lora.Settings.look(written)[0] if isinstance(written, Mapping) else None
+
+
+def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
+    """Return the weights by name, with each adapter added to the weight of its layer."""
+    settings = _adapters(recipe)
+    if settings is None:
+        return kept
+    weights = dict(kept)
+    for name in kept:
+        layer = name.removesuffix(lora.WEIGHT)
+        if layer + lora.A in kept and layer + lora.B in kept:
+            weights[name] = lora.merged(kept[name], kept[layer + lora.A], kept[layer + lora.B], settings.scale)
+    return weights
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
@@ -71,7 +101,14 @@ def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str,
         step, ids = int(kept["step"]), kept["batch/input_ids"]
     except (OSError, ValueError, KeyError, BadZipFile) as error:
         return 0, {}, {}, f"{file} is damaged ({error}); train again into a new folder"
-    names = {entry.mindformers for entry in table(sizes)}
-    weights = {name: value for name, value in below(kept, "weight/").items() if name in names}
-    forward = Forward(sizes, to_hugging_face(weights, sizes))
+    entries = {entry.mindformers: entry for entry in table(sizes)}
+    held = _with_adapters(below(kept, "weight/"), side.recipe)
+    weights = {name: value for name, value in held.items() if name in entries}
+    for name, entry in entries.items():
+        if name.endswith(BIAS):  # of a model whose routers have none, biases of 0 choose the same experts
+            weights.setdefault(name, np.zeros(entry.shape, np.float32))
+    try:
+        forward = Forward(sizes, to_hugging_face(weights, sizes))
+    except TC3Error as error:
+        return 0, {}, {}, str(error)
     return step, forward.run(ids), forward.ties, ""

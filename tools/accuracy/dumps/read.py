@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from plugins.errors import DataError, not_json
+from tools.accuracy.dumps.whole import refuse_parts
 from tools.accuracy.dumps.write import stated as stated_in
 
 FORWARD, BACKWARD, WEIGHTS, STATE = "forward", "backward", "weights", "state"
@@ -347,6 +348,8 @@ def open_dump(folder: Path) -> Dump:
         _same_ranks(folder, folders, weights)
         head = _content(next(iter(next(iter(folders.values())).values())))
         level, task = head["level"], head["task"]
+    if stated is not None:
+        refuse_parts(folder, folders, weights, stated)
     return Dump(folder, folders, level, task, stated, weights)
 
 

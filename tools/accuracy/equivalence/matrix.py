@@ -19,7 +19,7 @@ from rich.table import Table
 from plugins.errors import RecipeError, did_you_mean
 from tools.accuracy.equivalence.executed import ExecutedRuns
 from tools.accuracy.equivalence.runs import RunFailedError, Runs, Trained, train
-from tools.accuracy.equivalence.sharding import USUAL
+from tools.accuracy.equivalence.sharding import USUAL, derive_sharded
 from tools.accuracy.equivalence.strategies import (
     BASELINE,
     EXECUTED,
@@ -36,8 +36,10 @@ from tools.accuracy.equivalence.strategies import (
     one_worker,
 )
 from tools.accuracy.equivalence.trained import Comparison, Finding, Mesh, compare_trained, finding_text
+from tools.check.check import check_recipe
 from tools.files import page as markup
 from tools.files.page import Cell
+from tools.recipe.load import Recipe
 
 PASS, KNOWN, FAIL, NONE = "pass", "known difference", "fail", "not compared"
 STYLES = {PASS: "green", KNOWN: "yellow", FAIL: "bold red", NONE: "dim"}
@@ -186,6 +188,15 @@ def equivalence(
     return matrix
 
 
+def refusal(recipe: Recipe) -> str:
+    """Return why `tc3 train` refuses the recipe of a strategy, such as 7 experts on 2 ranks; "" if it does not.
+
+    Nothing is wrong with a strategy that the recipe's model cannot have.
+    """
+    errors = check_recipe(recipe).errors
+    return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""
+
+
 class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
@@ -208,6 +219,9 @@ class _Runner(Runs):
         assert variant is not None, "a trained case"
         if batch_of(self.base) % variant.workers:
             return Row(case, NONE, f"{batch_of(self.base)} samples of a step cannot be cut into {variant.workers}")
+        for each in (variant, baseline_variant(variant.against)):
+            if why := refusal(derive(self.base, each, self.steps, self.corpus())):
+                return Row(case, NONE, why)
         try:
             reference = self.run(variant.against, baseline_variant(variant.against))
             run = self.run(case.name, variant)
@@ -220,6 +234,9 @@ def _executed_row(case: Case, runs: ExecutedRuns) -> Row:
     assert case.sharding is not None, "an executed case"
     if misfit := case.sharding.misfit(batch_of(runs.base)):
         return Row(case, NONE, misfit)
+    for each in (case.sharding, case.sharding.alone):
+        if why := refusal(derive_sharded(runs.base, each, runs.steps, runs.corpus(each.sample))):
+            return Row(case, NONE, why)
     try:
         return _judged(case, runs.compare(case.name, case.sharding))
     except RunFailedError as error:

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import CheckpointError, DataError
+from plugins.errors import CheckpointError, DataError, RecipeError
 from plugins.step_record.plan import IDS, STATE, adam_of
 from tools.data.index import write_corpus
 from tools.process import children
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
 
 ROOT = Path(__file__).resolve().parents[3]
 CALLBACK = {"type": "EquivalenceRecord", "auto_register": "equivalence_record.EquivalenceRecord"}
@@ -111,6 +112,17 @@ class Runs:
             folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
             self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
         return self.corpora[length]
+
+
+def refuse_other_data(recipe: Recipe) -> None:
+    """Raise RecipeError for a recipe that reads other data than a Megatron corpus, such as conversations, because only
+    such a corpus is made up for a comparison.
+    """
+    if not View(recipe).megatron:
+        raise RecipeError(
+            f"{recipe.source}: train_dataset.data_loader.type: the runs of this comparison read a made-up Megatron "
+            "corpus, which the loader of this recipe cannot read; give the pretraining recipe of the same model"
+        )
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:

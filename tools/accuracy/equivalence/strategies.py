@@ -18,7 +18,7 @@ from typing import Any
 from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
-from tools.accuracy.equivalence.runs import MUON
+from tools.accuracy.equivalence.runs import MUON, refuse_other_data
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
 from tools.check.arithmetic import without_copies
 from tools.layout.resolve import resolve
@@ -142,6 +142,7 @@ def one_worker(path: str) -> Recipe:
     recipe = load_recipe(path)
     if (recipe.get("context") or {}).get("device_target", "Ascend") != "CPU":
         recipe = load_mini(path)
+    refuse_other_data(recipe)
     recipe = resolve(recipe)
     batch = batch_of(recipe)
     if chosen(recipe):

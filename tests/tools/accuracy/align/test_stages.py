@@ -10,8 +10,9 @@ from tests.tools.accuracy.align import cases
 from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align import stages as align_stages
 from tools.accuracy.align.ladder import Ladder, compare_records
-from tools.accuracy.align.sides import alone, load
+from tools.accuracy.align.sides import alone, load, of_mindformers
 from tools.accuracy.reference.forward import Forward
+from tools.accuracy.reference.run import KINDS
 from tools.accuracy.reference.start import hyper_of, initial_weights
 from tools.weights.hugging_face_sizes import Sizes
 
@@ -90,6 +91,51 @@ def test_equal_sides_pass_every_stage():
     assert [(stage.name, stage.status) for stage in ladder.stages] == [
         ("forward", "passed"), ("backward", "passed"), ("optimizer", "passed"), ("steps", "passed"),
     ]  # fmt: skip
+
+
+def without(one, *names):
+    """A record as that of a model whose log has not these curves."""
+    return replace(one, curve={name: values for name, values in one.curve.items() if name not in names})
+
+
+def test_losses_and_norms_that_no_side_has_are_not_compared():
+    """Dense models of grouped-query attention log no parts of the loss, and a run without clipping no norm."""
+    names = ("lm_loss", "mtp_loss", "global_norm")
+    one, whole = without(cases.record(MODEL), *names), cases.record(MODEL)
+    ladder = climbed(one, one)
+    assert {stage.status for stage in ladder.stages} == {"passed"} and len(ladder.stages) == 4
+    assert not [row for stage in ladder.stages for row in stage.rows if any(name in row.name for name in names)]
+    for sides in ((one, whole), (whole, one)):
+        name, _ = failed(climbed(*sides))
+        assert name == "forward", "a part that only one side has"
+
+
+def test_what_only_the_other_side_has_fails():
+    whole = cases.record(MODEL)
+    last = [*whole.gradient][-1]
+
+    def less(part):
+        return replace(whole, **{part: {name: each for name, each in getattr(whole, part).items() if name != last}})
+
+    for part, stage, told in (
+        ("initial", "forward", f"initial {last}"),
+        ("gradient", "backward", f"backward meets {last} first"),
+        ("updated", "optimizer", f"only one side moves {last}"),
+    ):
+        for sides in ((whole, less(part)), (less(part), whole)):
+            name, reason = failed(climbed(*sides))
+            assert name == stage and told in reason
+    longer = cases.with_curve(whole, "loss", [*whole.curve["loss"], 3.0])
+    assert failed(climbed(whole, longer))[0] == failed(climbed(longer, whole))[0] == "steps"
+
+
+def test_a_log_without_parts_of_the_loss_has_no_curve_of_them():
+    step = {"loss": 5.0, "lm_loss": None, "mtp_loss": None, "global_norm": None, "learning_rate": 1e-3}
+    states = {f"state/{at}/{kind}/w": np.ones(2, np.float32) for at in range(3) for kind in KINDS}
+    stored = {**states, "trace/embedding": np.ones((1, 2, 3)), "logits/graph": np.ones((2, 4))}
+    stored["trace/logits"] = np.ones((1, 2, 4))
+    hyper = replace(cases.HYPER, rates=[0.0, 1e-3], clip=0.0)
+    assert set(of_mindformers(stored, [step, step], hyper).curve) == {"loss", "learning_rate"}
 
 
 @pytest.mark.parametrize(

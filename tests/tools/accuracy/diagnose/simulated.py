@@ -31,6 +31,7 @@ class Run:
     def __init__(self, folder, steps=3, ranks=1, keys=None, resumed_from=0):
         self.folder, self.last, self.ranks, self.begin = folder, steps, ranks, resumed_from
         self.recipe = deepcopy(TINY)
+        self.recipe["plugins"]["step_record"] = {"steps": max(1, steps - resumed_from)}
         if ranks > 1:
             self.recipe |= {"use_parallel": True}
             self.recipe["parallel"]["parallel_mode"] = 1

@@ -110,3 +110,9 @@ def test_samples_that_no_process_saw_are_unknown(tmp_path):
         "".join(json.dumps({key: value for key, value in line.items() if key != "samples"}) + "\n" for line in lines)
     )
     assert "sink_mode=False" in said(a, b)[1]
+
+
+def test_a_key_that_only_one_recipe_has(tmp_path):
+    a, b = Run(tmp_path / "a").write(), Run(tmp_path / "b", keys={"plugins.hyper_connections": {"streams": 4}}).write()
+    assert "changed key: plugins.hyper_connections.streams absent -> 4: another model" in said(a, b)[1]
+    assert json.loads(said(b, a, "--json")[1])["changed"][0]["after"] == "absent"

@@ -66,6 +66,14 @@ def test_start(pair):
     assert first(pair(Other)) == (0, "start", "layers.0.mlp")
 
 
+def test_another_shape_is_not_other_bits(tmp_path, monkeypatch):
+    a = Run(tmp_path / "a").write()
+    monkeypatch.setitem(SHAPES, DENSE, (6, 5))
+    verdict = diagnose(read_side(a), read_side(Run(tmp_path / "b").write()))
+    details = {each.detail for each in verdict.findings if each.step == 0}
+    assert f"{DENSE}: shape [6, 4] and [6, 5]" in details and not any("bits" in detail for detail in details)
+
+
 @pytest.mark.parametrize(("rate", "stage"), [(0.0, "start"), (1e-3, "update")])
 def test_a_first_step_with_rate_0_shows_what_a_sharded_run_started_from(tmp_path, rate, stage):
     class Sharded(Run):
@@ -367,7 +375,24 @@ class Staged(Run):
         return float("nan")
 
 
-@pytest.mark.parametrize(("coefficient", "found"), [(0.0, []), (0.001, ["router"] * 3)])
+@pytest.mark.parametrize(("stages", "found"), [([[2, 4]], []), ([[1, 4]], [2])])
+def test_the_steps_of_a_ramp_have_fewer_passes(tmp_path, stages, found):
+    """Two of four micro-batches until step 2."""
+
+    class Ramped(Staged):
+        def load(self, step):
+            return super().load(step) * (1 if step < 3 else 2)
+
+        def move(self, load):
+            return super().move(load / load.sum() * 2)
+
+    run = Ramped(tmp_path / "run")
+    run.recipe["parallel_config"]["micro_batch_num"] = 4
+    run.recipe["plugins"]["batch_ramp"] = {"stages": stages}
+    assert [each.step for each in diagnose(read_side(run.write())).findings] == found
+
+
+@pytest.mark.parametrize(("coefficient", "found"), [(0.0, []), (0.001, ["router"] * 6)])
 def test_a_pipeline_counts_each_micro_batch_and_logs_no_auxiliary_loss(tmp_path, coefficient, found):
     keys = {"model.model_config.moe_aux_loss_coeff": coefficient}
     one, staged = Run(tmp_path / "a", keys=keys).write(), Staged(tmp_path / "b", coefficient).write()

@@ -19,7 +19,7 @@ from tools.accuracy.diagnose.reference import built_of, outputs_of
 from tools.accuracy.reference import forward
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import initial_weights
-from tools.weights.hugging_face_names import to_mindformers
+from tools.weights.hugging_face_names import to_hugging_face, to_mindformers
 
 EMBEDDING, DENSE, NORM = SHAPES
 BUILT = {"optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "model.rotary_base": 10000.0}
@@ -155,13 +155,13 @@ def test_sketches_tell_how_far_two_outputs_are_apart(error):
 # one run against the reference
 
 
-def aligned(folder, kind, ids, keys=None, end=None):
-    """A folder whose first step has the outputs that `kind` computes, and whose end has those of `end`."""
-    run = Run(folder, keys=keys).write()
+def aligned(folder, forward_pass, ids, keys=None, end=None, kind=Run):
+    """A folder whose first step has the outputs that `forward_pass` computes, and whose end has those of `end`."""
+    run = kind(folder, keys=keys).write()
     sizes = reference_sizes(TINY)
     file = record_file(run, 0)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for computed, kept_in, step in ((kind, START, 1), (end, END, 3)):
+    for computed, kept_in, step in ((forward_pass, START, 1), (end, END, 3)):
         if computed is None:
             continue
         weights = initial_weights(sizes, step)
@@ -268,6 +268,69 @@ def test_what_the_reference_cannot_compute_is_said(tmp_path, ids):
     assert "weights of one CPU process" in outputs_of(side)[-1]
     side = aligned(tmp_path / "packed", Forward, ids, {"train_dataset.data_loader.config.reset_attention_mask": True})
     assert "reset_attention_mask" in outputs_of(side)[-1] and not diagnose(side).findings
+
+
+def test_routers_without_biases_choose_as_with_biases_of_0(tmp_path, ids):
+    """A weight that is missing beside them is said, and does not end the command."""
+
+    class Unbiased(Forward):
+        def __init__(self, sizes, weights):
+            zero = {name: 0 * each for name, each in weights.items() if name.endswith("e_score_correction_bias")}
+            assert zero
+            super().__init__(sizes, weights | zero)
+
+    side = aligned(tmp_path / "run", Unbiased, ids)
+    with np.load(side.folder / START) as stored:
+        kept = {name: value for name, value in stored.items() if not name.endswith(".expert_bias")}
+    np.savez(side.folder / START, **kept)
+    verdict = diagnose(side)
+    assert not verdict.findings and not side.notes and "forward" in verdict.compared
+    np.savez(side.folder / START, **{name: value for name, value in kept.items() if "final_layernorm" not in name})
+    side = read_side(side.folder.parent)
+    verdict = diagnose(side)
+    assert "final_layernorm" in outputs_of(side)[-1] and "forward" not in verdict.compared
+    assert any("final_layernorm" in note for note in side.notes)
+
+
+def test_an_output_that_is_not_a_number_is_never_right(tmp_path, ids):
+    class Lost(Forward):
+        def dense(self, layer, x):
+            return super().dense(layer, x) * np.nan
+
+    side = aligned(tmp_path / "run", Lost, ids)
+    right = aligned(tmp_path / "right", Forward, ids)
+    for verdict in (diagnose(side), diagnose(right, side)):
+        assert (verdict.first[0].stage, verdict.first[0].module) == ("forward", "layers.0.mlp")
+
+
+@pytest.mark.parametrize(("alpha", "found"), [(8, []), (9, ["layers.0.attention.query"])])
+def test_adapters_belong_to_the_forward_pass_and_leave_the_biases(tmp_path, ids, alpha, found):
+    """The run trained with alpha 8; a query of its first layer has an adapter of rank 2."""
+    keys = {"plugins.lora": {"rank": 2, "alpha": alpha, "targets": ["self_attention.*"]}}
+    layer, rng = "decoder.layers.0.self_attention.linear_q_up_proj", np.random.default_rng(3)
+    sizes = reference_sizes(TINY)
+    held = to_mindformers(initial_weights(sizes, 1), sizes)
+    outputs, inputs = held[f"{layer}.weight"].shape
+    a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((2, inputs), (outputs, 2)))
+
+    class Adapted(Forward):
+        def __init__(self, sizes, weights):
+            whole = to_mindformers(weights, sizes)
+            whole[f"{layer}.weight"] = whole[f"{layer}.weight"] + 4 * b @ a
+            super().__init__(sizes, to_hugging_face(whole, sizes))
+
+    class Frozen(Run):
+        def move(self, load):
+            return 0 * load
+
+    side = aligned(tmp_path / "run", Adapted, ids, keys, kind=Frozen)
+    with np.load(side.folder / START) as stored:
+        adapters = {f"weight/{layer}.lora_A.weight": a, f"weight/{layer}.lora_B.weight": b}
+        kept = {**stored, **adapters}
+    np.savez(side.folder / START, **kept)
+    side = read_side(side.folder.parent)
+    assert [each.module for each in diagnose(side).findings] == found and side.held
+    assert built_of(side.recipe)["model.moe_router_bias_update_rate"] == 0.0
 
 
 def test_what_was_built_is_what_the_recipe_says(tmp_path):

@@ -1,6 +1,8 @@
 """Dumps that are broken, unlike or none, and what a comparison does not write into: refused, not compared."""
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -159,3 +161,33 @@ def test_the_files_of_a_comparison_never_lie_in_a_dump(tmp_path):
         result = invoke(dump, dump, "--out", out)
         assert isinstance(result.exception, DataError) and "must not change" in str(result.exception)
     assert not list(dump.rglob("compare.json"))
+
+
+def made(folder, level="L0", ranks=2):
+    """A dump of two steps as `tc3 accuracy dump` leaves it, with the weights after the last step."""
+    apart = {number: run(3)[number] for number in (0, 2)} if level == "L1" else None
+    write_dump(folder, run(2 if apart else 3), level=level, ranks=ranks, weights=apart)
+    write.mark(folder, True, steps=2, workers=ranks, level=level)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("level", "lost", "words"),
+    [
+        ("L0", "step1", "made of 2 steps, but step 1 is missing"),
+        ("L0", "step0", "made of 2 steps, but step 0 is missing"),
+        ("L0", "step2", "the weights after the last step .step 2. are missing"),
+        ("L1", "step1", "made of 2 steps, but step 1 is missing"),
+        ("L1", "weights/step2", "the weights after the last step .step 2. are missing"),
+        ("L0", "*/rank1", "2 ranks made the dump, but rank 1 is missing"),
+        ("L0", "*/rank0", "2 ranks made the dump, but rank 0 is missing"),
+    ],
+)
+def test_dumps_that_both_lack_the_same_are_not_equal(tmp_path, level, lost, words):
+    for name in "ab":
+        folder = made(tmp_path / name, level)
+        assert open_dump(folder).ranks == [0, 1]
+        for part in folder.glob(lost):
+            shutil.rmtree(part)
+    result = invoke(tmp_path / "a", tmp_path / "b")
+    assert isinstance(result.exception, DataError) and re.search(words, str(result.exception))

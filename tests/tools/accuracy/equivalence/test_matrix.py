@@ -14,6 +14,7 @@ from tools.accuracy.equivalence import runs, strategies
 from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, as_html, equivalence, failure_lines, share
 from tools.accuracy.equivalence.trained import Mesh, describe_ranks
 from tools.recipe.dump import dump_recipe
+from tools.recipe.load import load_recipe
 
 MINI = str(ROOT / "recipes/mini/pretrain.yaml")
 
@@ -83,6 +84,34 @@ def test_a_run_without_its_record_is_one_failing_row(monkeypatch, tmp_path):
     assert (
         matrix.rows[0].reason == "the training of data_parallel_2 failed: rank 1 of 2 ranks did not record its results"
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "names", "why"),
+    [
+        ({"n_routed_experts": 7}, ("expert_parallel_4_global", "executed_moe_ep2"), "7 "),
+        ({"num_attention_heads": 3}, ("executed_tp2",), "3 heads cannot be divided over 2"),
+        ({"moe_router_enable_expert_bias": False}, ("executed_moves_ep2",), "the router counts its tokens only if"),
+    ],
+)
+def test_a_strategy_that_the_model_cannot_have_is_no_failure(monkeypatch, tmp_path, keys, names, why):
+    monkeypatch.setattr("tools.accuracy.equivalence.runs.launch", lambda *_: pytest.fail("this was started"))
+    recipe = load_recipe(MINI)
+    recipe["model"]["model_config"].update(keys)
+    for callback in recipe["callbacks"]:
+        if callback["type"] == "TopkBiasBalanceCallback":
+            callback["expert_num"] = recipe["model"]["model_config"]["n_routed_experts"]
+            callback["balance_via_topk_bias"] = recipe["model"]["model_config"]["moe_router_enable_expert_bias"]
+    dump_recipe(recipe, tmp_path / "mine.yaml")
+    matrix = equivalence(str(tmp_path / "mine.yaml"), names, 2, tmp_path / "work")
+    assert [row.status for row in matrix.rows] == [NONE] * len(names) and not matrix.passed
+    assert all(row.reason.startswith("this recipe cannot be trained so: ") and why in row.reason for row in matrix.rows)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_conversations_are_no_made_up_corpus(tmp_path, more):
+    done = invoke(ROOT / "recipes/mini/finetune.yaml", "--only", "data_parallel_2", "--work", tmp_path, *more)
+    assert isinstance(done.exception, RecipeError) and "train_dataset.data_loader.type" in str(done.exception)
 
 
 def invoke(*arguments):
