@@ -289,12 +289,17 @@ def test_force_removes_the_sealed_checkpoints_wherever_they_are_and_nothing_else
     assert "--resume" not in runs[-1]
 
 
-def test_two_runs_do_not_share_a_folder_of_checkpoints(train, runs, workplace):
+@pytest.mark.parametrize("steps", [[], [40]])
+def test_two_runs_do_not_share_a_folder_of_checkpoints(train, runs, save, workplace, steps):
+    """Once the first has saved, --force or --resume auto, which would also be refused, is not advised."""
     (workplace / "shared").mkdir()
+    for step in steps:
+        save(workplace / "shared", step)
     with (workplace / "shared" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = train(TOY, *elsewhere("shared"))
     assert code == 2 and f"{workplace / 'shared'}: a run is in progress in this folder" in err and not runs
+    assert "--force" not in err
     assert train(TOY, "--run-dir", "here", *elsewhere("here"))[0] == 0, "one folder for both is locked once"
 
 
