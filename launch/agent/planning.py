@@ -301,6 +301,9 @@ def follow(job: Job, plan: Plan) -> None:
     So no checkpoint of this attempt exists yet. A host that was delayed may find checkpoints of later attempts: the
     seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed. If the
     attempt is over by then, `RUN/recipe.yaml` is that of a later one and stays.
+
+    `RUN/recipe.yaml` and `RUN/data.json` say how the checkpoints in the folder read their data. They are written when
+    checkpoints that the plan leaves behind are out of the way: an end in between must not make them say it of those.
     """
     recipe = recipe_of(job, plan)
     data.put_guilty_aside(recipe, job.run_dir, job.saves)
@@ -308,6 +311,8 @@ def follow(job: Job, plan: Plan) -> None:
         leave_behind(job.saves, Path(plan.resume), plan.attempt)
     if plan.hosts[0] == job.host and not read(folder_of(job.run_dir, plan.attempt) / VERDICT, Verdict):
         dump_recipe(recipe, job.run_dir / "recipe.yaml")
+        if plan.attempt == job.first:
+            data.keep_digests(recipe, job.run_dir)
         link_logs(job.run_dir, plan.attempt)
 
 

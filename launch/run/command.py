@@ -34,7 +34,6 @@ from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.sealed_checkpoint.plan import adopt
 from tools.ranges import Number, no_bind_option, overrides_option, steps_option
-from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.mini_strategy import WORKERS
 from tools.runs.readings import loss_rank
@@ -183,8 +182,6 @@ def train(**given: Any) -> None:
             click.echo(done, err=True)
             outcome = Outcome(0)
         else:
-            dump_recipe(flat, run_dir / "recipe.yaml")
-            data.keep_digests(flat, run_dir)
             outcome = _run(job, asked.as_json)
     _report(asked, job, outcome)
     sys.exit(outcome.code)

@@ -211,10 +211,11 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
     `force` is None if the command has no such option. `saves`: the folder of that run's checkpoints.
 
     Raises:
-        ClusterError: the run is in progress (agents may join it, and get no error).
+        ClusterError: a run is in progress in one of the two (agents may join it, and get no error).
     """
     if force is not None:
-        _refuse_running(run_dir)
+        for folder in filter(None, (run_dir, saves)):  # two runs may have a folder of checkpoints in common
+            _refuse_running(folder)
     try:
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:

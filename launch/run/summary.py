@@ -164,8 +164,9 @@ def summarize(
     `run_dir`.
 
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
-    final_held_out_loss (nats per token), final_perplexity, held_out_corpora (name -> the same of each corpus of a
-    list), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
+    final_held_out_loss (nats per token), final_perplexity, final_held_out_step (the step of the last evaluation, which
+    is not the last step where an evaluation was interrupted), held_out_corpora (name -> the same losses of each corpus
+    of a list), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
     Absent things are None, and losses that are not finite. `resume_command` gives the command that resumes, or that
     starts a new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
     `checksums`: read the newest checkpoint as a whole, to see whether it is one.
@@ -194,6 +195,7 @@ def summarize(
         "first_loss": _finite(readings.steps[steps[0]]["loss"]) if steps else None,
         "final_loss": _finite(readings.last.get("loss")),
         **_evaluated([one.loss for one in points]),
+        "final_held_out_step": points[-1].step if points else None,
         "held_out_corpora": {
             name: _evaluated([one.corpora[name] for one in points if name in one.corpora])
             for name in (points[-1].corpora if points else {})
@@ -269,7 +271,9 @@ def print_summary(summary: dict[str, Any]) -> None:
         rows.append(("training loss", f"{_loss(first)} -> {_loss(final)}"))
     first, final = summary["first_held_out_loss"], summary["final_held_out_loss"]
     if first is not None or final is not None:
-        rows.append(("held-out loss", f"{_fall(summary)} (on text never trained on)"))
+        step, steps = summary["final_held_out_step"], summary["steps"]
+        until = f"; last evaluated after step {step:,} of {steps:,}" if step < steps else ""
+        rows.append(("held-out loss", f"{_fall(summary)} (on text never trained on{until})"))
     rows += [("", f"{_fall(corpus)} ({name})") for name, corpus in summary["held_out_corpora"].items()]
     if summary["tokens_per_second"]:
         rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s of all workers (median step)"))

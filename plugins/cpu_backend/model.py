@@ -4,6 +4,8 @@ CPU.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 from mindformers.models.telechat3.modeling_telechat3_train import TrainingTeleChat3ForCausalLM
 from mindformers.models.telechat3.utils import TeleChat3PreTrainedModel
@@ -94,6 +96,18 @@ def set_rows(model, rows):
     for router in cells_of(model, TopKRouter):
         router.dp = rows
         router.ones_dp = Tensor(np.ones((1, rows, 1), np.float32))
+
+
+@contextmanager
+def of_rows(model, rows):
+    """While the block runs, let each router expect `rows` samples, see `set_rows`."""
+    before = {router.dp for router in cells_of(model, TopKRouter)}
+    set_rows(model, rows)
+    try:
+        yield
+    finally:
+        for own in before:  # one number, or none
+            set_rows(model, own)
 
 
 def cells_of(model, kind):

@@ -9,6 +9,7 @@ import importlib
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 
 from plugins import telechat3_moe
+from plugins.batch_ramp.plan import Ramp, division_of, ramp_of
 from plugins.expert_balance.settings import Settings, check, read
 from plugins.semi_auto_cpu.chosen import chosen
 
@@ -54,7 +55,7 @@ def _on_cpu(config, ours: Settings) -> None:
         telechat3_moe.use_experts(ModuleSpec(PlacedRoutedExperts, params={"settings": hierarchical_ep.current()}))
     else:
         telechat3_moe.use_experts(PlacedGroupedExperts)
-    _add_callback(config, ours, "ExpertBalance", devices, config.runner_config.batch_size)
+    _add_callback(config, ours, "ExpertBalance", devices, _rows(config))
 
 
 def _in_graph(config, ours: Settings) -> None:
@@ -63,10 +64,17 @@ def _in_graph(config, ours: Settings) -> None:
     graph.use_placed_experts(config)
     devices = config.parallel_config.expert_parallel if config.use_parallel else 1
     parts = config.parallel_config.data_parallel if config.use_parallel else 1
-    _add_callback(config, ours, graph.CALLBACK, devices, parts * config.runner_config.batch_size)
+    _add_callback(config, ours, graph.CALLBACK, devices, Ramp((), parts * config.runner_config.batch_size))
 
 
-def _add_callback(config, ours: Settings, kind: str, devices: int, samples: int) -> None:
+def _rows(config) -> Ramp:
+    """Return the samples of a rank's step where this is one batch, whatever the stage of `plugins.batch_ramp`."""
+    division = division_of(config)
+    stages = ramp_of(config, division.full).stages
+    return Ramp(tuple((end, batch // division.ranks) for end, batch in stages), config.runner_config.batch_size)
+
+
+def _add_callback(config, ours: Settings, kind: str, devices: int, samples: Ramp) -> None:
     """kind: of the callback; devices: ranks of an EP group; samples: of a micro-batch, as many as a rank counts."""
     model, checkpoint = config.model.model_config, config.get("checkpoint") or {}
     config.callbacks.append({
@@ -75,7 +83,8 @@ def _add_callback(config, ours: Settings, kind: str, devices: int, samples: int)
         "devices": devices,
         "nodes": _nodes(config),
         "rate": model.get("moe_router_bias_update_rate") or 0.0,
-        "copies": samples * model.seq_length * model.num_experts_per_tok,
+        "samples": samples,
+        "pairs": model.seq_length * model.num_experts_per_tok,
         "layers": model.num_hidden_layers,
         "run_dir": config.output_dir,
         "checkpoint": checkpoint.get("load_path") or None,

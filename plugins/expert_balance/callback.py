@@ -72,15 +72,18 @@ class ExpertBalance(ExpertMigrateCallback):
     Args:
         settings: `plugins.expert_balance.settings.Settings`.
         devices: the number of ranks of an EP group, or 1; nodes: the number of their nodes, which plans balance first.
-        copies: (token, expert) pairs of a rank's micro-batch.
+        samples: `Ramp` of the samples of a rank's micro-batch, which grow with `plugins.batch_ramp` where a rank's step
+            is one batch. pairs: (token, expert) pairs of a sample.
         rate: the amount by which the routers' biases move in a step.
         layers: decoder layers of the model; those of MTP are counted behind them.
         run_dir: the folder of the record; checkpoint, save_path: see `record.file_of`.
     """
 
-    def __init__(self, settings, devices, nodes, rate, copies, layers, run_dir, checkpoint, save_path, **kwargs):
+    def __init__(
+        self, settings, devices, nodes, rate, samples, pairs, layers, run_dir, checkpoint, save_path, **kwargs
+    ):
         self.settings, self.devices, self.nodes = settings, devices, nodes
-        self.copies, self.decoder, self.rate = copies, layers, rate
+        self.samples, self.pairs, self.decoder, self.rate = samples, pairs, layers, rate
         self.run_dir, self.file = run_dir, load_file(run_dir)
         self.before = record.file_of(checkpoint, save_path, run_dir)
         self.prediction = Prediction(settings.memory)
@@ -104,6 +107,7 @@ class ExpertBalance(ExpertMigrateCallback):
         # a compile tells the layouts of weights to the cell it was asked for: in sink mode the one around the step
         step, self.compiled = self.done + params.cur_step_num, params.train_network
         shares = np.stack([layer.router.expert_load.asnumpy().astype(np.float64) for layer in self.layers])
+        self.copies = self.samples.batch_at(step) * self.pairs  # (token, expert) pairs of a rank's micro-batch
         tokens, slots, batches = self.of_all(shares, self._placements())
         self.prediction.see(tokens)
         self._watch(step, tokens)

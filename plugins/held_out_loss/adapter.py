@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 
 import numpy as np
 from mindformers.core.callback.callback import MFLossMonitor
@@ -27,6 +28,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.train.callback import Callback
 
 from plugins.all_ranks import sum_over_ranks
+from plugins.batch_ramp.plan import ramp_of
 from plugins.held_out_loss.plan import (
     Batches,
     check,
@@ -91,10 +93,14 @@ class HeldOutLoss(Callback):
         batches: the distribution of a step's samples over the ranks.
         every: steps between evaluations.
         run_dir: the run's folder.
+        ramped: whether `plugins.batch_ramp` prepares the network for another number of samples than an evaluation has.
     """
 
-    def __init__(self, data_loaders, names, columns, batches, every, run_dir, **kwargs):
+    ramped = False
+
+    def __init__(self, data_loaders, names, columns, batches, every, run_dir, ramped=False, **kwargs):
         super().__init__()
+        self.ramped = ramped
         self.every, self.run_dir, self.names = every, run_dir, names
         self.path = held_out_file(run_dir)
         self.micro, ranks = batches.micro, get_real_group_size()
@@ -165,7 +171,8 @@ class HeldOutLoss(Callback):
             ops.assign(step.keep, Tensor(True))
         before = [np.array(param.asnumpy()) for param in kept]
         evaluate = self._of_step if switched else self._of_network
-        losses = [[evaluate(step, tuple(map(Tensor, batch))) for batch in corpus] for corpus in self.corpora]
+        with _prepared(step.network, self.corpora) if self.ramped else nullcontext():
+            losses = [[evaluate(step, tuple(map(Tensor, batch))) for batch in corpus] for corpus in self.corpora]
         if switched:
             ops.assign(step.keep, Tensor(False))
         for param, value in zip(kept, before, strict=True):
@@ -186,6 +193,13 @@ class HeldOutLoss(Callback):
         parameter_register.clear(_LOSS)
         step(*batch)
         return _number(parameter_register.get(_LOSS)) / (1 if step.calculate_per_token_loss else self.micro)
+
+
+def _prepared(network, corpora):
+    """Return a context in which the network expects as many samples as the batches of the corpora have."""
+    from plugins.cpu_backend.model import of_rows
+
+    return of_rows(network, len(corpora[0][0][0]))
 
 
 def _number(tensor):
@@ -223,4 +237,5 @@ def enable(config, settings) -> None:
         "batches": batches,
         "every": ours.every,
         "run_dir": config.output_dir,
+        "ramped": bool(ramp_of(config, batches.samples).stages),
     })  # fmt: skip

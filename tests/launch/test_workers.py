@@ -49,32 +49,6 @@ from tests.plugins.sinking import fetching
         ("CPU", "semi_auto_parallel", ShardedCpu),
     ],
 )
-@pytest.mark.parametrize(
-    ("stages", "micro_steps", "coefficient", "value", "known"),
-    [
-        (2, 1, 0.0, float("nan"), None),
-        (1, 2, 0.0, float("nan"), None),
-        (1, 2, 0.0, 0.5, 0.5),
-        (1, 1, 0.0, float("nan"), float("nan")),
-        (2, 1, 0.1, float("nan"), float("nan")),
-    ],
-)
-def test_a_loss_that_mindformers_divides_by_0_is_not_known(monkeypatch, stages, micro_steps, coefficient, value, known):
-    model = {"num_hidden_layers": 2, "moe_aux_loss_coeff": coefficient, "seq_length": 8}
-    config = MindFormerConfig(
-        output_dir="x",
-        model={"model_config": model},
-        parallel_config={"pipeline_stage": stages},
-        runner_config={"gradient_accumulation_steps": micro_steps},
-    )
-    for name in ("run_dir", "seq_length", "columns", "undefined"):
-        monkeypatch.setattr(RecordingLossMonitor, name, getattr(RecordingLossMonitor, name))
-    monkeypatch.setattr(MindFormerRegister, "register_cls", lambda *_, **__: None)
-    enable(config)
-    monitor = object.__new__(RecordingLossMonitor)
-    assert monitor._balancing(ms.Tensor(value)) == pytest.approx(known, nan_ok=True)
-
-
 def test_target_and_parallel_mode_choose_it(target, mode, backend):
     recipe = {"context": {"device_target": target}, "parallel": {"parallel_mode": mode}}
     assert type(backend_of(recipe)) is backend
@@ -375,3 +349,29 @@ def test_muon_finds_float32_where_it_names_bfloat16(monkeypatch):
     assert muon.mstype is not before and muon.mstype.bfloat16 is muon.mstype.float32 is before.float32
     named = set(re.findall(r"mstype\.(\w+)", inspect.getsource(muon)))
     assert named == {each for each in named if hasattr(muon.mstype, each)} >= {"bfloat16", "float32"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_steps", "coefficient", "value", "known"),
+    [
+        (2, 1, 0.0, float("nan"), None),
+        (1, 2, 0.0, float("nan"), None),
+        (1, 2, 0.0, 0.5, 0.5),
+        (1, 1, 0.0, float("nan"), float("nan")),
+        (2, 1, 0.1, float("nan"), float("nan")),
+    ],
+)
+def test_a_loss_that_mindformers_divides_by_0_is_not_known(monkeypatch, stages, micro_steps, coefficient, value, known):
+    model = {"num_hidden_layers": 2, "moe_aux_loss_coeff": coefficient, "seq_length": 8}
+    config = MindFormerConfig(
+        output_dir="x",
+        model={"model_config": model},
+        parallel_config={"pipeline_stage": stages},
+        runner_config={"gradient_accumulation_steps": micro_steps},
+    )
+    for name in ("run_dir", "seq_length", "columns", "undefined"):
+        monkeypatch.setattr(RecordingLossMonitor, name, getattr(RecordingLossMonitor, name))
+    monkeypatch.setattr(MindFormerRegister, "register_cls", lambda *_, **__: None)
+    enable(config)
+    monitor = object.__new__(RecordingLossMonitor)
+    assert monitor._balancing(ms.Tensor(value)) == pytest.approx(known, nan_ok=True)

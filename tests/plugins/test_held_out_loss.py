@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
+from plugins.cpu_backend import model
 from plugins.errors import DataError, RecipeError
 from plugins.held_out_loss import adapter
 from plugins.held_out_loss.adapter import HeldOutLoss
@@ -249,6 +250,16 @@ def test_frozen_weights_are_not_copied(monkeypatch):
     monkeypatch.setattr(adapter, "frozen", {"placement"})
     monkeypatch.setattr(network.placement, "asnumpy", lambda: pytest.fail("it was read"))
     assert evaluated(network, 3.0) == 3.0 and network.load.asnumpy().tolist() == [1.0, 2.0]
+
+
+def test_where_the_batch_grows_routers_expect_the_samples_of_an_evaluation_while_it_runs(monkeypatch):
+    """A router cuts its scores by the number of samples, which a batch of another size need not be divisible by."""
+    router, seen = SimpleNamespace(dp=3, ones_dp=None), []
+    monkeypatch.setattr(model, "cells_of", lambda *_: [router])
+    monkeypatch.setattr(HeldOutLoss, "ramped", True)
+    monkeypatch.setattr(Network, "__call__", lambda *_: (seen.append(router.dp), (Tensor([6.0]), Tensor([2.0])))[1])
+    assert evaluated(Network(), 3.0) == 6.0
+    assert seen == [1] and router.dp == 3 and router.ones_dp.shape == (1, 3, 1)
 
 
 def test_batches_weigh_what_they_count():

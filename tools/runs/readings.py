@@ -93,7 +93,7 @@ def read_metrics(file: Path) -> Readings:
 
 
 def read_held_out(run_dir: Path) -> dict[int, float]:
-    """Return step -> loss on the held-out documents; for a repeated step the last record counts."""
+    """Return step -> loss on the held-out documents, see `read_evaluations`."""
     return {step: evaluation.loss for step, evaluation in read_evaluations(run_dir).items()}
 
 
@@ -107,9 +107,13 @@ class Evaluation:
 
 
 def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
-    """Return step -> evaluation by `plugins.held_out_loss`; for a repeated step the last record counts."""
-    found = map(evaluation_of, Follower(held_out_file(run_dir)).records())
-    return {one.step: one for one in found if one}
+    """Return step -> evaluation by `plugins.held_out_loss`. A resumed part evaluates the step from which it goes on
+    first, so a record replaces all records of its own step and of later steps, which the run has left behind.
+    """
+    kept: dict[int, Evaluation] = {}
+    for one in filter(None, map(evaluation_of, Follower(held_out_file(run_dir)).records())):
+        kept = {step: before for step, before in kept.items() if step < one.step} | {one.step: one}
+    return kept
 
 
 def evaluation_of(record: dict[str, Any]) -> Evaluation | None:

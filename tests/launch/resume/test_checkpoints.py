@@ -3,11 +3,13 @@
 import fcntl
 import json
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from launch.agent import planning
 from launch.resume import checkpoints
 from launch.resume.checkpoints import check_load_path, check_model, weights_in
 from plugins.errors import CheckpointError
@@ -242,6 +244,21 @@ def test_a_checkpoint_of_another_run_puts_all_aside(train, runs, trained, save, 
     assert (trained / "checkpoint" / "iteration_00000050").exists()
 
 
+def test_an_end_before_they_are_put_aside_leaves_them_their_recipe(train, runs, trained, save, workplace, monkeypatch):
+    """Else --resume auto would go on from them in the order of the other run's data, and refuse their own order."""
+    own, more = workplace / "here" / "checkpoint", ("--run-dir", "here", "--steps", "100")
+    other = ("--set", "train_dataset.data_loader.config.seed=5")
+    assert train(TOY, *more, *other)[0] == 0
+    save(own, 90)
+    with monkeypatch.context() as killed:
+        killed.setattr(planning, "make_plan", mock.Mock(side_effect=KeyboardInterrupt))
+        assert train(TOY, *more, "--resume", str(trained / "checkpoint" / "iteration_00000050"))[0] == 130
+    code, _, err = train(TOY, *more, "--resume", "auto")
+    assert code == 2 and "would repeat some samples" in err and "config.seed" in err
+    assert train(TOY, *more, *other, "--resume", "auto")[0] == 0
+    assert runs[-1][-1] == str(own / "iteration_00000090")
+
+
 def test_the_recipe_of_another_run_is_compared_too(train, trained, save):
     checkpoint = str(trained / "checkpoint" / "iteration_00000050")
     changed = ("--run-dir", "here", "--resume", checkpoint, "--set", "train_dataset.data_loader.config.seed=5")
@@ -289,12 +306,17 @@ def test_force_removes_the_sealed_checkpoints_wherever_they_are_and_nothing_else
     assert "--resume" not in runs[-1]
 
 
-def test_two_runs_do_not_share_a_folder_of_checkpoints(train, runs, workplace):
+@pytest.mark.parametrize("steps", [[], [40]])
+def test_two_runs_do_not_share_a_folder_of_checkpoints(train, runs, save, workplace, steps):
+    """Once the first has saved, --force or --resume auto, which would also be refused, is not advised."""
     (workplace / "shared").mkdir()
+    for step in steps:
+        save(workplace / "shared", step)
     with (workplace / "shared" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = train(TOY, *elsewhere("shared"))
     assert code == 2 and f"{workplace / 'shared'}: a run is in progress in this folder" in err and not runs
+    assert "--force" not in err
     assert train(TOY, "--run-dir", "here", *elsewhere("here"))[0] == 0, "one folder for both is locked once"
 
 

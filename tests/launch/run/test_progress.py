@@ -106,6 +106,19 @@ def test_the_end_of_a_run_says_the_losses_and_perplexities_of_each_corpus(tmp_pa
     assert f"\n{'':<15}6.0000 -> 4.0000, perplexity 54.6 (code)\n{'':<15}8.0000 -> not finite (prose)\n" in text
 
 
+def test_a_run_whose_last_evaluation_was_interrupted_says_which_step_its_held_out_loss_is_of(tmp_path, metrics, capsys):
+    """Killed after the last save and within the evaluation that follows, it is complete and is not started again."""
+    append(metrics, header(9), *(step(number) for number in range(1, 10)))
+    lines = ({"step": number, "held_out_loss": 7.0 - number / 8} for number in (0, 8))
+    append(tmp_path / "metrics" / "held_out.jsonl", *lines)
+    recipe = Recipe({"checkpoint": {"save_path": str(tmp_path / "checkpoint")}})
+    summary = summarize(tmp_path, recipe, Outcome(1), lambda *_: ["tc3"])
+    assert (summary["final_held_out_loss"], summary["final_held_out_step"], summary["steps"]) == (6.0, 8, 9)
+    print_summary(summary)
+    text = capsys.readouterr().out
+    assert "(on text never trained on; last evaluated after step 8 of 9)\n" in text
+
+
 def test_each_held_out_corpus_has_a_line_in_the_loss_curve(tmp_path, metrics):
     append(metrics, header(3), step(1, 3.0), step(2, 2.0), step(3, 1.0))
     found = {step: Evaluation(step, 3.0, {"code_heldout": 2.5, "prose_heldout": 3.5}) for step in (0, 3)}

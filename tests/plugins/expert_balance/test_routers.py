@@ -6,18 +6,21 @@ Where the callback stands among MindFormers' own, and what it is told.
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindformers.core.callback.callback import CheckpointMonitor, MFLossMonitor, TopkBiasBalanceCallback
+from mindformers.tools.register import MindFormerConfig
 from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore.train.callback import Callback
 
-from plugins.expert_balance import adapter
-from plugins.expert_balance.callback import ExpertBalance
+from plugins.expert_balance import adapter, settings
+from plugins.expert_balance.callback import Alone, ExpertBalance, Experts
 from plugins.expert_balance.copies import none
+from plugins.expert_balance.plan import Prediction
 from plugins.expert_balance.record import Moved, Record
 from plugins.expert_balance.routers import HOLD, WINDOW, Watcher
 from plugins.hierarchical_ep import adapter as hierarchical_ep
@@ -150,6 +153,35 @@ def test_nodes_come_first_where_a_token_goes_once_to_each(monkeypatch, mode, nod
     monkeypatch.setattr(hierarchical_ep, "_current", [dispatch])
     assert adapter._nodes({"plugins": {"hierarchical_ep": {"mode": mode}}}) == nodes
     assert adapter._nodes({"plugins": {"hierarchical_ep": False}}) == 1
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, (2, 4)), (2, (1, 2))])
+def test_tokens_are_counted_by_the_batch_of_the_step_where_it_grows(monkeypatch, ranks, rows):
+    """A router tells shares of its tokens; a rank's step is one batch, of more rows in a later stage."""
+    recipe = {
+        "use_parallel": ranks > 1,
+        "parallel_config": {"data_parallel": ranks},
+        "parallel": {"parallel_mode": 0},
+        "runner_config": {"batch_size": 4 // ranks},
+        "plugins": {"batch_ramp": {"stages": [[1, 2]]}},
+    }
+    samples = adapter._rows(MindFormerConfig(**recipe))
+    assert (samples.batch_at(1), samples.batch_at(2)) == rows
+
+    def held(values):
+        return SimpleNamespace(asnumpy=lambda: np.array(values))
+
+    callback, told = object.__new__(ExpertBalance), []
+    layer = Experts(1, SimpleNamespace(expert_load=held([0.5, 0.25, 0.25, 0.0])), held(range(4)), [])
+    known = {"done": 0, "layers": [layer], "ranks": Alone(), "samples": samples, "pairs": 8, "held": none(1, 1, 0)}
+    known |= {"prediction": Prediction(0.5), "settings": settings.read({"every": 0, "routers": False})}
+    for name, value in known.items():
+        setattr(callback, name, value)
+    monkeypatch.setattr(callback, "_record", lambda step, tokens, *more: told.append(tokens.tolist()))
+    for step in (1, 2):
+        params = SimpleNamespace(cur_step_num=step, train_network=None)
+        callback.on_train_step_end(SimpleNamespace(original_args=lambda params=params: params))
+    assert told == [[[4 * each, 2 * each, 2 * each, 0]] for each in rows]
 
 
 HOMES, COPIES = np.array([[1, 0, 2, 3]]), np.array([[2, 1]])

@@ -127,6 +127,14 @@ def test_held_out_losses_count_as_last_written(tmp_path, metrics):
     assert read_held_out(tmp_path) == {0: 6.5}
 
 
+def test_held_out_losses_of_steps_that_a_run_has_left_behind_do_not_count(tmp_path, metrics):
+    """A resumed part evaluates the step from which it goes on first."""
+    written = [(0, 7.0), (4, 6.0), (8, 5.0), (4, 6.0), (6, 5.5)]
+    lines = ({"step": number, "held_out_loss": loss} for number, loss in written)
+    append(tmp_path / "metrics" / "held_out.jsonl", *lines)
+    assert read_held_out(tmp_path) == {0: 7.0, 4: 6.0, 6: 5.5}
+
+
 def test_a_perplexity_is_the_exponential_of_a_loss():
     assert perplexity(0.0) == 1.0 and perplexity(4.0) == pytest.approx(54.59815, rel=1e-6)
     assert perplexity(1e4) == perplexity(math.inf) == math.inf
