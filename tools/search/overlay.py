@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean
+from plugins.expert_balance.settings import Settings
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from plugins.pipeline_layout import offset_of
@@ -29,7 +30,6 @@ from tools.estimate.from_recipe import (
     has_counts,
     named_layers,
     names_groups,
-    not_empty,
     numbers_of,
     patterns_of,
     plain_value,
@@ -88,6 +88,7 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
             raise RecipeError(f"{option} {target}: this file {own} and would be overwritten; name another file")
 
 
+_MOVES, _GROUPED = ("plugins", "expert_balance"), ("plugins", "grouped_gradient")
 _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
@@ -231,7 +232,7 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
     if reason := why_not(config.schedule):
         raise RecipeError(f"no recipe can ask for the schedule {config.schedule}: {reason}")
     values = {**_degrees(view, config), **_pipeline(view, config)}
-    values |= dispatch_values(view, config, site.node if site else None)
+    values |= {**dispatch_values(view, config, site.node if site else None), **_idle_plugins(view, config)}
     values |= site_values(view, config, site) if site else {}
     result = copy.deepcopy(recipe)
     shared = {other: value for path, value in values.items() for other in shared_paths(recipe, path)[1:]}
@@ -260,10 +261,12 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
         (*PARALLEL, "use_seq_parallel"): config.sequence_parallel and config.tp > 1,
         ("parallel", "enable_parallel_optimizer"): config.shard_optimizer,
     }
-    for index, callback in enumerate(view.get(("callbacks",), []) or []):
-        if callback.get("type") == "TopkBiasBalanceCallback":  # it repeats the number
-            numbers["callbacks", index, "gradient_accumulation_steps"] = 1 if piped else config.micro_batches
     wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
+    for index, callback in enumerate(view.get(("callbacks",), []) or []):
+        if callback.get("type") == "TopkBiasBalanceCallback":  # it repeats both numbers
+            for (*_, key), value in numbers.items():
+                if key in callback or key == "gradient_accumulation_steps":  # that is 1 unless it is written
+                    wanted.append((("callbacks", index, key), callback.get(key, 1), value))
     wanted += [(path, view.flag(path), value) for path, value in flags.items()]
     # beside an optimizer_level MindSpore takes the flag that shards accumulated gradients only at level2
     now, then = shards_gradients(view), config.shard_gradients
@@ -300,7 +303,7 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
         "select_recompute": config.recompute.select,
         "select_comm_recompute": config.recompute.communication,
     }.items():
-        now, table = view.get(("recompute_config", key)), not_empty(wanted)
+        now, table = view.get(("recompute_config", key)), wanted
         if key == "select_recompute" and (config.recompute.operators or names_groups(now)):
             written = with_groups(config.recompute, config.layers, now if same_shape else without_counts(now))
             values |= {} if written is None else {("recompute_config", key): written}
@@ -321,6 +324,19 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     mp = ("recompute_config", "mp_comm_recompute")
     if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
         values[mp] = config.recompute.replay_tp
+    return values
+
+
+def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
+    """Return the keys that switch off what has nothing to do in `config` and is refused there: experts that move where
+    one device holds all, and the experts' gradients of a pipeline's micro-batches where there is no pipeline.
+    """
+    values: dict[KeyPath, Any] = {}
+    balance, _ = Settings.look(view.get(_MOVES))
+    if config.ep == 1 and balance is not None and balance.every:
+        values[*_MOVES, "every"] = 0
+    if config.pp == 1 and view.get(_GROUPED) not in (None, False):
+        values[_GROUPED] = False
     return values
 
 

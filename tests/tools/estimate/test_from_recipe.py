@@ -12,7 +12,7 @@ from plugins.errors import RecipeError
 from tests.tools.search.test_overlay import LARGE, MTP, PER_STAGE, read_back, tables, with_selection
 from tools.check.check import check_recipe
 from tools.estimate.configuration import Recompute, even_layers
-from tools.estimate.from_recipe import from_recipe, not_empty, numbers_of, places, select_of, table_of_numbers
+from tools.estimate.from_recipe import from_recipe, numbers_of, places, select_of, table_of_numbers
 from tools.recipe.load import load_recipe
 from tools.search.overlay import changed, overlay
 
@@ -80,7 +80,7 @@ def test_what_is_written_passes_the_check_and_is_read_back(tmp_path_factory, fil
         pp=pp,
         layers=layers,
         schedule=schedule,
-        recompute=Recompute(not_empty(full), not_empty(select), not_empty(again), replay_tp=now.recompute.replay_tp),
+        recompute=Recompute(full, select, again, replay_tp=now.recompute.replay_tp),
     )
     path, child = read_back(recipe, config, folder)
     assert from_recipe(child) == config

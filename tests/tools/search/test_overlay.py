@@ -233,6 +233,36 @@ def test_the_callback_of_routers_biases_counts_the_steps_of_accumulation():
     assert callback["gradient_accumulation_steps"] == 8
 
 
+def test_the_callback_of_routers_biases_follows_numbers_that_it_repeats(tmp_path):
+    """A recipe without a pipeline gets one: what the callback wrote for accumulation is no longer right."""
+    (tmp_path / "recipe.yaml").write_text(
+        f"base_config: {os.path.abspath(LARGE)}\n"
+        "callbacks: [{type: TopkBiasBalanceCallback, gradient_accumulation_steps: 4, micro_batch_num: 7}]\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    now = from_recipe(recipe)
+    for config, steps, micro_batches in (
+        (now, 1, now.micro_batches),
+        (replace(now, pp=1, dp=now.dp * now.pp, layers=((now.model.layers,),), micro_batches=8, schedule="1f1b"), 8, 1),
+    ):
+        (callback,) = changed(recipe, replace(config, recompute=Recompute()))["callbacks"]
+        assert (callback["gradient_accumulation_steps"], callback["micro_batch_num"]) == (steps, micro_batches)
+
+
+def test_what_has_nothing_to_do_in_a_layout_is_switched_off(tmp_path):
+    """`tc3 check` refuses experts that move where one device holds all, and the grouped gradient without a pipeline."""
+    (tmp_path / "recipe.yaml").write_text(
+        f"base_config: {os.path.abspath(LARGE)}\nplugins: {{expert_balance: {{every: 200}}, grouped_gradient: {{}}}}\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    now = from_recipe(recipe)
+    whole = replace(now, pp=1, tp=1, ep=1, dp=now.devices, layers=((now.model.layers,),), schedule="1f1b")
+    child = changed(recipe, replace(whole, sequence_parallel=False, micro_batches=1, recompute=Recompute()))
+    assert child["plugins"] == {**recipe["plugins"], "expert_balance": {"every": 0}, "grouped_gradient": False}
+    assert not [finding for finding in check_recipe(child).errors if finding.key.startswith("plugins")]
+    assert changed(recipe, now)["plugins"] == recipe["plugins"]
+
+
 def test_a_pipeline_that_runs_back_up(tmp_path):
     layers = ((4,) * 8, (4, 4, 3, 3, 3, 3, 1, 1))
     recipe = load_recipe(LARGE)
