@@ -242,6 +242,9 @@ class _Axes:
         yield "ep_overlap: more chunks than samples of a micro-batch or tokens of a rank", self._cuts(request)
         yield "batch: dp x samples of a micro-batch do not divide it", request.global_batch % (dp * mbs) == 0
         yield "batch: fewer micro-batches than stages", request.global_batch // (dp * mbs) >= pp
+        if request.devices == 1 and not request.splits:
+            words = "batch: several micro-batches, which MindFormers accumulates only where the model is split"
+            yield words, request.global_batch // mbs == 1
         if request.ramp:
             yield "batch: a stage of plugins.batch_ramp cannot be divided, or has too few samples", self._ramps(request)
         if request.whole_sequences:

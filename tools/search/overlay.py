@@ -334,7 +334,7 @@ def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
     values: dict[KeyPath, Any] = {}
     balance, _ = Settings.look(view.get(_MOVES))
     if config.ep == 1 and balance is not None and balance.every:
-        values[*_MOVES, "every"] = 0
+        values[(*_MOVES, "every")] = 0
     if config.pp == 1 and view.get(_GROUPED) not in (None, False):
         values[_GROUPED] = False
     return values

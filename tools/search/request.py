@@ -133,6 +133,7 @@ class Request:
     own_cap: bool = True  # `cap` is the recipe's limit, or there is none: an overlay need not write it
     margin: float = 0.0  # share of `cap` that predictions must leave free, because they are off by as much
     swaps: bool = False  # the recipe moves activations to the host, which is not modelled
+    splits: bool = True  # the recipe splits its model over devices; MindFormers accumulates no gradients elsewhere
     ramp: tuple[int, ...] = ()  # samples of a step in each stage of plugins.batch_ramp
     whole_sequences: bool = False  # plugins.group_aux_loss: an EP group must hold all tokens of its sequences
     schedule: str = ""  # of every pipeline (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks
@@ -212,6 +213,7 @@ def request_of(
         hardware_file=file_of(cluster_name),
         own_cap=memory_gib is None and limit_of(recipe) <= hardware.hbm_bytes,
         swaps=swaps(view),
+        splits=view.parallel,
         ramp=tuple(samples for _, samples in view.ramp.stages) if view.parallel else (),
         whole_sequences=bool(base.model.experts) and view.get(_GROUP_LOSS) not in (None, False),
     )
