@@ -41,7 +41,7 @@ from tools.estimate.from_recipe import (
     with_patterns,
     without_counts,
 )
-from tools.files.atomic import write_atomically
+from tools.files.atomic import real_path, write_atomically
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import interleaves, scheduler_of, why_not
@@ -210,7 +210,9 @@ def write_overlay(
         lines.append(f"The whole of {os.path.basename(recipe.source)}: a child cannot turn its {key} into a mapping.")
         text = recipe_text(after)
     else:
-        base = os.path.relpath(recipe.source, target.parent)
+        # `..` behind a linked folder leads out of the folder that it points to
+        source = Path(recipe.source)
+        base = os.path.relpath(real_path(source.parent) / source.name, real_path(target.parent))
         text = recipe_text({BASE_CONFIG: base, **_difference(before, after)})
     write_atomically(target, "".join(f"# {line}\n" for line in lines) + text)
 

@@ -281,6 +281,32 @@ def test_a_pipeline_that_runs_back_up(tmp_path):
     assert table["stage_parameters"] == [sum(layer_size(model, kind) for kind in stage) for stage in kinds]
 
 
+@pytest.mark.parametrize("linked", ["out", "in", "file"])
+def test_a_child_finds_its_base_through_links(tmp_path, linked):
+    """Of linked folders on either side, and of a recipe that is a link beside its base."""
+    deep, work = tmp_path / "somewhere" / "else", tmp_path / "work"
+    for folder in (deep, work):
+        folder.mkdir(parents=True)
+    home = {"out": work, "in": deep, "file": work}[linked]
+    (home / "base.yaml").write_text(f"base_config: {os.path.abspath(LARGE)}\n")
+    (home / "recipe.yaml").write_text("base_config: base.yaml\n")
+    recipe, target = work / "recipe.yaml", work / "child.yaml"
+    if linked == "out":
+        (work / "output").symlink_to(deep)
+        target = work / "output" / "child.yaml"
+    elif linked == "in":
+        (work / "recipes").symlink_to(deep)
+        recipe = work / "recipes" / "recipe.yaml"
+    else:
+        (home / "recipe.yaml").rename(deep / "recipe.yaml")
+        recipe.symlink_to(deep / "recipe.yaml")
+        target = deep / "child.yaml"
+    loaded = load_recipe(recipe)
+    config = replace(from_recipe(loaded), dp=128, tp=4)
+    write_overlay(loaded, config, target, [])
+    assert from_recipe(load_recipe(target)) == config
+
+
 def test_a_recipe_is_not_written_over(tmp_path):
     path = with_selection(LARGE, None, tmp_path)
     recipe = load_recipe(path)
