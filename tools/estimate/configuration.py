@@ -48,11 +48,6 @@ class Cut(NamedTuple):
     stride: int | None = None
 
 
-def not_empty(table: Table | None) -> Table | None:
-    """Return the table, or None if it names no layer."""
-    return table if table and any(map(any, table)) else None
-
-
 @dataclass(frozen=True)
 class Recompute:
     """A `Recompute` says how many layers of each chunk and stage, [chunks][stages], the backward pass recomputes, and
@@ -73,13 +68,6 @@ class Recompute:
     selective: str = "norms"
     replay_tp: bool = True
     operators: tuple[tuple[str, Table], ...] = ()
-
-    def __post_init__(self) -> None:
-        """Make a table without layers None, so that `recompute: [0, 0]` and `recompute: False` are the same run."""
-        for name in ("full", "select", "communication"):
-            object.__setattr__(self, name, not_empty(getattr(self, name)))
-        named = tuple((name, table) for name, table in self.operators if not_empty(table))
-        object.__setattr__(self, "operators", named)
 
     def layers(self, option: str, chunk: int, stage: int) -> int:
         """Return the number of layers of a chunk and stage with an option ("full", "select" or "communication")."""

@@ -22,7 +22,7 @@ from plugins.ep_overlap import plan as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DISPATCHERS
 from plugins.lora import plan as lora
-from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, not_empty, spread
+from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, spread
 from tools.hardware.units import short_dtype
 from tools.model import Adapters, Model, model_of
 from tools.pipeline.schedules import is_v_shaped
@@ -261,12 +261,14 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return what `recompute_config` of a recipe recomputes, as numbers of layers [chunks][stages]."""
+    """Return what `recompute_config` of a recipe recomputes, as numbers of layers [chunks][stages]. A table of zeros
+    recomputes nothing, as False does.
+    """
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
-        full=read(view.get((*section, "recompute")), layers),
-        select=select_of(view.get((*section, "select_recompute")), layers, read),
-        communication=read(view.get((*section, "select_comm_recompute")), layers),
+        full=not_empty(read(view.get((*section, "recompute")), layers)),
+        select=not_empty(select_of(view.get((*section, "select_recompute")), layers, read)),
+        communication=not_empty(read(view.get((*section, "select_comm_recompute")), layers)),
         replay_tp=view.flag((*section, "mp_comm_recompute"), True),
         operators=operators_of(view.get((*section, "select_recompute")), layers, read),
     )
@@ -368,6 +370,11 @@ def named_layers(value: Any, layers: Table) -> set[int]:
     return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
 
 
+def not_empty(table: Table | None) -> Table | None:
+    """Return the table, or None if it names no layer."""
+    return table if table and any(map(any, table)) else None
+
+
 def has_counts(value: Any) -> bool:
     """Return whether a recompute key holds numbers of layers, which are valid only for one number of stages and
     chunks.
@@ -408,7 +415,7 @@ def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any]
     Every other pattern but those of the norms is switched off, not left out (a child's mapping is merged with its
     base's): MindFormers cannot build an operator that two patterns name.
     """
-    select = recompute.select
+    select = not_empty(recompute.select)
     same = (not_empty(select_of(now, layers)), operators_of(now, layers)) == (select, recompute.operators)
     known = {*SELECTED, *(one for patterns in PATTERNS.values() for one in patterns)}
     if same and all(one in known or (isinstance(now, dict) and now[one] is False) for one in patterns_of(now)):

@@ -30,6 +30,7 @@ from tools.estimate.from_recipe import (
     has_counts,
     named_layers,
     names_groups,
+    not_empty,
     numbers_of,
     patterns_of,
     plain_value,
@@ -305,7 +306,7 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
         "select_recompute": config.recompute.select,
         "select_comm_recompute": config.recompute.communication,
     }.items():
-        now, table = view.get(("recompute_config", key)), wanted
+        now, table = view.get(("recompute_config", key)), not_empty(wanted)
         if key == "select_recompute" and (config.recompute.operators or names_groups(now)):
             written = with_groups(config.recompute, config.layers, now if same_shape else without_counts(now))
             values |= {} if written is None else {("recompute_config", key): written}

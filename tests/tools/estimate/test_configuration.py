@@ -140,13 +140,3 @@ def test_changes_of_a_run_with_groups_keep_its_tables_whole():
             for rows in zip(table, tables[0], strict=True)
             for a, b in zip(*rows, strict=True)
         )
-
-
-def test_a_table_without_layers_is_no_table():
-    """A recipe may write recompute: [0, 0] for False; what is predicted of it is the same."""
-    zeros = ((0, 0), (0, 0))
-    some = ((1, 0), (0, 0))
-    assert Recompute(zeros, zeros, zeros, operators=(("attention", zeros),)) == Recompute()
-    assert Recompute(some, zeros, operators=(("attention", zeros), ("mlp", some))) == Recompute(
-        some, operators=(("mlp", some),)
-    )
