@@ -90,6 +90,7 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
 
 
 _MOVES, _GROUPED = ("plugins", "expert_balance"), ("plugins", "grouped_gradient")
+_EVERY = (*_MOVES, "every")
 _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
@@ -337,7 +338,7 @@ def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
     values: dict[KeyPath, Any] = {}
     balance, _ = Settings.look(view.get(_MOVES))
     if config.ep == 1 and balance is not None and balance.every:
-        values[(*_MOVES, "every")] = 0
+        values[_EVERY] = 0
     if config.pp == 1 and view.get(_GROUPED) not in (None, False):
         values[_GROUPED] = False
     return values
