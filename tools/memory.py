@@ -113,7 +113,7 @@ def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, know
         config = from_recipe(child)
         peak = max(memory.peak for memory in all_stages(config))
         seconds, own = times.step(config).total, times.step(before).total
-        keys = _flat(overlay(recipe, change.config))
+        keys = _flat(overlay(recipe, change.config), recipe.get("callbacks") or [])
     except RecipeError:
         return None
     now = max(memory.peak for memory in all_stages(before))
@@ -137,13 +137,23 @@ def _wrong(recipe: Recipe) -> list[str]:
     return [f"{finding.key}: {finding.wrong}" for finding in check_recipe(recipe).errors]
 
 
-def _flat(nested: Mapping[str, Any], path: tuple[str | int, ...] = ()) -> dict[str, Any]:
-    """Return dotted key -> value of an overlay. Callbacks repeat numbers of other keys and are left out."""
+def _flat(nested: Mapping[str, Any], callbacks: Sequence[Any], path: tuple[str | int, ...] = ()) -> dict[str, Any]:
+    """Return dotted key -> value of an overlay. Of the list of callbacks only the values are named that differ from
+    the recipe's `callbacks`; operator patterns, which have dots of their own, stay in their mapping.
+    """
     found: dict[str, Any] = {}
     for key, value in nested.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flat(value, (*path, key))
-        elif (*path, key) != ("callbacks",):
+        if (*path, key) == ("callbacks",):
+            pairs = enumerate(zip(callbacks, value, strict=True))
+            found |= {
+                dotted((key, index, name)): number
+                for index, (old, new) in pairs
+                for name, number in new.items()
+                if old.get(name) != number
+            }
+        elif isinstance(value, Mapping) and value and path != ("recompute_config",):
+            found |= _flat(value, callbacks, (*path, key))
+        else:
             found[dotted((*path, key))] = value
     return found
 
@@ -215,6 +225,11 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
         )
 
 
+def _as_yaml(value: Any) -> str:
+    """Return a value as a recipe or `--set` takes it; a backslash of a pattern is escaped in JSON as in YAML."""
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+
+
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
     """Print a row for each proposal with its keys below, the best first."""
     if fits:
@@ -231,7 +246,7 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fi
     for row in proposals:
         fit = "refused by tc3 check" if row["refused"] else row["fit"]
         sizes = (f"{row['peak'] / unit:.1f}", f"{row['freed'] / unit:.1f}", f"{row['slower']:+.1%}")
-        keys = "\n".join(f"  {key}: {value}" for key, value in row["keys"].items())
+        keys = "\n".join(f"  {key}: {_as_yaml(value)}" for key, value in row["keys"].items())
         table.add_row(*sizes, fit, f"{row['name']}\n{keys}" + (f"\n  {row['refused']}" if row["refused"] else ""))
     console.print(table)
     console.print(

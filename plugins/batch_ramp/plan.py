@@ -28,6 +28,8 @@ STEPS, SAMPLES = AXES = ("steps", "samples")
 _LOADER = "train_dataset.data_loader"
 _RIGHT = "write [[last step, samples], ...], such as [[1000, 512], [2000, 1024]]"
 
+_TWICE = "zero_bubble_v"  # the schedule that needs two micro-batches for each stage
+
 Stages = tuple[tuple[int, int], ...]
 
 
@@ -132,6 +134,13 @@ def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
     return -(-ramp.samples_until(steps) // ramp.full) if by_samples else steps
 
 
+def fewest_micro_batches(pipeline: int, scheduler: str = "") -> int:
+    """Return the fewest micro-batches of a step of a ramp on so many stages: one for each, which zero_bubble_v doubles,
+    and at least two, because MindSpore accumulates a single one wrongly.
+    """
+    return max(2, 2 * pipeline if scheduler == _TWICE and pipeline > 1 else pipeline)
+
+
 @dataclass(frozen=True)
 class Division:
     """This says how the samples of a step are divided over ranks and micro-batches.
@@ -140,7 +149,7 @@ class Division:
         ranks: data-parallel ranks; micro: samples of a micro-batch on one rank; micro_batches: the number of
         micro-batches of a step of the recipe's own batch; pipeline: stages of the model; whole: whether a rank's step
         is one batch, however many samples it has, because the model is not split over devices (MindFormers then
-            accumulates no gradients).
+            accumulates no gradients); scheduler: the pipeline's.
     """
 
     ranks: int
@@ -148,6 +157,7 @@ class Division:
     micro_batches: int
     pipeline: int
     whole: bool
+    scheduler: str = ""
 
     @property
     def unit(self) -> int:
@@ -161,8 +171,8 @@ class Division:
 
     @property
     def least(self) -> int:
-        """Return the fewest micro-batches of a step of a ramp: MindSpore accumulates a single one wrongly."""
-        return 1 if self.whole else max(2, self.pipeline)
+        """Return the fewest micro-batches of a step of a ramp."""
+        return 1 if self.whole else fewest_micro_batches(self.pipeline, self.scheduler)
 
     def advice(self, micro_batches: int, word: str = "write at least") -> str:
         """Return what to write for a stage that needs so many micro-batches, if the recipe's own batch is larger."""
@@ -187,7 +197,8 @@ def division_of(recipe: Mapping[str, Any]) -> Division:
     whole = not (together and splits_model(value_at(recipe, "parallel.parallel_mode", 1)))
     pipeline, micro_batches = (1, 1) if whole else stages_and_micro_batches(recipe)
     ranks = count("parallel_config.data_parallel") if together else 1
-    return Division(ranks, count("runner_config.batch_size"), micro_batches, pipeline, whole)
+    scheduler = str(value_at(recipe, "parallel.pipeline_config.pipeline_scheduler") or "")
+    return Division(ranks, count("runner_config.batch_size"), micro_batches, pipeline, whole, scheduler)
 
 
 def check(recipe: Mapping[str, Any]) -> Settings:
@@ -214,7 +225,13 @@ def check(recipe: Mapping[str, Any]) -> Settings:
                 f"{division.pipeline} stages of the pipeline; {division.advice(division.pipeline)}",
                 key,
             )
-        if made < 2 and not division.whole and division.pipeline == 1:
+        if made < division.least and division.pipeline > 1:
+            raise RecipeError(
+                f"the {batch} samples of a step until step {end} make {made} micro-batches, but {_TWICE} needs two for "
+                f"each of the {division.pipeline} stages of the pipeline; {division.advice(division.least)}",
+                key,
+            )
+        if made < division.least:
             raise RecipeError(
                 f"the {batch} samples of a step until step {end} make one micro-batch, and from a single one MindSpore "
                 f"accumulates wrong gradients (in one process they are zero); {division.advice(2)}, or "

@@ -1,12 +1,15 @@
 """`tc3 memory`. Each of its proposals is predicted from its own keys, and what is said to fit does."""
 
+import copy
 import json
+import os
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from plugins.errors import RecipeError
+from tools.check.check import check_recipe
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.changes import checked_advice, fewest_recomputed, pairs_of_changes, single_changes
@@ -72,6 +75,41 @@ def test_each_proposal_is_what_its_keys_give(times):
         assert again.devices == 4096 and again.global_batch == from_recipe(recipe).global_batch
         assert peak_memory(again) == row.peak == pytest.approx(own - row.freed)
         assert row.freed > 0 and row.fit == verdict(row.peak, room)
+
+
+def test_the_keys_of_a_proposal_are_all_that_a_recipe_needs(times, tmp_path):
+    """The router's callback repeats the steps of accumulation; patterns of operators have dots of their own."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"base_config: {os.path.abspath('docs/examples/moe_20b.yaml')}\n"
+        "runner_config: {gradient_accumulation_steps: 16}\n"
+        "parallel_config: {data_parallel: 64, pipeline_stage: 1, micro_batch_num: 1}\n"
+        "parallel: {dataset_strategy: [[64, 1], [64, 1], [64, 1], [64, 1]]}\n"
+        "recompute_config: {recompute: False, select_recompute: {mlp\\.mul: False}}\n"
+        "model: {model_config: {offset: 0}}\n"
+        "callbacks: [{type: MFLossMonitor}, {type: TopkBiasBalanceCallback, gradient_accumulation_steps: 16}]\n"
+    )
+    recipe = load_recipe(path)
+    assert not check_recipe(recipe).errors
+    found = {row.name: row for row in explain(recipe, times, room_of(recipe, times.hardware, 30), pairs=False)}
+    assert found["model_parallel doubled, data_parallel halved"].keys["callbacks.1.gradient_accumulation_steps"] == 32
+    assert isinstance(found["recompute norms"].keys["recompute_config.select_recompute"], dict)
+    for row in found.values():
+        changed = recipe
+        for key, value in row.keys.items():
+            changed = with_value(changed, key.split("."), value)
+        assert peak_memory(from_recipe(changed)) == row.peak
+        assert bool(check_recipe(changed).errors) == bool(row.refused)
+
+
+def with_value(section, path, value):
+    """A copy of a recipe with another value at a path, of sections and entries of lists."""
+    section = copy.deepcopy(section)
+    inner = section
+    for name in path[:-1]:
+        inner = inner[int(name)] if isinstance(inner, list) else inner.setdefault(name, {})
+    inner[path[-1]] = value
+    return section
 
 
 def test_two_together_where_one_is_not_enough(times):

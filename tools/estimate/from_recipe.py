@@ -261,12 +261,14 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return what `recompute_config` of a recipe recomputes, as numbers of layers [chunks][stages]."""
+    """Return what `recompute_config` of a recipe recomputes, as numbers of layers [chunks][stages]. A table of zeros
+    recomputes nothing, as False does.
+    """
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
-        full=read(view.get((*section, "recompute")), layers),
-        select=select_of(view.get((*section, "select_recompute")), layers, read),
-        communication=read(view.get((*section, "select_comm_recompute")), layers),
+        full=not_empty(read(view.get((*section, "recompute")), layers)),
+        select=not_empty(select_of(view.get((*section, "select_recompute")), layers, read)),
+        communication=not_empty(read(view.get((*section, "select_comm_recompute")), layers)),
         replay_tp=view.flag((*section, "mp_comm_recompute"), True),
         operators=operators_of(view.get((*section, "select_recompute")), layers, read),
     )

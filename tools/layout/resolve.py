@@ -33,6 +33,7 @@ from tools.estimate.efficiency import cluster as load_cluster
 from tools.estimate.from_recipe import DEGREE, from_recipe, plain_value, require_ulysses
 from tools.estimate.memory.room import known_errors, room_of
 from tools.estimate.time_model import TimeModel
+from tools.files.atomic import check_writable
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.layout.advise import dispatch_values
@@ -299,6 +300,7 @@ def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
         return read_layout(path)
     if not search:
         raise RecipeError(f"auto: the layout is read from {path}, but this file does not exist; {remedy(recipe)}")
+    check_writable(path)
     say(f"{path} does not exist: searching about {EFFORTS[EFFORT]:g} s for the layout that `{_KEY}: auto` asks for")
     found = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
     write_layout(found, path, f"tc3 train {recipe.source}")

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.hierarchical_ep.plan import MODES
 from tools.check.arithmetic import without_copies
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.estimate.layer_model import work
 from tools.model import Model
-from tools.pipeline.schedules import can_run, is_v_shaped
+from tools.pipeline.schedules import can_run, is_v_shaped, scheduler_of
 from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 
@@ -241,6 +242,13 @@ class _Axes:
         yield "ep_overlap: more chunks than samples of a micro-batch or tokens of a rank", self._cuts(request)
         yield "batch: dp x samples of a micro-batch do not divide it", request.global_batch % (dp * mbs) == 0
         yield "batch: fewer micro-batches than stages", request.global_batch // (dp * mbs) >= pp
+        if request.devices == 1 and not request.splits:
+            words = "batch: several micro-batches, which MindFormers accumulates only where the model is split"
+            yield words, request.global_batch // mbs == 1
+        if request.ramp:
+            yield "batch: a stage of plugins.batch_ramp cannot be divided, or has too few samples", self._ramps(request)
+        if request.whole_sequences:
+            yield "ep: holds parts of sequences, and plugins.group_aux_loss needs whole ones", ep % tp == 0
         whole = (ep > request.node) & (ep % request.node == 0)
         if request.schedule:
             words = f"schedule: {request.schedule} does not run with these stages, chunks and micro-batches"
@@ -268,6 +276,15 @@ class _Axes:
         sharing = np.minimum(size, self.mesh.dp * self.mesh.tp * self.mesh.cp // ep)
         fits = 1 < size <= self.mesh.dp
         return np.bool_(fits) & (request.base.model.experts % np.maximum(ep * sharing, 1) == 0)
+
+    def _ramps(self, request: Request) -> np.ndarray:
+        """Return where each stage of a growing batch has whole micro-batches, as many as `tc3 check` asks for, and
+        fewer samples than the whole batch.
+        """
+        unit, schedule = self.mesh.dp * self.along("mbs"), request.schedule
+        least = fewest_micro_batches(self.mesh.pp, scheduler_of(schedule) if schedule else "")
+        fits = [(samples % unit == 0) & (samples // unit >= least) for samples in request.ramp]
+        return np.logical_and.reduce(fits) & np.bool_(request.ramp[-1] < request.global_batch)
 
     def _cuts(self, request: Request) -> np.ndarray:
         """Return where the chunks that the recipe writes can be."""

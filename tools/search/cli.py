@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from tools.files.atomic import keep_existing, write_atomically
+from tools.files.atomic import check_writable, keep_existing, write_atomically
 from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.budget import Budget, interruptible
@@ -92,6 +92,7 @@ def layout(
     path = out or path_of(loaded.source)
     if not is_layout_file(path):
         keep_existing("--out" if out else "the layout file", path, force)
+    check_writable(path)
     budget = Budget(effort_within(effort, EFFORT, time_limit), time_limit)
     with interruptible(budget), Progressing(f"searching for a layout, effort {budget.effort:g}"):
         try:
@@ -194,6 +195,8 @@ def pipeline(
     if picture:
         check_ending(picture)
     keep_existing("--out", out, force)
+    for path in filter(None, (out, picture)):
+        check_writable(path)
     problem = with_margin(read_instance(instance), memory_margin)
     with interruptible(budget), PlanProgress(budget) as progress:
         outcome = optimise(problem, budget, seed, progress.tell)

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 
 from plugins.errors import DataError, RecipeError
-from tools.files.atomic import keep_existing, write_atomically
+from tools.files.atomic import check_writable, keep_existing, write_atomically
 from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
@@ -290,6 +290,9 @@ def _asked(
     keep_existing("--write", options["write"], options["force"])
     if options["html_file"]:
         check_page(options["html_file"])
+    for name in ("write", "html_file", "picture"):
+        if options[name]:
+            check_writable(options[name])
     asked = tuple(read_limit(text) for text in limits)
     options["schedules"] = asked_schedules(options["schedules"])
     if options["write"]:

@@ -22,7 +22,7 @@ from tools.estimate.memory.room import known_errors, write_errors
 from tools.estimate.published.calibrate import Calibration, calibrate, cluster_text
 from tools.estimate.published.rows import read_rows
 from tools.estimate.published.validate import Prediction, predict, summary
-from tools.files.atomic import keep_existing, write_atomically
+from tools.files.atomic import check_writable, keep_existing, write_atomically
 from tools.hardware import DEFAULT_HARDWARE
 from tools.process.waiting import Progressing
 from tools.profile.attribute import Line, gap_advice, gap_lines, gap_lines_of_total, gap_table, modelled
@@ -177,6 +177,7 @@ def calibrate_command(
     tc3 search calibrate output/profile --recipe recipes/telechat3_105b/pretrain_4k.yaml --out mine.yaml
     """
     keep_existing("--out", out, force)
+    check_writable(out)
     if measured.is_dir():
         if recipe is None:
             raise click.UsageError(f"{measured}: name the recipe of the profiled run: --recipe RECIPE.yaml")

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean
+from plugins.expert_balance.settings import Settings
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from plugins.pipeline_layout import offset_of
@@ -41,7 +42,7 @@ from tools.estimate.from_recipe import (
     with_patterns,
     without_counts,
 )
-from tools.files.atomic import write_atomically
+from tools.files.atomic import real_path, write_atomically
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import interleaves, scheduler_of, why_not
@@ -88,6 +89,8 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
             raise RecipeError(f"{option} {target}: this file {own} and would be overwritten; name another file")
 
 
+_MOVES, _GROUPED = ("plugins", "expert_balance"), ("plugins", "grouped_gradient")
+_EVERY = (*_MOVES, "every")
 _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
@@ -209,7 +212,9 @@ def write_overlay(
         lines.append(f"The whole of {os.path.basename(recipe.source)}: a child cannot turn its {key} into a mapping.")
         text = recipe_text(after)
     else:
-        base = os.path.relpath(recipe.source, target.parent)
+        # `..` behind a linked folder leads out of the folder that it points to
+        source = Path(recipe.source)
+        base = os.path.relpath(real_path(source.parent) / source.name, real_path(target.parent))
         text = recipe_text({BASE_CONFIG: base, **_difference(before, after)})
     write_atomically(target, "".join(f"# {line}\n" for line in lines) + text)
 
@@ -231,7 +236,7 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
     if reason := why_not(config.schedule):
         raise RecipeError(f"no recipe can ask for the schedule {config.schedule}: {reason}")
     values = {**_degrees(view, config), **_pipeline(view, config)}
-    values |= dispatch_values(view, config, site.node if site else None)
+    values |= {**dispatch_values(view, config, site.node if site else None), **_idle_plugins(view, config)}
     values |= site_values(view, config, site) if site else {}
     result = copy.deepcopy(recipe)
     shared = {other: value for path, value in values.items() for other in shared_paths(recipe, path)[1:]}
@@ -260,10 +265,12 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
         (*PARALLEL, "use_seq_parallel"): config.sequence_parallel and config.tp > 1,
         ("parallel", "enable_parallel_optimizer"): config.shard_optimizer,
     }
-    for index, callback in enumerate(view.get(("callbacks",), []) or []):
-        if callback.get("type") == "TopkBiasBalanceCallback":  # it repeats the number
-            numbers["callbacks", index, "gradient_accumulation_steps"] = 1 if piped else config.micro_batches
     wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
+    for index, callback in enumerate(view.get(("callbacks",), []) or []):
+        if callback.get("type") == "TopkBiasBalanceCallback":  # it repeats both numbers
+            for (*_, key), value in numbers.items():
+                if key in callback or key == "gradient_accumulation_steps":  # that is 1 unless it is written
+                    wanted.append((("callbacks", index, key), callback.get(key, 1), value))
     wanted += [(path, view.flag(path), value) for path, value in flags.items()]
     # beside an optimizer_level MindSpore takes the flag that shards accumulated gradients only at level2
     now, then = shards_gradients(view), config.shard_gradients
@@ -321,6 +328,19 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     mp = ("recompute_config", "mp_comm_recompute")
     if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
         values[mp] = config.recompute.replay_tp
+    return values
+
+
+def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
+    """Return the keys that switch off what has nothing to do in `config` and is refused there: experts that move where
+    one device holds all, and the experts' gradients of a pipeline's micro-batches where there is no pipeline.
+    """
+    values: dict[KeyPath, Any] = {}
+    balance, _ = Settings.look(view.get(_MOVES))
+    if config.ep == 1 and balance is not None and balance.every:
+        values[_EVERY] = 0
+    if config.pp == 1 and view.get(_GROUPED) not in (None, False):
+        values[_GROUPED] = False
     return values
 
 

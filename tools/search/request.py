@@ -39,6 +39,7 @@ PLANNED = "planned"  # by layer, chosen by the pipeline optimiser
 NUMBERS = ("dp", "tp", "pp", "vpp", "cp", "ep", "mbs", "m")
 WORDS = {"mode": MODES, "shard": SHARDS, "recompute": (*POLICIES, PLANNED)}
 
+_GROUP_LOSS = ("plugins", "group_aux_loss")
 _LARGEST = 1_000_000_000
 _ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\s*")
@@ -132,6 +133,9 @@ class Request:
     own_cap: bool = True  # `cap` is the recipe's limit, or there is none: an overlay need not write it
     margin: float = 0.0  # share of `cap` that predictions must leave free, because they are off by as much
     swaps: bool = False  # the recipe moves activations to the host, which is not modelled
+    splits: bool = True  # the recipe splits its model over devices; MindFormers accumulates no gradients elsewhere
+    ramp: tuple[int, ...] = ()  # samples of a step in each stage of plugins.batch_ramp
+    whole_sequences: bool = False  # plugins.group_aux_loss: an EP group must hold all tokens of its sequences
     schedule: str = ""  # of every pipeline (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks
     groups: bool = False  # layers may recompute groups of operators as well (`tools.estimate.configuration`)
     # expert_parallel -> load of the fullest device over the mean, in every layer; what is not there has the recipe's
@@ -195,6 +199,7 @@ def request_of(
         raise in_file(recipe, RecipeError(f"{wrong}; switch the adapters off with plugins.lora: False", "plugins.lora"))
     if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
         base = replace(base, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
+    view = View(recipe)
     return Request(
         base=base,
         hardware=hardware,
@@ -203,11 +208,14 @@ def request_of(
         cap=room.cap,
         cap_source=room.source,
         margin=room.margin,
-        ulysses=View(recipe).number(DEGREE, 1),
+        ulysses=view.number(DEGREE, 1),
         limits=limits,
         hardware_file=file_of(cluster_name),
         own_cap=memory_gib is None and limit_of(recipe) <= hardware.hbm_bytes,
-        swaps=swaps(View(recipe)),
+        swaps=swaps(view),
+        splits=view.parallel,
+        ramp=tuple(samples for _, samples in view.ramp.stages) if view.parallel else (),
+        whole_sequences=bool(base.model.experts) and view.get(_GROUP_LOSS) not in (None, False),
     )
 
 

@@ -17,12 +17,13 @@ from mindformers.tools.register import MindFormerConfig
 from mindformers.trainer.base_trainer import BaseTrainer
 from mindspore.train.callback import Callback
 
-from plugins.expert_balance import adapter, settings
+from plugins.expert_balance import adapter
 from plugins.expert_balance.callback import Alone, ExpertBalance, Experts
 from plugins.expert_balance.copies import none
 from plugins.expert_balance.plan import Prediction
 from plugins.expert_balance.record import Moved, Record
 from plugins.expert_balance.routers import HOLD, WINDOW, Watcher
+from plugins.expert_balance.settings import read as read_balance
 from plugins.hierarchical_ep import adapter as hierarchical_ep
 from plugins.hierarchical_ep.settings import read
 
@@ -174,7 +175,7 @@ def test_tokens_are_counted_by_the_batch_of_the_step_where_it_grows(monkeypatch,
     callback, told = object.__new__(ExpertBalance), []
     layer = Experts(1, SimpleNamespace(expert_load=held([0.5, 0.25, 0.25, 0.0])), held(range(4)), [])
     known = {"done": 0, "layers": [layer], "ranks": Alone(), "samples": samples, "pairs": 8, "held": none(1, 1, 0)}
-    known |= {"prediction": Prediction(0.5), "settings": settings.read({"every": 0, "routers": False})}
+    known |= {"prediction": Prediction(0.5), "settings": read_balance({"every": 0, "routers": False})}
     for name, value in known.items():
         setattr(callback, name, value)
     monkeypatch.setattr(callback, "_record", lambda step, tokens, *more: told.append(tokens.tolist()))

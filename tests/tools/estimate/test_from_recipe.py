@@ -13,7 +13,9 @@ from tests.tools.search.test_overlay import LARGE, MTP, PER_STAGE, read_back, ta
 from tools.check.check import check_recipe
 from tools.estimate.configuration import Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe, not_empty, numbers_of, places, select_of, table_of_numbers
+from tools.estimate.memory.model import peak_memory
 from tools.recipe.load import load_recipe
+from tools.recipe.view import View
 from tools.search.overlay import changed, overlay
 
 SWAP = "model: {model_config: {swap: True, layer_swap: [{backward_prefetch: 1, layers: [0]}]}}\n"
@@ -198,3 +200,15 @@ def test_a_single_pattern_is_written_as_zero_bubble_v_can_read_it(tmp_path, key)
     _, child = read_back(recipe, config, tmp_path)
     assert child["recompute_config"][key] == {r".*\.norm": True}
     assert from_recipe(child) == config and not check_recipe(tmp_path / "child.yaml").errors
+
+
+@pytest.mark.parametrize("key", ["recompute", "select_recompute", "select_comm_recompute"])
+def test_a_table_of_zeros_recomputes_nothing(key):
+    """The same run as False: a recipe with zeros was predicted with the memory in which a layer runs again."""
+    recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
+    zeros = [[0] * 8] * View(recipe).chunks
+    recipe["recompute_config"] = {"recompute": False}
+    never = from_recipe(recipe)
+    recipe["recompute_config"] = {"recompute": False, key: zeros if len(zeros) > 1 else zeros[0]}
+    assert from_recipe(recipe) == never
+    assert peak_memory(from_recipe(recipe)) == peak_memory(never)

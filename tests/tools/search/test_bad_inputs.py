@@ -19,9 +19,11 @@ from tools.estimate.published.rows import read_rows
 from tools.experts.cost import ep_report
 from tools.hardware.load import FOLDER
 from tools.layout.instance import read_instance
+from tools.layout.resolve import resolve
 from tools.recipe.load import load_recipe
 from tools.search.cli import search
 
+ROOT = Path(__file__).parents[3]
 PRETRAIN_4K = "recipes/telechat3_105b/pretrain_4k.yaml"
 INSTANCE = Path(__file__).parents[3] / "tools" / "search" / "examples" / "pipeline.json"
 
@@ -342,3 +344,40 @@ def test_interrupted_dry_runs_keep_the_answer(monkeypatch):
     monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
     result = run("--top", 2, "--json", "--verify", 2)
     assert result.exit_code == 130 and len(json.loads(result.stdout)["strategies"]) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [PRETRAIN_4K, "--write"],
+        [PRETRAIN_4K, "--html"],
+        [PRETRAIN_4K, "--picture"],
+        ["layout", PRETRAIN_4K, "--out"],
+        ["pipeline", str(INSTANCE), "--out"],
+        ["pipeline", str(INSTANCE), "--out", "plan.json", "--picture"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(words, tmp_path, monkeypatch):
+    def work(*_, **__):
+        raise AssertionError("the search has begun")
+
+    for place in ("tools.search.cli.make_layout", "tools.search.ranking.run.search", "tools.layout.optimise.optimise"):
+        monkeypatch.setattr(place, work)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    words = [os.path.join(ROOT, word) if word == PRETRAIN_4K else word for word in words]
+    target = "file/answer.html" if words[-1] == "--html" else "file/answer.svg"
+    refused(CliRunner().invoke(search, [*words, target]), f"{target}: cannot be written", "is a file")
+
+
+def test_a_launch_does_not_search_for_a_layout_that_it_cannot_keep(tmp_path, monkeypatch):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"base_config: {os.path.abspath(PRETRAIN_4K)}\nmodel: {{model_config: {{offset: auto}}}}\n")
+
+    def locked(target):
+        raise DataError(f"{target}: cannot be written")
+
+    monkeypatch.setattr("tools.layout.resolve.check_writable", locked)
+    monkeypatch.setattr("tools.layout.resolve.make_layout", lambda *_: pytest.fail("the search has begun"))
+    with pytest.raises(DataError, match=r"recipe\.layout\.yaml: cannot be written"):
+        resolve(load_recipe(path), layout="search")

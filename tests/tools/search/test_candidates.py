@@ -1,3 +1,4 @@
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
 from tests.tools.search.reference import every_candidate, legal
+from tools.check.check import check_recipe
 from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe, require_ulysses
@@ -26,6 +28,7 @@ from tools.search.candidates import (
     end_weight,
     meshes,
 )
+from tools.search.overlay import changed
 from tools.search.ranking.rank import rank
 from tools.search.request import Request, read_limit, request_of
 
@@ -281,3 +284,33 @@ def test_muon_is_told_of_shards_that_dp_has_and_that_hold_whole_experts():
     assert any(each.shard != "none" for each in found) and any("Muon" in reason for reason in funnel.dropped)
     untold = replace(muon, base=replace(muon.base, shard_size=0))
     assert {each.shard for each in enumerated(untold)[0]} == {"none"}
+
+
+def test_plugins_that_ask_something_of_a_layout_are_asked(tmp_path):
+    """A strategy is in the space if, and only if, `tc3 check` accepts the ramp and the groups of its loss."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"base_config: {os.path.abspath('recipes/mini/pretrain_3d.yaml')}\n"
+        "runner_config: {sink_mode: False}\ncontext: {dataset_broadcast_opt_level: 0}\n"
+        "plugins: {group_aux_loss: True, held_out_loss: False, batch_ramp: {stages: [[10, 4], [20, 12]]}}\n"
+    )
+    recipe = load_recipe(path)
+    asked = request_of(recipe, "atlas_800t_a2", devices=8, global_batch=24, limits=(read_limit("recompute=none"),))
+    assert asked.ramp == (4, 12) and asked.whole_sequences
+    without = replace(asked, ramp=(), whole_sequences=False, limits=(*asked.limits, read_limit("shard=none")))
+    kept, every = set(enumerated(asked)[0]), enumerated(without)[0]
+    keys = {"plugins.batch_ramp.stages", "parallel_config.expert_parallel"}
+    for candidate in every[:: max(1, len(every) // 60)]:
+        child = changed(recipe, configuration(asked, candidate), asked.site)
+        refused = {finding.key for finding in check_recipe(child).errors} & keys
+        assert (candidate in kept) == (not refused), (candidate, refused)
+    assert 0 < len(kept & set(every)) < len(every)
+
+
+def test_one_process_accumulates_no_gradients():
+    """MindFormers sets gradient_accumulation_steps to 1 where the model is not split."""
+    recipe = load_recipe("recipes/mini/finetune.yaml")
+    found, _ = enumerated(request_of(recipe, "atlas_800t_a2"))
+    assert {candidate.m for candidate in found} == {1}
+    for candidate in found:
+        assert not check_recipe(changed(recipe, configuration(request_of(recipe, "atlas_800t_a2"), candidate))).errors

@@ -233,6 +233,36 @@ def test_the_callback_of_routers_biases_counts_the_steps_of_accumulation():
     assert callback["gradient_accumulation_steps"] == 8
 
 
+def test_the_callback_of_routers_biases_follows_numbers_that_it_repeats(tmp_path):
+    """A recipe without a pipeline gets one: what the callback wrote for accumulation is no longer right."""
+    (tmp_path / "recipe.yaml").write_text(
+        f"base_config: {os.path.abspath(LARGE)}\n"
+        "callbacks: [{type: TopkBiasBalanceCallback, gradient_accumulation_steps: 4, micro_batch_num: 7}]\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    now = from_recipe(recipe)
+    for config, steps, micro_batches in (
+        (now, 1, now.micro_batches),
+        (replace(now, pp=1, dp=now.dp * now.pp, layers=((now.model.layers,),), micro_batches=8, schedule="1f1b"), 8, 1),
+    ):
+        (callback,) = changed(recipe, replace(config, recompute=Recompute()))["callbacks"]
+        assert (callback["gradient_accumulation_steps"], callback["micro_batch_num"]) == (steps, micro_batches)
+
+
+def test_what_has_nothing_to_do_in_a_layout_is_switched_off(tmp_path):
+    """`tc3 check` refuses experts that move where one device holds all, and the grouped gradient without a pipeline."""
+    (tmp_path / "recipe.yaml").write_text(
+        f"base_config: {os.path.abspath(LARGE)}\nplugins: {{expert_balance: {{every: 200}}, grouped_gradient: {{}}}}\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    now = from_recipe(recipe)
+    whole = replace(now, pp=1, tp=1, ep=1, dp=now.devices, layers=((now.model.layers,),), schedule="1f1b")
+    child = changed(recipe, replace(whole, sequence_parallel=False, micro_batches=1, recompute=Recompute()))
+    assert child["plugins"] == {**recipe["plugins"], "expert_balance": {"every": 0}, "grouped_gradient": False}
+    assert not [finding for finding in check_recipe(child).errors if finding.key.startswith("plugins")]
+    assert changed(recipe, now)["plugins"] == recipe["plugins"]
+
+
 def test_a_pipeline_that_runs_back_up(tmp_path):
     layers = ((4,) * 8, (4, 4, 3, 3, 3, 3, 1, 1))
     recipe = load_recipe(LARGE)
@@ -249,6 +279,32 @@ def test_a_pipeline_that_runs_back_up(tmp_path):
     model = model_of(convert(View(child), load_schema()).fields)
     kinds = [(*stage.kinds, *stage.ends) for stage in stages]
     assert table["stage_parameters"] == [sum(layer_size(model, kind) for kind in stage) for stage in kinds]
+
+
+@pytest.mark.parametrize("linked", ["out", "in", "file"])
+def test_a_child_finds_its_base_through_links(tmp_path, linked):
+    """Of linked folders on either side, and of a recipe that is a link beside its base."""
+    deep, work = tmp_path / "somewhere" / "else", tmp_path / "work"
+    for folder in (deep, work):
+        folder.mkdir(parents=True)
+    home = {"out": work, "in": deep, "file": work}[linked]
+    (home / "base.yaml").write_text(f"base_config: {os.path.abspath(LARGE)}\n")
+    (home / "recipe.yaml").write_text("base_config: base.yaml\n")
+    recipe, target = work / "recipe.yaml", work / "child.yaml"
+    if linked == "out":
+        (work / "output").symlink_to(deep)
+        target = work / "output" / "child.yaml"
+    elif linked == "in":
+        (work / "recipes").symlink_to(deep)
+        recipe = work / "recipes" / "recipe.yaml"
+    else:
+        (home / "recipe.yaml").rename(deep / "recipe.yaml")
+        recipe.symlink_to(deep / "recipe.yaml")
+        target = deep / "child.yaml"
+    loaded = load_recipe(recipe)
+    config = replace(from_recipe(loaded), dp=128, tp=4)
+    write_overlay(loaded, config, target, [])
+    assert from_recipe(load_recipe(target)) == config
 
 
 def test_a_recipe_is_not_written_over(tmp_path):
