@@ -49,12 +49,9 @@ _LENGTHS = {"FlashAttentionScore": (8, 9), "FlashAttentionScoreGrad": (13, 14)}
 _MASK = {"FlashAttentionScore": 6, "FlashAttentionScoreGrad": 7}
 
 
-@rule(
-    "FlashAttentionScore",
-    says="not linear; queries, keys and values cut alike by batch and heads; queries also by their sequence, where the "
-    "tokens that they see differ along the same axes",
-    takes_differing=True,
-)
+@rule("FlashAttentionScore", says="It is not linear. Queries, keys and values must be cut alike over batch and heads. "
+      "The queries' sequence may also be cut, if the range of visible tokens differs along the same axes.",
+      takes_differing=True)  # fmt: skip
 def _attention(call: Call) -> Value:
     query, _, value = _attended(call, *(by_element(call.spread(place)) for place in range(3)))
     at = _layout(call)
@@ -67,12 +64,8 @@ def _attention(call: Call) -> Value:
     return [small, small, plain((1,)), Spread((*query.dims[:-1], wide), loose=query.loose)]
 
 
-@rule(
-    "FlashAttentionScoreGrad",
-    says="linear in the gradient; cut as the attention itself; of keys and values partial where the queries' sequence "
-    "is cut",
-    takes_differing=True,
-)
+@rule("FlashAttentionScoreGrad", says="It is linear in the gradient, with the conditions of the forward pass. If the "
+      "queries' sequence is cut, the gradients of keys and values are partial.", takes_differing=True)  # fmt: skip
 def _attention_gradient(call: Call) -> Value:
     given = (by_element(call.spread(place)) for place in range(3))
     query, key, value, gradient = _attended(call, *given, call.spread(3))

@@ -169,7 +169,7 @@ def literal(text: str) -> Value:
 
 
 class Rule(NamedTuple):
-    """A `Rule` finds the spreads of some operators' results; `says` states the rule in a sentence."""
+    """A `Rule` finds the spreads of some operators' results; `says` describes the rule for docs/prove.md."""
 
     operators: tuple[str, ...]
     says: str

@@ -93,7 +93,7 @@ def entry(call: Call) -> Spread | None:
     return replace(by_element(x), dims=(_own_entry(x),), loose=frozenset())
 
 
-@rule("ScatterNdUpdate", says="a list of whole numbers with another value of one entry, on each rank of its own list")
+@rule("ScatterNdUpdate", says="It replaces one entry of a list of integers, on each rank in its own list.")
 def _replaced(call: Call) -> Value:
     x, value = by_element(call.spread(0)), by_element(call.spread(2))
     if len(x.dims) != 1 or _place(call) is None or not call.counts or value.dims != (_own_entry(x),):

@@ -320,13 +320,13 @@ def _entering(call: Call, values: Sequence[Value]) -> Callable[[Call], Value] | 
     return None
 
 
-@rule("IndexAdd", says="dispatched rows that a rank adds up, by the choices of the router")
+@rule("IndexAdd", says="It adds up dispatched rows on a rank; the indices must be the router's choices.")
 def _by_choices(call: Call) -> Value:
     raise NotKnown("there is a rule only for dispatched rows")
 
 
-@rule("Gather", says="dispatched rows by the choices of the router, numbers of a plain table for each index, or one "
-      "entry of each rank's own list of numbers")  # fmt: skip
+@rule("Gather", says="It takes dispatched rows by the router's choices, elements of a plain table by index, or one "
+      "entry of each rank's own list.")  # fmt: skip
 def _looked_up(call: Call) -> Value:
     if (entry := documents.entry(call)) is not None:
         return entry
@@ -336,11 +336,12 @@ def _looked_up(call: Call) -> Value:
     return by_element(call.spread(1))
 
 
-@rule("Slice", says="the rows behind constant ones, as the gradient of Concat takes them")
+@rule("Slice", says="It takes the rows after rows that are constant, in the gradient of Concat.")
 def _behind_constants(call: Call) -> Value:
     raise NotKnown("there is a rule only for dispatched rows")
 
 
-@rule("RemainderTensorScalar", says="of the choices of the router: choices of the same rows")
+@rule("RemainderTensorScalar", says="The argument must be the router's choices, and the result belongs to the same "
+      "rows.")  # fmt: skip
 def _remainder(call: Call) -> Value:
     raise NotKnown("there is a rule only for choices of the router")
