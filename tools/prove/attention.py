@@ -1,8 +1,9 @@
 """This module holds the rules of attention, in each layout of its arguments.
 
-Ranks may share the batch, the heads, and the sequence of the queries; keys and values have the whole sequence. A rank
-that has a part of the queries must know where this part begins: MindSpore tells it by numbers that differ along the
-axes which cut the sequence (how many tokens before and behind a position are seen), and by the rows of the mask.
+The batch, the heads, and the sequence of the queries may be cut over ranks; keys and values have the whole sequence. A
+rank that has a part of the queries must know where this part begins. MindSpore passes this position in two ways: the
+number of visible tokens before and after a query differs along the axes that cut the sequence, and each rank has its
+own rows of the mask.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _attention_gradient(call: Call) -> Value:
 
 
 def _check_tokens_seen(call: Call, rows: Dim, over: frozenset[str]) -> None:
-    """Refuse numbers of tokens before and behind a query that do not move with the rank's own piece of the queries."""
+    """Refuse a range of visible tokens that does not move with the rank's own piece of the queries."""
     before, behind = ((place, 0) for place in _TOKENS_SEEN[call.node.op])
     if not {before, behind} <= call.offsets.keys():
         raise NotKnown("the number of tokens that a query sees is not given as a whole number")
@@ -169,10 +170,10 @@ def _cut_alike(call: Call, at: _Layout, given: Sequence[Spread]) -> Iterator[lis
 
 
 def _check_mask(mask: Spread, query: Spread, at: _Layout, over: frozenset[str]) -> None:
-    """Refuse a mask that is not of the batch and the rows of the queries.
+    """Refuse a mask whose batch or rows are not those of the queries.
 
     Raises:
-        Contradiction: it is of others.
+        Contradiction: the mask belongs to other samples or rows.
     """
     if len(mask.dims) != 4 or at.batch is None:
         if mask.holes:

@@ -1,12 +1,12 @@
 """This module holds the rules of routing: the router's operators, the exchange of tokens and the experts' products.
 
-Which token goes to which expert depends on the data, so that no spread says where a token lies. A dispatched dimension
-is `Rows`: all tokens of its axes, in an order that is not known, and the `path` by which they came there. Each step of
-the path must be undone by its counterpart, the last one first; the backward pass walks the same path the other way. A
-sum over rows, which is what the gradient of an expert's weight is, does not depend on their order.
+The data decide which token goes to which expert, so no spread can say where a token lies. A dispatched dimension is a
+`Rows`: all tokens of its axes in an unknown order, and the `path` of steps that produced this order. Each step of the
+path must be undone by its counterpart, the last one first; the backward pass takes the same path in reverse. The
+gradient of an expert's weight is a sum over rows, and does not depend on their order.
 
 The steps are ("group",), ("pad", rows in front), ("sort", the operator that sorts, rows before) and ("exchange", (axes,
-the counts that are sent), -1). What is trusted: that a sort's indices are a permutation, and that the counts of an
+the counts that are sent), -1). This module assumes that a sort's indices are a permutation, and that the counts of an
 exchange fit the sorted rows.
 """
 
@@ -39,8 +39,8 @@ from tools.prove.tokens import dispatched, rows_in
 
 
 def counts(x: Spread, number: int) -> Order | None:
-    """Return the numbers of rows for each expert, which MindFormers counts by adding up one-hot rows; return None if
-    the tokens stay on their ranks.
+    """Return the number of rows of each expert, which MindFormers counts by adding up one-hot rows; return None if the
+    tokens stay on their ranks.
     """
     leave = any((found := rows_in(dim)) and found[1].path[-1][0] in ("pad", "gather") for dim in x.dims)
     return Order(("counts", number)) if leave else None
@@ -268,7 +268,7 @@ def _grouped(call: Call) -> Value:
 
 
 def ways(rows: Rows) -> tuple[tuple[str, ...], ...]:
-    """Return the axes over which rows have gone to the ranks of their experts, step by step."""
+    """Return, for each step of the dispatch, the axes over which rows have gone to the ranks of their experts."""
     return tuple(step[1][0] for step in rows.path if step[0] in ("exchange", "pick"))
 
 

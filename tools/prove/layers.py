@@ -1,4 +1,4 @@
-"""This module holds the rules of the operators of which a layer is made: norms and gated activations."""
+"""This module holds the rules of a layer's norms and gated activations."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in all of its modes, also in chunks.
+"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in all of its modes, also if tokens are
+dispatched in chunks.
 
-Where the rules of `tools.prove.experts` follow each step of a dispatch, these trust what a rank does to the rows that
-it holds: which it takes, in which order, how often, and with which other columns in one buffer. What they check is what
-happens between ranks. Dispatched rows have the step ("own", tokens of the rank) behind their grouping, and from there
-on only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must
+The rules of `tools.prove.experts` check each step of a dispatch. The rules here assume that the steps of a single rank
+on its own rows are right (which rows it takes, in which order, how often, and which columns share a buffer), and check
+the steps between ranks. The path of dispatched rows has the step ("own", tokens of the rank) after the grouping, and
+then only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must
 take the exchanges in the opposite order, the experts must be cut over exactly the ranks to which their rows went, and
 rows that came to a node must be compared with that node's experts. Mode `hierarchical` gathers the rows of all nodes on
-each rank, which then keeps those of its node's experts: this counts as an exchange over the nodes, whose counterpart is
-the ReduceScatter over the same ranks. All integers that routing decides for some rows are one `Order`: ("choice", the
-dimension of the rows, the axes along which its first expert differs).
+each rank, which then keeps those of its node's experts: this is treated as an exchange over the nodes, and the
+ReduceScatter over the same ranks undoes it. All integers that routing decides for some rows are one `Order`: ("choice",
+the dimension of the rows, the axes along which its first expert differs).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def held(x: Spread, shape: Sequence[int]) -> Spread:
     """Return rows that a rank holds, as a tensor of `shape` on each rank.
 
     Raises:
-        NotKnown: a dimension behind the rows is cut.
+        NotKnown: a dimension after the rows is cut.
     """
     if any(isinstance(atom, str) for dim in x.dims[1:] for atom in dim):
         raise NotKnown(f"{x}: the columns of dispatched rows are cut")

@@ -1,5 +1,5 @@
-"""This module says for each operator of MindSpore's graph which spread its result has (`RULES`), by the algebra of
-`tools.prove.spread` and `tools.prove.moves`.
+"""This module holds a rule for each operator of MindSpore's graph, which returns the spread of its result (`RULES`),
+with the algebra of `tools.prove.spread` and `tools.prove.moves`.
 
 A rule is a function of one `Call`. An operator that is not in the table has no rule, and what follows it is unknown.
 """
@@ -42,7 +42,8 @@ def apply(call: Call) -> Value:
     """Return the spreads of an operator's results.
 
     Raises:
-        NotKnown: it has no rule, or the rule cannot say. Contradiction: the spreads of its arguments do not fit.
+        NotKnown: the operator has no rule, or the rule does not cover these arguments. Contradiction: the operator does
+            not allow the spreads of its arguments.
     """
     found = RULES.get(call.node.op)
     if found is None:
@@ -149,7 +150,7 @@ def _quotient(call: Call) -> Value:
 
 
 def divisor_of(node: Node) -> float | None:
-    """Return the number by which an operator divides, if it is written out."""
+    """Return the number by which an operator divides, if the graph has it as a constant."""
     found = re.search(r"value=\s*\[?\s*([\d.]+(?:e[+-]\d+)?)\s*\]?\)\)$", node.head)
     return float(found[1]) if found else None
 
