@@ -21,7 +21,9 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This device has no kernel for the operator or the data type; the message comes from MindSpore."""
+    """This error means that this device has no kernel for the operator or the data type; the message comes from
+    MindSpore.
+    """
 
 
 class MindSporeDevice:
