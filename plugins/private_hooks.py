@@ -28,7 +28,7 @@ def relies_on(function: Any, line: str) -> None:
     """Check that the source of a function or class still contains `line`.
 
     Raises:
-        OutdatedHookError: when it has not.
+        OutdatedHookError: the source does not have this line.
     """
     if line not in _source_of(function):
         raise OutdatedHookError(

@@ -122,7 +122,7 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
         classes: the classes that the plugin replaces: MindFormers' class -> ours.
 
     Raises:
-        RecipeError: the model has no such class.
+        RecipeError: the model does not have such a class.
     """
     known = {**classes, **{ours: ours for ours in classes.values()}}
     unknown = [name for name in model_config.architectures if name not in known]
@@ -199,7 +199,7 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
     Args:
         config: TransformerConfig.
-        edit_layer: called with each distinct layer spec, before `edit_layers` and `use_experts` have their say.
+        edit_layer: a function that is called with each distinct layer spec, before `edit_layers` and `use_experts`.
     """
     block = get_gpt_decoder_block_spec(config)
     layers = list({id(spec): spec for spec in block.layer_specs}.values())

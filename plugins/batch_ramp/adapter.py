@@ -65,9 +65,10 @@ class Steps:
     """This is a random-access dataset whose items are the batches of a data-parallel rank, one for each step.
 
     Args:
-        source: the samples of all ranks by number, each a tuple of arrays. rank, ranks: data-parallel.
-        total: samples of the run.
-        join: makes the columns of a batch of the samples' columns, as MindFormers' `per_batch_map` does.
+        source: the samples of all ranks by number, each a tuple of arrays. rank, ranks: the data-parallel rank and the
+            number of these ranks.
+        total: the number of samples of the run.
+        join: builds the columns of a batch from the columns of the samples, as MindFormers' `per_batch_map` does.
     """
 
     def __init__(self, source: Any, ramp: Ramp, rank: int, ranks: int, total: int, join: Any = None):
@@ -120,7 +121,8 @@ class Stage:
     """This is the stage in which a run is: it gives the train step and the callbacks the numbers of its batch.
 
     Attributes:
-        samples: the samples of a step, 0 before the first one. division: how they are divided.
+        samples: the number of samples in a step, 0 before the first step. division: the division of these samples over
+            ranks and micro-batches.
     """
 
     def __init__(self, division: Division):

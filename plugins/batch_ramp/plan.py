@@ -78,7 +78,8 @@ class Ramp:
     """This converts between steps and samples.
 
     Attributes:
-        stages: (last step, samples of a step) of each stage, growing in both. full: samples of a step after them.
+        stages: (last step, samples in a step) of each stage; both numbers grow. full: the number of samples in a step
+            after the last stage.
     """
 
     stages: Stages
@@ -137,10 +138,10 @@ class Division:
     """This says how the samples of a step are divided over ranks and micro-batches.
 
     Attributes:
-        ranks: data-parallel ranks; micro: samples of a micro-batch on one rank; micro_batches: the number of
-        micro-batches of a step of the recipe's own batch; pipeline: stages of the model; whole: whether a rank's step
-        is one batch, however many samples it has, because the model is not split over devices (MindFormers then
-            accumulates no gradients).
+        ranks: the number of data-parallel ranks; micro: the number of samples in a micro-batch of one rank;
+            micro_batches: the number of micro-batches in a step with the recipe's own batch; pipeline: the number of
+            pipeline stages; whole: whether the step of a rank is a single batch of any size, because the model is not
+            split over devices (MindFormers then does not accumulate gradients).
     """
 
     ranks: int

@@ -104,8 +104,8 @@ class CollectiveRanks:
         each rank sent to this one.
 
         Args:
-            group: all members. tag: not used, as collectives run in the order of their calls.
-            rows: how many arrive from each; where they are not told, the ranks tell each other first.
+            group: all members. tag: not used, because collectives run in the order of their calls.
+            rows: the number of rows that arrive from each member; without it, the ranks first exchange these numbers.
         """
         shape, dtype = parts[0].shape[1:], parts[0].dtype
         if rows is None:

@@ -54,7 +54,7 @@ class Net:
     """This builds the collective operators of one EP group.
 
     Args:
-        ranks: global ranks of the EP group; the methods take indices into it.
+        ranks: the global ranks of the EP group; the methods take indices into it.
     """
 
     def __init__(self, ranks):

@@ -34,8 +34,8 @@ def of_all_stages(
     """Return what each rank saves; ranks other than 0, which write no metadata, get their own stage's only.
 
     Args:
-        folder: a folder that all ranks share. found: what is right for the ranks of this rank's stage. ranks: the ranks
-            of the run. wait: returns when all ranks have called it.
+        folder: a folder that all ranks share. found: the metadata of the ranks of this rank's stage. ranks: the ranks
+            of the run. wait: a function that returns when all ranks have called it.
     """
     each = ranks // stages
     stage = rank // each

@@ -38,10 +38,11 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
     Args:
         parts: [members] arrays of one shape and dtype.
         operation: a key of `OPERATIONS`.
-        out: the result, of this shape and dtype. Of booleans, sum and max are "any", prod and min "all".
+        out: the array for the result, of the same shape and dtype. For booleans, sum and max mean "any", and prod and
+            min mean "all".
 
     Raises:
-        ClusterError: an operation that is not known here.
+        ClusterError: the operation is unknown.
     """
     if operation not in OPERATIONS:
         raise ClusterError(f"reduction {operation!r} does not exist; the reductions are {', '.join(OPERATIONS)}")
@@ -123,7 +124,7 @@ class Meeting:
             what: the values in which all members must agree, such as the dtype.
 
         Raises:
-            ClusterError: a member is lost, late, or at something else.
+            ClusterError: a member is lost, late, or at another collective.
         """
         note = f"{self._name}: {what}"
         others = {member: part for member, part in zip(self.members, parts, strict=True) if member != self.mesh.rank}

@@ -89,8 +89,8 @@ class Watch:
     of the next one is the wait for its batch: nothing else happens there.
 
     Args:
-        settings: when to probe, and how much work to do. file: the file of the record. rank, host, device: the worker
-            whose probes are recorded.
+        settings: the settings, which say when to probe, and how much work to do. file: the file of the record. rank,
+            host, device: the worker whose probes are recorded.
         work: the fixed piece of work.
         sees_data: whether the host waits for batches itself; in sink mode the device does.
     """
