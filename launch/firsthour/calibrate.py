@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.firsthour.ladder import Finding
+from launch.firsthour.checks import Finding
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.model import all_stages
 from tools.hardware.units import GIB

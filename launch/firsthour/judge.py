@@ -14,7 +14,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from launch.firsthour.ladder import Finding
+from launch.firsthour.checks import Finding
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
 from tools.doctor.compare import Comparison, compare

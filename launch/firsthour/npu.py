@@ -24,8 +24,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch.firsthour.ladder import Outcome
-from launch.firsthour.rungs import Found, Hour, ask, text_of
+from launch.firsthour.checks import Outcome
+from launch.firsthour.hour import Found, Hour, ask, text_of
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_curves, rank_counts
 from launch.firsthour.variants import Variant, variants_of
 from plugins.errors import ClusterError, RecipeError

@@ -392,7 +392,7 @@ def probes_of(bundle: Bundle) -> dict[str, Probe]:
         DataError: the hour has probed no host.
     """
     rows: Sequence[Mapping[str, Any]] = bundle.json(OUTCOMES) or ()
-    found = next((row["evidence"].get("probes") for row in rows if row["rung"] == "devices"), None)
+    found = next((row["evidence"].get("probes") for row in rows if row["check"] == "devices"), None)
     if not found:
         raise DataError(f"{bundle.path}: the bundle has no probes; tc3 firsthour read {bundle.path} says why")
     return dict(found)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.firsthour import rungs
-from launch.firsthour.rungs import Hour
+from launch.firsthour import hour as hours
+from launch.firsthour.hour import Hour
 from launch.firsthour.variants import SURE, judge_variants, variants_of, winner_of, write_overlay
 from plugins.errors import ClusterError
 from plugins.hierarchical_ep.plan import MODES
@@ -69,8 +69,8 @@ def test_each_run_is_started_once_and_one_that_fails_is_not_judged(tmp_path, mon
         def usual(self):
             return {"own": 0.4, "mode_hierarchical": 0.3, "mode_deduplicated": 0.5}[self.folder.name]
 
-    monkeypatch.setattr(rungs, "ask", ask)
-    monkeypatch.setattr(rungs, "load_run", Read)
+    monkeypatch.setattr(hours, "ask", ask)
+    monkeypatch.setattr(hours, "load_run", Read)
     (found,), seconds = hour.compare_variants(0.0)
     assert seconds == {"own": 0.4, "mode_global": None, "mode_hierarchical": 0.3, "mode_deduplicated": 0.5}
     assert found.verdict == "ok"

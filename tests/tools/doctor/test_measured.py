@@ -10,7 +10,7 @@ from plugins.errors import DataError
 from tests.tools.doctor.reports import probe, scale
 from tools.doctor import cli
 from tools.doctor.outliers import against
-from tools.measured import OUTCOMES, Bundle, Manifest, read_bundle, recipe_digest, software, write_bundle
+from tools.measured import FORMAT, OUTCOMES, Bundle, Manifest, read_bundle, recipe_digest, software, write_bundle
 
 ROOT = Path(__file__).parents[3]
 MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
@@ -19,10 +19,10 @@ MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
 def bundle(path, probes):
     """A bundle of an hour that probed these hosts."""
     manifest = Manifest(
-        format=1, made="2026-11-27T00:00:00Z", device="910B3", devices=16, simulated=False, names="plain",
+        format=FORMAT, made="2026-11-27T00:00:00Z", device="910B3", devices=16, simulated=False, names="plain",
         recipe="recipes/mini/pretrain.yaml", digest=recipe_digest(MINI), versions=software(), verdict="go",
     )  # fmt: skip
-    rows = [{"rung": "devices", "verdict": "ok", "evidence": {"probes": probes}, "findings": [], "seconds": 1.0}]
+    rows = [{"check": "devices", "verdict": "ok", "evidence": {"probes": probes}, "findings": [], "seconds": 1.0}]
     write_bundle(path, manifest, {OUTCOMES: json.dumps(rows) + "\n"})
     return read_bundle(path)
 

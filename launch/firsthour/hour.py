@@ -23,9 +23,9 @@ from subprocess import PIPE, TimeoutExpired
 from typing import Any
 
 from launch.firsthour.calibrate import judge_fit, judge_stage
+from launch.firsthour.checks import HOUR_CHECKS, Finding, Outcome
 from launch.firsthour.collectives import judge_collectives, measured, rows_of
 from launch.firsthour.judge import compared, hosts_evidence, judge_devices, judge_hosts, judge_operators, results_of
-from launch.firsthour.ladder import LADDER, Finding, Outcome
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_golden, judge_parallel, judge_resume
 from launch.firsthour.variants import STEPS as VARIANT_STEPS
 from launch.firsthour.variants import Variant, judge_variants, variants_of, write_overlay
@@ -144,13 +144,13 @@ class Hour:
 
     def work_of(self) -> dict[str, Any]:
         """Return check -> the function that runs it."""
-        return {rung.name: getattr(self, rung.name) for rung in LADDER}
+        return {check.name: getattr(self, check.name) for check in HOUR_CHECKS}
 
     # The checks of hosts and devices.
 
-    def _asked(self, rung: str, seconds: float) -> dict[str, Answer]:
+    def _asked(self, check: str, seconds: float) -> dict[str, Answer]:
         """Return what tc3 doctor says on every node."""
-        words = self.commands()[rung][0]
+        words = self.commands()[check][0]
         if self.nodes:
             own = [word for word in words[2:] if word not in ("--nodes", str(self.nodes), "--json")]
             return ask_all(self.names, [str(self.recipe.absolute()), *own], seconds)
