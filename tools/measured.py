@@ -294,7 +294,7 @@ def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
 
 
 def origin(bundle: Bundle) -> str:
-    """Return in words what a bundle's numbers are, for the output of a command that uses them."""
+    """Return a sentence about the origin of a bundle's measurements, for the output of a command that uses them."""
     manifest = bundle.manifest
     who = f"{bundle.path}: {manifest.devices:,} x {manifest.device}, {manifest.made[:10]}, verdict {manifest.verdict}"
     if manifest.simulated:

@@ -63,8 +63,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This names the `host` that caused a failure, and says in `end` how its part of the attempt ended; if `host` is
-    None, no host can be blamed, and `why` says what was seen.
+    """This names the `host` that caused a failure, with the `end` of its part of the attempt; if `host` is None, no
+    host can be blamed, and `why` holds the reason.
     """
 
     why: str
@@ -199,7 +199,9 @@ def _where(end: End) -> str:
 
 @dataclass(frozen=True)
 class Smaller:
-    """This says how a recipe runs on fewer hosts: on the first `hosts` of those offered, with `overrides`."""
+    """This describes how a recipe runs on fewer hosts: with these `overrides`, on the first `hosts` of the available
+    hosts.
+    """
 
     hosts: int
     overrides: list[str]
@@ -295,7 +297,7 @@ class _Failed:
     saved: int | None
 
     def follows(self) -> tuple[Decision, str, float]:
-        """Return (decision, reason, seconds to wait before the next attempt)."""
+        """Return the consequence of the failure: (decision, reason, seconds to wait before the next attempt)."""
         if self.began.cause == "user error":
             return "give up", "That is to be mended first: another attempt would end alike", 0.0
         if self.began.cause == "not finite":
@@ -325,7 +327,7 @@ class _Failed:
 
     @cached_property
     def fruitless(self) -> list[Attempt]:
-        """Return the failed attempts since the last progress, the oldest first and this one last."""
+        """Return the failed attempts since training last made progress, the oldest first and this one last."""
         found, begin = [self.attempt], _plan(self.attempt).step
         if self.saved is not None and self.saved > begin:
             return found

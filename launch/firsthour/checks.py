@@ -97,7 +97,7 @@ BY_NAME = {check.name: check for check in HOUR_CHECKS}
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one thing that a check saw.
+    """A `Finding` is one result of a check.
 
     Args:
         where: the host; "" if the finding is not about a single host. device: the device's number on the host, or None.

@@ -1,5 +1,5 @@
-"""This module makes the HTML page of a bundle: the verdict, the checks with their gates, every finding, and what was
-measured beside what was predicted.
+"""This module makes the HTML page of a bundle: the verdict, the checks with their gates, every finding, and measured
+values beside predicted ones.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """This says how the samples of a step are divided among ranks, micro-batches and slots.
+    """This describes the division of the samples of a step among ranks, micro-batches and slots.
 
     ranks: data-parallel ranks; micro_batches: the number of micro-batches of a step on each rank; slots: samples of a
         rank's micro-batch;

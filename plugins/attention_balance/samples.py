@@ -40,7 +40,7 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """This holds where every sample of one dataset lies. The arrays may be memory-mapped files.
+    """This holds the position of every sample of one dataset in the corpus. The arrays may be memory-mapped files.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;
@@ -317,7 +317,7 @@ def documents_of_items(index: GPTIndex) -> np.ndarray:
 
 
 def padding_under(context_parallel: int, algorithm: str) -> int:
-    """Return how many entries of a compressed mask must stay padding behind the last document of a sample.
+    """Return the number of entries of a compressed mask that must stay padding after the last document of a sample.
 
     Where ranks share the queries' sequence, MindSpore lets the last entry end at the last key on every rank. If a
     document ended there, its queries would see keys behind themselves (docs/prove.md, the layout TND).

@@ -145,7 +145,9 @@ class Stage:
         cutting.micro_size = step.micro_size = fresh.micro_size
 
     def tell(self, callbacks: list[Any]) -> None:
-        """Give the callbacks the samples and the micro-batches of a step, by which they divide losses and loads."""
+        """Tell the callbacks the numbers of samples and micro-batches of a step, by which they divide losses
+        and loads.
+        """
         count, pipeline = self.division.micro_batches_at(self.samples), self.division.pipeline > 1
         for each in callbacks:
             if isinstance(each, MFLossMonitor) and each.global_batch_size != self.samples:
@@ -188,7 +190,7 @@ def _ramping(monitor: type[MFLossMonitor], ramp: Ramp, stage: Stage):
 
 
 class BySamples(LearningRateSchedule):
-    """This gives a schedule the samples that were trained, in steps of the full batch, instead of the steps.
+    """This learning-rate schedule counts the trained samples, in units of the full batch, instead of the steps.
 
     Args:
         schedule: MindFormers' schedule of the recipe. ramp: the ramp of the run.
@@ -204,7 +206,7 @@ class BySamples(LearningRateSchedule):
         )
 
     def construct(self, global_step):
-        """Return the learning rate of the step before which `global_step` [1] steps were made."""
+        """Return the learning rate of the next step after `global_step` [1] steps."""
         steps = self.cast(global_step, mstype.float32)
         full = steps
         for begin, length, missing in self.stages:  # whole numbers of steps are exact in float32, unlike samples

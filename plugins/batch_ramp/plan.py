@@ -98,7 +98,7 @@ class Ramp:
         return samples + self.full * (step - begin)
 
     def steps_of(self, samples: int) -> int:
-        """Return how many whole steps `samples` samples are enough for."""
+        """Return the number of whole steps for which `samples` samples are enough."""
         begin = 0
         for end, batch in self.stages:
             if samples < batch * (end - begin):
@@ -117,8 +117,8 @@ class Ramp:
 
 
 def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
-    """Return the ramp of a recipe whose own global batch is `full` samples: without stages where the plugin is off, or
-    where `Settings` refuses what is written.
+    """Return the ramp of a recipe whose own global batch is `full` samples. It has no stages if the plugin is off, or
+    if `Settings` refuses the plugin's section.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     return Ramp(settings.stages if settings else (), full)
@@ -152,7 +152,7 @@ class Division:
 
     @property
     def unit(self) -> int:
-        """Return by what the samples of every step must be divisible."""
+        """Return the number by which the samples of every step must be divisible."""
         return self.ranks * (1 if self.whole else self.micro)
 
     @property
@@ -162,11 +162,15 @@ class Division:
 
     @property
     def least(self) -> int:
-        """Return the fewest micro-batches of a step of a ramp: MindSpore accumulates a single one wrongly."""
+        """Return the smallest number of micro-batches in a step of a ramp; MindSpore accumulates a single micro-batch
+        wrongly.
+        """
         return 1 if self.whole else max(2, self.pipeline)
 
     def advice(self, micro_batches: int, word: str = "write at least") -> str:
-        """Return what to write for a stage that needs so many micro-batches, if the recipe's own batch is larger."""
+        """Return the advice for a stage that needs this number of micro-batches, if the recipe's own batch is
+        larger.
+        """
         samples = micro_batches * self.unit
         if samples < self.full:
             return f"{word} {samples}"

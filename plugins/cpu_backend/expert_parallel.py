@@ -80,7 +80,9 @@ def _scattering(group):
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator sends rows to the members of a group: to each member as many as `send` says."""
+    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
+    member.
+    """
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)

@@ -165,7 +165,7 @@ IGNORED = -100  # the label of a token that no loss counts
 
 
 def counted(batch: Mapping[str, np.ndarray]) -> int:
-    """Return the number of tokens of a batch that count in the loss.
+    """Return the number of tokens of a batch that are part of the loss.
 
     Args:
         batch: column -> [samples, tokens]; `loss_mask` and `labels` are used if they exist.

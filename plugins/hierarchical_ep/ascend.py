@@ -13,7 +13,9 @@ from mindspore.ops.auto_generate import CumsumExt, IndexSelect, SortExt
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator sends rows to the members of a group: to each member as many as `send` says."""
+    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
+    member.
+    """
 
     def __init__(self, group, width, small):
         super().__init__(auto_prefix=False)

@@ -169,8 +169,7 @@ def initialise_by_name(cell: Any) -> None:
 
 
 def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -> None:
-    """Raise ClusterError if, after a compile, a rank's slice of a weight is not the slice that the weight's layout
-    says.
+    """Raise ClusterError if, after a compile, a rank's slice of a weight does not match the weight's layout.
 
     MindSpore cuts with what a communication library tells it of groups. Here `Ranks` tells it: were that wrong,
     training would start from other weights, and nothing else would say so.

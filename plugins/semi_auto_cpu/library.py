@@ -1,5 +1,5 @@
-"""This module is the Python side of the plugin's C++ library (`csrc/`): which operators Python computes, and the
-arguments of each launch.
+"""This module is the Python side of the plugin's C++ library (`csrc/`): it registers the operators that Python
+computes, and reads the arguments of each launch.
 
 A launch of an operator comes as JSON text (csrc/text.h) and as the addresses of its tensors. The text changes only with
 shapes, so it is parsed once (`parse`); the arrays are views of MindSpore's memory, which are valid until the launch

@@ -215,8 +215,7 @@ def what_follows(
     trained: Callable[[int], int],
     skipped: Ranges,
 ) -> tuple[Entry | None, str]:
-    """Return what a run does after a spike at `step`: the entry with the samples to leave out, and a sentence that says
-    so.
+    """Return the consequence of a spike at `step`: the entry with the samples to leave out, and a sentence about it.
 
     Args:
         wrong: a description of the spike; before: the spikes after which this run has gone back; trained: the samples

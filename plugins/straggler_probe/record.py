@@ -21,7 +21,7 @@ _START, _END = "probe_", ".jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """This is one probe of one rank, and what happened since the probe before it. All times are in seconds.
+    """This is one probe of one rank, with the rank's waiting times since the previous probe. All times are in seconds.
 
     Args:
         step: the step after which the probe ran. device: the type of device, as in `context.device_target`.

@@ -399,7 +399,7 @@ def probes_of(bundle: Bundle) -> dict[str, Probe]:
 
 
 def against(probe: Probe, bundle: Bundle) -> list[Finding]:
-    """Return what a host's probe says beside the probes of a first hour.
+    """Return the findings about a host's probe compared with the probes of a first hour.
 
     Raises:
         DataError: the hour has probed no host.
