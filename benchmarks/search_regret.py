@@ -1,4 +1,5 @@
-"""What `tc3 search` gives up against every strategy placed by the solver, and whether more effort ever makes it worse.
+"""This program compares the result of `tc3 search` with that of placing every strategy by the solver, and checks that
+more effort never makes it worse.
 
     python -m benchmarks.search_regret                      # 40 random small problems: regret, gap and certainty
     python -m benchmarks.search_regret --efforts            # 30 random problems, each at efforts low, normal and high
