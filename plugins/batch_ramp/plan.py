@@ -117,8 +117,8 @@ class Ramp:
 
 
 def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
-    """Return the ramp of a recipe whose own global batch is `full` samples. It has no stages if the plugin is off, or
-    if `Settings` refuses the plugin's section.
+    """Return the ramp of a recipe whose own global batch is `full` samples. The ramp has no stages if the plugin is
+    off, or if `Settings` refuses the plugin's section.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     return Ramp(settings.stages if settings else (), full)

@@ -34,7 +34,7 @@ def _no_slices(config: Any):
 
 
 def _no_order(chunks: int):
-    raise AssertionError("a dispatch in one chunk has no order of chunks")
+    raise AssertionError("with only one chunk the order of chunks must not be requested")
 
 
 @dataclass

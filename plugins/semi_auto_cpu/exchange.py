@@ -200,7 +200,7 @@ def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
     """Send each member the number of blocks in the second input, and receive the number of blocks in the third input.
-    The rest of the output is filled with zeros.
+    The unused end of the output is filled with zeros.
     """
     block = int(attrs.get("block_size", 1))
     x, out = _flat(inputs[0]), _result(outputs[0])

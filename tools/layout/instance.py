@@ -247,7 +247,9 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan [N] whether no chunk holds a later type with a stronger option than an earlier type."""
+        """Return for each plan [N] whether, in every chunk, options do not become stronger from one layer type to the
+        next.
+        """
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
             columns = self.type_columns(index)

@@ -1,5 +1,5 @@
 """This module defines how a value can lie on the ranks of a mesh (its spread), and computes the spread of the result of
-each operation. It is pure algebra.
+each operation. The module is pure algebra.
 
 A `Spread` states for one value and for every axis of the mesh whether the ranks along the axis hold the same value
 (replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each

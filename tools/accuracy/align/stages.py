@@ -1,5 +1,5 @@
 """This module defines the comparisons of each stage of an alignment, and finds the first difference of a failed stage.
-It uses only NumPy.
+The module uses only NumPy.
 
 Two records are compared stage by stage (report, Figure 1): forward, backward, one update, the losses of all steps. Each
 stage has a fixed tolerance. The tolerance is compared with the effect of rounding on the reference: the distance

@@ -1,5 +1,5 @@
-"""This module finds where two runs first differ, or where one run breaks a law that needs no second run (`laws`). It
-compares the records that `evidence.read_side` has read.
+"""This module finds where two runs first differ, or where one run breaks a law that needs no second run (`laws`). The
+module compares the records that `evidence.read_side` has read.
 
 The stages, in the order in which a difference arises: versions of the software; the configuration, as written and as
 built; the state from which a new or resumed run starts; then for each step its samples, the outputs of its modules, its

@@ -27,8 +27,8 @@ class NotRunnableError(Exception):
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators on the device that MindSpore has here. It is a context manager, because mode
-    and synchronisation are global and must be restored.
+    """A `MindSporeDevice` runs operators on the device that MindSpore has here. The class is a context manager, because
+    mode and synchronisation are global and must be restored.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""This module defines the common start of both sides: seeded weights, and the reference's optimizer and schedule. It
-uses only NumPy.
+"""This module defines the common start of both sides: seeded weights, and the reference's optimizer and schedule. The
+module uses only NumPy.
 
 The weights are the same on every machine, and chosen so that mistakes show. The optimizer's settings and the schedule
 of the learning rate are computed from the recipe anew, and not read out of MindFormers.
