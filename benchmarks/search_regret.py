@@ -1,5 +1,6 @@
-"""This program compares the result of `tc3 search` with that of placing every strategy by the solver, and checks that
-more effort never makes it worse.
+"""This program compares `tc3 search` with the placing of every strategy by the solver.
+
+It also checks that more effort never makes the result of the search worse.
 
     python -m benchmarks.search_regret                      # 40 random small problems: regret, gap and certainty
     python -m benchmarks.search_regret --efforts            # 30 random problems, each at efforts low, normal and high
