@@ -1,4 +1,5 @@
-"""How long two dumps take to compare: `tc3 accuracy compare`, `msprobe compare`, and only reading the bytes.
+"""This program times the comparison of two dumps with `tc3 accuracy compare`, with `msprobe compare`, and only reading
+the bytes.
 
     python benchmarks/accuracy_compare.py [--tensors 10000] [--folder DIR]
 

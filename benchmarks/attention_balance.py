@@ -1,11 +1,12 @@
-"""Plan time and quality of the attention-aware scheduler against each baseline, in one run on one core.
+"""This program compares the plan time and the quality of the attention-aware scheduler with each baseline, in one run
+on one core.
 
     python benchmarks/attention_balance.py [--prefix output/data/stdlib] [--steps 4] [--json]
 
-Corpora are synthetic (benchmarks/corpora.py, seeded) but for the last part. "slowest/mean" is the time of a step over
-that of a step whose attention is spread evenly, averaged over steps; what each number of micro-batches can reach at
-best is the bound next to it. Times are medians of one global batch; "CPU" counts this process's processor time, which
-a busy machine does not inflate as it does the wall clock.
+Corpora are synthetic (benchmarks/corpora.py, seeded) but for the last part. "slowest/mean" is the time of a step
+divided by that of a step whose attention is spread evenly, averaged over steps; the bound next to it is the best
+possible value for each number of micro-batches. Times are medians of one global batch; "CPU" counts this process's
+processor time, which a busy machine does not inflate as it does the wall clock.
 """
 
 from __future__ import annotations

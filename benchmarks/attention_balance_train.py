@@ -1,4 +1,5 @@
-"""Step time of two CPU workers with attention balance off and on: the same recipe, corpus and steps, in one run.
+"""This program measures the step time of two CPU workers with attention balance off and on: the same recipe, corpus and
+steps, in one run.
 
     python benchmarks/attention_balance_train.py [--steps 25] [--pairs 2]
 
@@ -8,12 +9,12 @@ medians divided so that a sample has as many of them as one of 128K. By FLOPs, a
 this model as of recipes/base/telechat3_105b.yaml at 128K with these documents (0.59); on CPU its share of the time is
 another. A sample's attention costs what its documents cost (plugins/cpu_backend/attention.py).
 
-Ratios are the result; absolute times belong to the machine. A step is timed from the moment its data is there; the
-first steps compile and are dropped. Beside the wall's clock stands the processor time of the worker that used most in a
-step: what the step takes on cores of one's own, also where others use the machine. Three predictions for the same steps
-stand beside the measured ratio: only by attending pairs of tokens, by the FLOPs of the model, and by a line through
-the measured steps, processor seconds = a + b * (pairs of the slowest rank). The last says what part of a step follows
-the pairs: it describes these runs, it foretells nothing.
+The ratios are the result; absolute times depend on the machine. A step is timed from the moment its data is there; the
+first steps compile and are dropped. In addition to wall time the program reports the processor time of the worker that
+used most in a step, which other users of the machine hardly change. Three predictions for the same steps stand beside
+the measured ratio: only by attending pairs of tokens, by the FLOPs of the model, and by a line through the measured
+steps, processor seconds = a + b * (pairs of the slowest rank). The last shows which part of a step is proportional to
+the pairs; it only describes these runs and predicts nothing.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Faults of parallel training planted in compiled graphs by an author who had not read the rules of `tc3 prove`.
+"""This program plants faults of parallel training in compiled graphs; their author had not read the rules of `tc3
+prove`.
 
     python -m benchmarks.blind_spreads RECIPE [--quick] [--set KEY=VALUE]
 
-RECIPE is compiled as by `tc3 prove`; graphs in the cache are used again.
-Each fault is one that people make when they write a sharded layer, a loss or an optimizer by hand, and is an edit of
-the graph on every rank; `planted_spreads.py` has the faults by the rules' own author. A line for each says what is
-said of the step: a violation at the fault or of exactly one weight (`named`), a violation further on (`elsewhere`),
-weights unknown and nothing called wrong (`unknown only`), or nothing (`silent`). A fault for which a graph has no place
-has no line.
+RECIPE is compiled as by `tc3 prove`; graphs in the cache are used again. Each fault is one that people make when they
+write a sharded layer, a loss or an optimizer by hand, and is an edit of the graph on every rank; `planted_spreads.py`
+has the faults by the rules' own author. For each fault the program prints a line with the report on the step: a
+violation at the fault or of exactly one weight (`named`), a violation at another place (`elsewhere`), only unknown
+weights (`unknown only`), or nothing (`silent`). A fault for which a graph has no place has no line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`tc3 check` of the 438B recipe against only importing MindFormers, which building its model cannot do without.
+"""This program compares the time of `tc3 check` on the 438B recipe with that of importing MindFormers, which building
+its model would need.
 
     python benchmarks/check.py
 

@@ -1,4 +1,5 @@
-"""How fast `tc3 data prepare` is here: the standard library, for one worker and for all cores.
+"""This program measures the speed of `tc3 data prepare` on Python's standard library, with one worker and with all
+cores.
 
     python benchmarks/data_prepare.py
 

@@ -1,4 +1,5 @@
-"""How far `tc3 dryrun --quick` is from full depth, stage by stage: recomputation, offsets, chunks, MTP, swapping.
+"""This program measures the difference between `tc3 dryrun --quick` and full depth for each stage, with recomputation,
+offsets, chunks, MTP and swapping.
 
     python benchmarks/dryrun_quick_vs_full.py [--jobs N] [--only NAME]
 

@@ -1,4 +1,5 @@
-"""Expert parallelism's dispatch and combine over a real, shaped network, beside the model that ranks the modes.
+"""This program runs expert parallelism's dispatch and combine over a real, shaped network, and compares the times with
+the model that ranks the modes.
 
     python benchmarks/ep_network.py [--inter-mbit 200] [--tokens 512] [--repetitions 5] [--json]
 

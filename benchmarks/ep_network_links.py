@@ -1,4 +1,6 @@
-"""Two network namespaces as two nodes, joined by a shaped link; needs root and iproute2."""
+"""This module makes two network namespaces that act as two nodes, joined by a shaped link; it needs root and
+iproute2.
+"""
 
 from __future__ import annotations
 

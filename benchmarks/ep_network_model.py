@@ -1,4 +1,4 @@
-"""What `ep_network.py` moves, and how long that should take: cases, plans, predicted seconds. No sockets.
+"""This module defines the cases and plans of `ep_network.py`, and predicts their seconds; it opens no sockets.
 
 The model knows bytes and link rates, no latency. What it shares: all ranks of a node send over one link to the other
 node, which is full duplex, and all talk inside a node goes through one loopback, both directions together.

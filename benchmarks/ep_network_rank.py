@@ -1,4 +1,4 @@
-"""One rank of `ep_network.py`: moves the planned bytes over `transport.Mesh` and takes the time.
+"""This program is one rank of `ep_network.py`: it moves the planned bytes over `transport.Mesh` and measures the time.
 
 Run by `ep_network.py`, which speaks to it in JSON lines: a Spec in, addresses out, all ranks' addresses in, measured
 stream rates out, jobs in, (start, end) of each job of each repetition out.

@@ -1,4 +1,5 @@
-"""Estimator against published measurements: a markdown table of all rows, a new fit, or errors of groups left out.
+"""This program compares the estimator with published measurements: it prints a markdown table of all rows, makes a new
+fit, or computes the errors of groups that were left out.
 
     python -m benchmarks.estimator                # table for RESULTS.md; rows of benchmarks/data, or of files named
     python -m benchmarks.estimator --cross        # errors of rows predicted by a fit without their model and device

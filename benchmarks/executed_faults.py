@@ -1,4 +1,5 @@
-"""Each layout fault of the accuracy toolkit's list, put into an executed sharded run, and how it is caught.
+"""This program inserts each layout fault of the accuracy toolkit's list into an executed sharded run, and shows how it
+is found.
 
     python benchmarks/executed_faults.py [--recipe tests/training/tiny.yaml] [--steps 2] [FAULT ...]
 

@@ -1,4 +1,5 @@
-"""Planners of expert placements: max/mean in the next period, experts moved, time beside greedy; and the best there is.
+"""This program compares planners of expert placements: max/mean in the next period, moved experts, time relative to the
+greedy planner, and the best possible placement.
 
     OMP_NUM_THREADS=1 python benchmarks/expert_balance_plan.py             # 58 layers x 256 experts on 8 to 64
     OMP_NUM_THREADS=1 python benchmarks/expert_balance_plan.py --best 20   # beside every placement, and beside HiGHS

@@ -1,4 +1,5 @@
-"""Experts that move while they train (plugins.expert_balance), by whole runs of `tc3 train`: the same losses?
+"""This program trains whole runs of `tc3 train` with experts that move (plugins.expert_balance), and checks that the
+losses stay the same.
 
     python benchmarks/expert_balance_train.py same [--steps 50] [--case global] ... [--spare 2]
     python benchmarks/expert_balance_train.py kill

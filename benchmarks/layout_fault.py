@@ -1,4 +1,5 @@
-"""Faults of a layout that leave no collective out, put into a sharded run on CPU by a callback: see executed_faults.py.
+"""This module inserts faults of a layout, which leave no collective out, into a sharded run on CPU by a callback; see
+executed_faults.py.
 
 A recipe names it (`auto_register: layout_fault.LayoutFault`, with `REGISTER_PATH` this folder). MindFormers builds
 callbacks before the graph is compiled, and what a callback replaces in this process is compiled.

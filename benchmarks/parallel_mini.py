@@ -1,4 +1,4 @@
-"""What `tc3 train RECIPE --mini --parallel` trains, beside one process of the same graph.
+"""This program compares `tc3 train RECIPE --mini --parallel` with one process of the same graph.
 
     python benchmarks/parallel_mini.py RECIPE [--float32] [--steps 3] [--workers 4]
     python benchmarks/parallel_mini.py recipes/mini/pretrain_report.yaml --steps 20   # sharded for CPU: as it is

@@ -1,4 +1,4 @@
-"""How fast the pipeline simulator is, and how good the pipeline optimiser's plans are.
+"""This program measures the speed of the pipeline simulator, and the quality of the pipeline optimiser's plans.
 
     python benchmarks/pipeline_search.py                        # the simulator
     python benchmarks/pipeline_search.py INSTANCE.json ...      # one after the other through `tc3 search pipeline`

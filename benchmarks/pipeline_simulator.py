@@ -1,4 +1,5 @@
-"""The pipeline simulator against the obvious one of the tests: 16 stages, 4 chunks or fewer, 256 micro-batches.
+"""This program compares the pipeline simulator with the slow reference of the tests: 16 stages, 4 chunks or fewer, 256
+micro-batches.
 
     python benchmarks/pipeline_simulator.py
 

@@ -1,4 +1,5 @@
-"""Faults planted in the gradient sums and divisors of compiled graphs at full size, and what `tc3 dryrun` says of them.
+"""This program plants faults in the gradient sums and divisors of compiled graphs at full size, and prints the reports
+of `tc3 dryrun`.
 
     python benchmarks/planted_gradients.py RECIPE [--full] [--set KEY=VALUE]
 

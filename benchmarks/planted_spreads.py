@@ -1,4 +1,5 @@
-"""Faults planted in compiled graphs, inside the forward and backward pass, and what `tc3 prove` says of them.
+"""This program plants faults in compiled graphs, inside the forward and backward pass, and prints the reports of `tc3
+prove`.
 
     python benchmarks/planted_spreads.py RECIPE [--at-most N] [--set KEY=VALUE]
 

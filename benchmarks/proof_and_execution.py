@@ -1,4 +1,5 @@
-"""Faults in small sharded runs: what `tc3 prove` says of the compiled graph, and whether the executed run differs.
+"""This program inserts faults into small sharded runs, and compares the report of `tc3 prove` on the compiled graph
+with the executed run.
 
     python -m benchmarks.proof_and_execution [--draws 8] [--seed 0] [--recipe tests/training/tiny.yaml]
     python -m benchmarks.proof_and_execution --known     # the faults of executed_faults.py, in graphs only

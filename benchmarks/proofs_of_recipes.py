@@ -1,4 +1,4 @@
-"""What `tc3 prove --quick` says of the shipped recipes at their full layouts, as a table.
+"""This program prints a table of the reports of `tc3 prove --quick` on the shipped recipes at their full layouts.
 
     python -m benchmarks.proofs_of_recipes [RECIPE ...]
 

@@ -1,4 +1,5 @@
-"""Kill a run whose batch grows from 8 to 16 to 32 samples at random, and resume it: each sample once, to the same bits.
+"""This program kills a run whose batch grows from 8 to 16 to 32 samples at random moments, resumes it, and checks that
+each sample is trained once, with bit-identical results.
 
     python -m benchmarks.ramp_kills [--kills 10] [--seed 0] [--work FOLDER]
 

@@ -1,4 +1,4 @@
-"""`tc3 search` on the report's case: 438B on 4,096 devices, global batch 16,384 (section 5.2, Table 5).
+"""This program runs `tc3 search` on the case of the report's Table 5: 438B, 4,096 devices, global batch 16,384.
 
     python -m benchmarks.search                # ranking, then the ten best placed, then the report's own layout
     python -m benchmarks.search --effort 3     # less effort for each placement

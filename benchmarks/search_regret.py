@@ -1,4 +1,6 @@
-"""What `tc3 search` gives up against every strategy placed by the solver, and whether more effort ever makes it worse.
+"""This program compares `tc3 search` with the placing of every strategy by the solver.
+
+It also checks that more effort never makes the result of the search worse.
 
     python -m benchmarks.search_regret                      # 40 random small problems: regret, gap and certainty
     python -m benchmarks.search_regret --efforts            # 30 random problems, each at efforts low, normal and high

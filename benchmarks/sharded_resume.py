@@ -1,4 +1,5 @@
-"""Kill sharded runs on CPU and resume them, to the same bits; and go on from one layout's checkpoint with another.
+"""This program kills sharded runs on CPU and resumes them, checks that the results are bit-identical, and continues
+from one layout's checkpoint with another layout.
 
     python benchmarks/sharded_resume.py [LAYOUT ...]
 

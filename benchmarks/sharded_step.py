@@ -1,4 +1,5 @@
-"""A step of the mini through MindSpore's sharded graph, against the data-parallel mini on two workers, in one run.
+"""This program compares a step of the mini in MindSpore's sharded graph with the data-parallel mini on two workers, in
+one run.
 
     python benchmarks/sharded_step.py [--steps 12] [LAYOUT ...]
 

@@ -1,4 +1,5 @@
-"""Steps a second of the mini recipe: our grouped matmul in blocks against one block-diagonal matmul, in one run.
+"""This program compares the steps per second of the mini recipe with our grouped matmul in blocks and with one
+block-diagonal matmul, in one run.
 
     python benchmarks/train_step.py [--steps 40] [--pairs 2]
 

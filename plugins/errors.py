@@ -24,8 +24,8 @@ class TC3Error(ValueError):
     """This is the base of every error that the user can correct.
 
     Args:
-        wrong: what is wrong, and what would be right. key: the key path that it is about (after its file, where that
-            is known), which begins the message; empty where `wrong` says it all.
+        wrong: what is wrong, and what would be right. key: the key path of the wrong value (after its file, if it is
+            known), with which the message begins; empty if `wrong` is the whole message.
     """
 
     def __init__(self, wrong: str = "", key: str = ""):
@@ -75,7 +75,7 @@ def refuse_unknown(
         what: the word for a key in the message.
 
     Raises:
-        error: the key is unknown; the message names the nearest known key, or all keys if none is near.
+        error: a key is unknown; the message names the nearest known key, or all keys if none is similar.
     """
     names = list(known)
     for key in keys:

@@ -71,11 +71,11 @@ def read_steps(
     """Return the records of a file by step; a resumed run replaces the steps that it repeats.
 
     Args:
-        parse: makes a record of a line's content and its place, which is for errors.
-        follow: raises where a record cannot follow the one before it; gets the place, too.
-        say: hears that the last line is not finished and left out: a run is writing it, or was killed while it did. Any
-            other line that is not JSON is refused. None: every such line is left out, because a run that resumes must
-            not end at what a killed one left.
+        parse: a function from a line's content and its position (for errors) to a record.
+        follow: a function that raises an error if a record cannot follow the previous one; it also gets the position.
+        say: a function that is called if the last line is unfinished and left out, because a run is writing it or was
+            killed while writing it; any other line that is not JSON is refused. None: every such line is left out,
+            because a run that resumes must not fail on a line that a killed run left unfinished.
 
     Raises:
         DataError: a line is not JSON, and is not an unfinished last one.
@@ -108,8 +108,9 @@ class Span:
     """This is a span in which no step was made: from `begin` to `end`, in seconds since 1970 by the worker's clock.
 
     Args:
-        step: the newest step made before it.
-        sealed: of a save: the checkpoint of `step` was whole at its end. A save in the background is two spans.
+        step: the newest step before it.
+        sealed: for a save, whether the checkpoint of `step` was complete at the end of the span. A save in the
+            background has two spans.
     """
 
     kind: Kind

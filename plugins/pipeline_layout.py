@@ -41,8 +41,9 @@ def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndar
     then the remaining backwards.
 
     Args:
-        forward, backward: [operations, columns] each in its own order, equally many.
-        warm_up: forwards before the first backward but one; more than there are means all.
+        forward, backward: [operations, columns], each in its own order, with the same number of operations.
+        warm_up: the number of forward passes before the first backward pass, minus 1; a number that is too large means
+            all.
     """
     warm_up = min(warm_up, len(forward))
     steady = len(forward) - warm_up
@@ -64,7 +65,7 @@ def parse(text: str) -> list[str]:
     t, t, L.
 
     Raises:
-        RecipeError: an unknown letter, a parenthesis or `*` that does not fit; groups inside groups, as in Megatron.
+        RecipeError: a letter is unknown, a parenthesis or `*` is misplaced, or groups are nested (as in Megatron).
     """
     unrolled = re.sub(r"[,\s]", "", text)
     for pattern in (_GROUP, _LETTER):
@@ -101,7 +102,7 @@ def counts_of(text: str, stages: int) -> tuple[Counts, int]:
     """Return the number of decoder layers [chunks][stages] that a layout string gives, and the number of MTP layers.
 
     Raises:
-        RecipeError: as `parse`; chunks that do not fill `stages`; or what MindFormers cannot express.
+        RecipeError: see `parse`; or the chunks do not fill `stages`, or MindFormers cannot express the layout.
     """
     chunks = parse(text)
     if len(chunks) % stages:
@@ -157,7 +158,7 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
     """Return the number of decoder layers [chunks][stages] that an `offset` gives.
 
     Raises:
-        RecipeError: an offset of another shape, or one that does not place `layers` layers, or leaves a chunk empty.
+        RecipeError: the offset has another shape, does not place `layers` layers, or leaves a chunk empty.
     """
     rows: list = [[offset] * stages] * chunks if isinstance(offset, int) else list(offset)
     rows = rows if rows and isinstance(rows[0], list) else [rows] * chunks

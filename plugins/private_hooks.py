@@ -17,7 +17,7 @@ from typing import Any
 
 
 class OutdatedHookError(RuntimeError):
-    """Private code of MindSpore or MindFormers on which a hook relies has changed."""
+    """This error means that private code of MindSpore or MindFormers, on which a hook relies, has changed."""
 
 
 # the source of a class takes the parser 50 ms in a long file, and a training asks for some of them six times
@@ -28,7 +28,7 @@ def relies_on(function: Any, line: str) -> None:
     """Check that the source of a function or class still contains `line`.
 
     Raises:
-        OutdatedHookError: when it has not.
+        OutdatedHookError: the source does not have this line.
     """
     if line not in _source_of(function):
         raise OutdatedHookError(

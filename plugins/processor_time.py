@@ -48,7 +48,8 @@ def throttled(read: Callable[[str], str | None]) -> float:
     """Return the seconds in which a CPU limit stopped the process's control group or one of its visible parents.
 
     Args:
-        read: the text of a file of the host by its path, None where there is none: `text_of` for this host.
+        read: a function from the path of a file of the host to its text, or None if there is no such file; `text_of`
+            reads this host's files.
     """
     own = dict(groups(read("/proc/self/cgroup") or ""))
     total = 0.0

@@ -26,10 +26,10 @@ def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
 
     Args:
         default: the value if the key is not written; `MISSING` for a required key.
-        meaning: one phrase for docs and editors. right: what to write instead of a wrong value.
-        limits: `least`, `above` and `below` of a number; `choices`; `null`: whether null is the default;
-            `bare`: (value, what YAML made it of); `parse`: makes the value, or raises RecipeError without a key;
-            `change`: (group, phrase) of `tc3 recipe diff`, where it is not the section's.
+        meaning: one phrase for docs and editors. right: the text for messages that says which values are right.
+        limits: `least`, `above` and `below` of a number; `choices`; `null`: whether null means the default; `bare`:
+            (value, what YAML made it of); `parse`: a function that returns the value, or raises RecipeError without a
+            key; `change`: (group, phrase) for `tc3 recipe diff`, if it is not that of the section.
     """
     return field(default=default, metadata={"meaning": meaning, "right": right, **limits})
 
@@ -49,7 +49,7 @@ class Section:
         """Return the section of a recipe, with defaults for keys that it does not write.
 
         Raises:
-            RecipeError: it is not a mapping, misses a key that must be written, or has an unknown key or a value of a
+            RecipeError: the section is not a mapping, lacks a required key, or has an unknown key or a value with a
                 wrong type or outside its range.
         """
         ours, refusals = cls.look(written)

@@ -122,7 +122,7 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
         classes: the classes that the plugin replaces: MindFormers' class -> ours.
 
     Raises:
-        RecipeError: the model has no such class.
+        RecipeError: the model does not have such a class.
     """
     known = {**classes, **{ours: ours for ours in classes.values()}}
     unknown = [name for name in model_config.architectures if name not in known]
@@ -135,7 +135,7 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
 
 
 def after_input(hidden_states, rotary_pos_emb, actual_seq_len):
-    """Return positions and lengths of documents as tensors that wait for a layer's input, see `InTurn`."""
+    """Return positions and lengths of documents, made to depend on a layer's input (see `InTurn`)."""
     if rotary_pos_emb is not None:
         angles, factor = rotary_pos_emb
         rotary_pos_emb = (ops.depend(angles, hidden_states), factor)
@@ -187,8 +187,8 @@ class InTurn(TransformerLayer):
 
 def recomputes_at_once(config) -> bool:
     """Return whether MindSpore would recompute all layers at once: it does so in the sharded graph of a step without a
-    pipeline and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`).
-    Otherwise the model is a separate subgraph, whose layers MindSpore recomputes one by one.
+    pipeline and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`). In
+    all other cases the model is a separate subgraph, whose layers MindSpore recomputes one by one.
     """
     return config.disable_lazy_inline and _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL
 
@@ -199,7 +199,7 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
     Args:
         config: TransformerConfig.
-        edit_layer: called with each distinct layer spec, before `edit_layers` and `use_experts` have their say.
+        edit_layer: a function that is called with each distinct layer spec, before `edit_layers` and `use_experts`.
     """
     block = get_gpt_decoder_block_spec(config)
     layers = list({id(spec): spec for spec in block.layer_specs}.values())

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from launch.cli import tc3
-from launch.firsthour.cli import climb_command
+from launch.firsthour.cli import firsthour_command
 from plugins.expert_balance.record import Record, append
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.commands import CARDS, JUDGES, ROOT, Command, commands, leaf_of, linked, way_of
@@ -185,7 +185,7 @@ def test_a_command_or_the_part_of_one_that_is_written_exists(command, place, mon
     found: click.Command = tc3
     for name in leaf.split():
         found = found.get_command(click.Context(found), name)
-    behind = {"search": space_command.params, "firsthour": climb_command.params}  # of `tc3 search RECIPE`
+    behind = {"search": space_command.params, "firsthour": firsthour_command.params}  # of `tc3 search RECIPE`
     params = [*found.params, *behind.get(leaf, [])]
     options = {name for option in params for name in option.opts} | {"--help"}
     assert not [word for word in rest if word.startswith("--") and word.partition("=")[0] not in options]

@@ -26,7 +26,7 @@ from tools.recipe.dump import recipe_text
 from tools.recipe.load import load_recipe
 from tools.schema.versions import installed
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 OUTCOMES, CLUSTER, MEMORY = "outcomes.json", "cluster.yaml", "memory.json"
 _MOST = 1 << 28  # bytes that a bundle may unpack to
@@ -248,7 +248,7 @@ def measured_cluster(bundle: Bundle) -> str:
     """
     if CLUSTER not in bundle.texts:
         raise DataError(
-            f"{bundle.path}: the bundle has no {CLUSTER}, because its step (rung) calibrate gave no result; tc3 "
+            f"{bundle.path}: the bundle has no {CLUSTER}, because the check calibrate gave no result; tc3 "
             f"firsthour read {bundle.path} says why"
         )
     return bundle.texts[CLUSTER]
@@ -294,7 +294,7 @@ def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
 
 
 def origin(bundle: Bundle) -> str:
-    """Return in words what a bundle's numbers are, for the output of a command that uses them."""
+    """Return a sentence about the origin of a bundle's measurements, for the output of a command that uses them."""
     manifest = bundle.manifest
     who = f"{bundle.path}: {manifest.devices:,} x {manifest.device}, {manifest.made[:10]}, verdict {manifest.verdict}"
     if manifest.simulated:

@@ -1,4 +1,5 @@
-"""The compile cache: seconds of the first step with and without, whether the numbers stay, and what a stale one does.
+"""This program measures the compile cache: the seconds of the first step with and without it, whether the results stay
+the same, and the effect of a stale cache.
 
     python benchmarks/cluster/compile_cache.py RECIPE... [--steps 24] [--set KEY=VALUE]
 

@@ -1,4 +1,5 @@
-"""A step of two workers on CPU with cores divided by the plan, against the same step as MindFormers leaves them.
+"""This program compares a step of two CPU workers whose cores are divided by the plan with the same step under
+MindFormers' own binding.
 
     python benchmarks/cluster/core_binding.py [--steps 78] [--block 6] [LAYOUT ...]
 

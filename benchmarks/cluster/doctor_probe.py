@@ -1,10 +1,11 @@
-"""What `tc3 doctor --probe` finds and what it does not cry out about, on this machine.
+"""This program measures on this machine how often `tc3 doctor --probe` finds faults, and how often it raises false
+alarms.
 
     python benchmarks/cluster/doctor_probe.py [--runs 100] [--rounds 7] [clean | throttled | stopped | shaped ...]
 
-clean       runs without a fault: none may name anybody. What the machine's other users do to it is told beside.
+clean       runs without a fault: no worker may be named. The load from the machine's other users is reported, too.
 throttled   one of two workers in a control group that may use a twentieth of a core (version 1: cpu.cfs_quota_us,
-            version 2: cpu.max). Needs root. More would limit nothing where others use the core, too.
+version 2: cpu.max). Needs root. More would limit nothing where others use the core, too.
 stopped     one of two workers is stopped and continued twenty times a second (SIGSTOP): no root, another kind of slow.
 shaped      four workers in network namespaces on one bridge, the interface of one of them limited to 200 Mbit/s by
             tc's token bucket. Needs root and iproute2.

@@ -1,4 +1,5 @@
-"""What it costs a shared disk, and how long it takes, that the agents of a run meet on it: 16 to 2,048 hosts.
+"""This program measures the calls to a shared disk, and the time, that the agents of a run need to meet on it, for 16
+to 2,048 hosts.
 
     python -m benchmarks.cluster.meeting [--hosts 16,128,512,2048] [--folder DIR]
 

@@ -1,4 +1,5 @@
-"""SIGKILL for random processes at random moments of one run: does it end, and do the attempts' records add up?
+"""This program kills random processes of one run at random moments (SIGKILL), and checks that the run ends and that the
+records of its attempts are consistent.
 
     python benchmarks/cluster/restarts.py [--kills 50] [--seed 0] [--mini] [--keep FOLDER]
 

@@ -1,4 +1,4 @@
-"""How often the spike guard alarms in clean runs, and how small a spike it finds.
+"""This program measures how often the spike guard raises an alarm in clean runs, and how small a spike it finds.
 
     python benchmarks/cluster/spike_guard.py [RUN/metrics/rank_0.jsonl ...]
 

@@ -1,4 +1,5 @@
-"""How soon a slow rank is named, and how often a healthy one: simulated ranks, and two real workers on this machine.
+"""This program measures how soon a slow rank is named, and how often a healthy one, with simulated ranks and with two
+real workers on this machine.
 
     python benchmarks/cluster/stragglers.py simulate [--every 20 --every 5] [--clean 200] [--trials 24]
     python benchmarks/cluster/stragglers.py train [--limit 0.1] [--steps 60]

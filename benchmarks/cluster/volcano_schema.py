@@ -1,4 +1,4 @@
-"""Our Volcano job against the schema that the Volcano project publishes.
+"""This program checks our Volcano job against the schema that the Volcano project publishes.
 
     python benchmarks/cluster/volcano_schema.py CRD.yaml
 

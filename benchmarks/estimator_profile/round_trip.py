@@ -1,4 +1,5 @@
-"""Whether the CPU profile of one mini predicts the step of another: other layers, experts and batch.
+"""This program tests whether the CPU profile of one mini predicts the step of another one with other layers, experts
+and batch.
 
     python benchmarks/estimator_profile/round_trip.py [--steps 30] [--data output/data/stdlib] [--only NAME]
 

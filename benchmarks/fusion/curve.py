@@ -1,4 +1,5 @@
-"""The report's GroupedMatmul-Reshape-Cast (section 4.5, Figure 6), modelled over rows: how much faster as one kernel.
+"""This program models the report's GroupedMatmul-Reshape-Cast (section 4.5, Figure 6): the speed-up as one kernel, over
+the number of rows.
 
     python -m benchmarks.fusion.curve [--picture docs/pictures/fusion_curve.svg]
 

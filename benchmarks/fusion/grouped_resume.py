@@ -1,4 +1,5 @@
-"""Kill a run with `plugins.grouped_gradient`'s pass and resume it, to the same bits; and beside a run without the pass.
+"""This program kills a run with the pass of `plugins.grouped_gradient` and resumes it; it compares the results bit by
+bit with an unkilled run, and also with a run without the pass.
 
     python benchmarks/fusion/grouped_resume.py [RECIPE]
 

@@ -1,4 +1,5 @@
-"""Buffers of routed tokens under a skewed router: predicted from recorded loads, and measured in four workers.
+"""This program compares the buffers of routed tokens under a skewed router, as predicted from recorded loads, with
+those measured in four workers.
 
     python benchmarks/memory/dispatch.py [--steps 6] [--bias 0.1]
 

@@ -1,4 +1,5 @@
-"""Memory of published runs: errors now, as first predicted, and without what was learnt from a group's own runs.
+"""This program prints the errors of predicted memory on published runs: now, as first predicted, and without the
+changes that were learnt from a group's own runs.
 
     python -m benchmarks.memory.terms
 

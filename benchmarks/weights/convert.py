@@ -1,4 +1,4 @@
-"""How fast weights are converted, against a plain copy of the same bytes, and how much memory it takes.
+"""This program compares the speed of converting weights with a plain copy of the same bytes, and measures the memory.
 
     python benchmarks/weights/convert.py [--folder DIR] [--layers 3]
 

@@ -1,4 +1,5 @@
-"""Whether a run says the same here and, exported, in transformers: greedy tokens of a few prompts.
+"""This program checks that a run generates the same greedy tokens here and, after an export, in transformers, for a few
+prompts.
 
     python benchmarks/weights/generate_transformers.py output/quickstart [--reference-python PYTHON]
 

@@ -1,4 +1,5 @@
-"""How fast a checkpoint is laid out anew, against a plain copy of the same bytes, and how much memory it takes.
+"""This program compares the speed of resharding a checkpoint with a plain copy of the same bytes, and measures the
+memory.
 
     python benchmarks/weights/reshard.py [--folder DIR] [--layers 2]
 

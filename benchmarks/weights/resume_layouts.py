@@ -1,4 +1,5 @@
-"""Go on with a run on one layout after the other, against a run of the same steps that never changes.
+"""This program continues a run on one layout after the other, and compares it with a run of the same steps on one
+layout.
 
     python benchmarks/weights/resume_layouts.py [CHAIN ...]
 

@@ -1,6 +1,6 @@
-"""What each system of the report brings to a step, by the estimator: `python docs/pictures/ladder.py` draws it anew.
+"""This program estimates and draws the step times with each system of the report: `python docs/pictures/ladder.py`.
 
-A rung adds one system to the rung before. Prints the table of docs/report.md.
+Each column of the table adds one system to the column before it. The program prints the table of docs/report.md.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RECIPES = {
     "1119B, 4K": "recipes/telechat3_1119b/pretrain_4k_report.yaml",
     "1119B, 128K": "recipes/telechat3_1119b/context_128k_report.yaml",
 }
-RUNGS = ("plain 1F1B, one All-to-All", "interleaved, with offsets", "hierarchical dispatch", "overlapped dispatch",
+SYSTEMS = ("plain 1F1B, one All-to-All", "interleaved, with offsets", "hierarchical dispatch", "overlapped dispatch",
          f"experts balanced ({UNEVEN} to {EVENED})")  # fmt: skip
 
 
 def ladder(path: str) -> list[float]:
-    """Return the seconds of a step on each rung of RUNGS."""
+    """Return the seconds of a step with each of SYSTEMS and those before it."""
     whole = load_recipe(ROOT / path)
-    systems = ("hierarchical_ep", "ep_overlap")
+    plugins = ("hierarchical_ep", "ep_overlap")
     times = TimeModel(cluster(HARDWARE))
 
     def seconds(interleaved: bool, *on: str, skew: float = UNEVEN) -> float:
@@ -48,7 +48,7 @@ def ladder(path: str) -> list[float]:
             held = [sum(each + row[stage] for row in rows) for stage in range(stages)]  # the same layers on a stage
             model.update(pp_interleave_num=1, offset=[own - layers // stages for own in held])
             recipe["parallel"]["pipeline_config"]["pipeline_interleave"] = False
-        for name in systems:
+        for name in plugins:
             if name not in on:
                 recipe["plugins"][name] = False
         config = from_recipe(resolve(recipe), ep_mode=None if on else "global")
@@ -58,20 +58,20 @@ def ladder(path: str) -> list[float]:
         seconds(False),
         seconds(True),
         seconds(True, "hierarchical_ep"),
-        seconds(True, *systems),
-        seconds(True, *systems, skew=EVENED),
+        seconds(True, *plugins),
+        seconds(True, *plugins, skew=EVENED),
     ]
 
 
 def table(ladders: dict[str, list[float]]) -> str:
     """Return the rows of docs/report.md."""
-    rows = [["seconds of a step", *RUNGS], ["---"] * (len(RUNGS) + 1)]
+    rows = [["seconds of a step", *SYSTEMS], ["---"] * (len(SYSTEMS) + 1)]
     rows += [[name, *(f"{each:.1f}" for each in steps)] for name, steps in ladders.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def draw(ladders: dict[str, list[float]]) -> None:
-    """Write FILE: each recipe's rungs, relative to its first."""
+    """Write the picture FILE: each recipe's step times, relative to plain 1F1B."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -79,14 +79,16 @@ def draw(ladders: dict[str, list[float]]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(12, 4.4))
-    width = 0.8 / len(RUNGS)
-    for number, rung in enumerate(RUNGS):
+    width = 0.8 / len(SYSTEMS)
+    for number, system in enumerate(SYSTEMS):
         shares = [steps[number] / steps[0] for steps in ladders.values()]
-        places = [place + (number - (len(RUNGS) - 1) / 2) * width for place in range(len(ladders))]
-        bars = axes.bar(places, shares, width * 0.92, label=rung, color=plt.get_cmap("viridis")(number / len(RUNGS)))
+        places = [place + (number - (len(SYSTEMS) - 1) / 2) * width for place in range(len(ladders))]
+        bars = axes.bar(
+            places, shares, width * 0.92, label=system, color=plt.get_cmap("viridis")(number / len(SYSTEMS))
+        )
         axes.bar_label(bars, [f"{share:.2f}" for share in shares], fontsize=6.5, padding=1.5)
     axes.set_xticks(range(len(ladders)), list(ladders))
-    axes.set_ylabel("step time over that of the first rung (modelled)")
+    axes.set_ylabel("step time relative to plain 1F1B (modelled)")
     axes.set_ylim(0, 1.25)
     axes.legend(fontsize=7.5, ncols=3, frameon=False, loc="upper center")
     for side in ("top", "right"):

@@ -63,8 +63,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This names the `host` that caused a failure, and says in `end` how its part of the attempt ended; if `host` is
-    None, no host can be blamed, and `why` says what was seen.
+    """This names the `host` that caused a failure, with the `end` of its part of the attempt; if `host` is None, no
+    host can be blamed, and `why` holds the reason.
     """
 
     why: str
@@ -86,8 +86,10 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
         return _holding_up(known)
     if failed:
         told = "; ".join(words(failed[host]) for host in sorted(failed))
-        return Began(f"{told}: answers to another host's end, and nothing tells whose fault or which link's it was")
-    return Began("no host has said what ended it")
+        return Began(
+            f"{told}: these ends follow from another host's end, and nothing shows which host or link caused it"
+        )
+    return Began("no host has recorded what ended the attempt")
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
@@ -110,7 +112,9 @@ def _of_all_hosts(attempt: Attempt, now: float) -> dict[str, End]:
         phase, step = (beat.phase, beat.step) if beat else ("start", attempt.plan.step)
         if host in gone:
             cause: Cause = "lost node" if beat else "never came"
-            ends[host] = End(host, latest, "failed", phase, step, cause, message="the host did not say how it ended")
+            ends[host] = End(
+                host, latest, "failed", phase, step, cause, message="the host did not record how its part ended"
+            )
         elif host not in ends:
             ends[host] = End(host, latest, "told to end", phase, step)
         elif not math.isfinite(ends[host].time):  # it could not ask the disk
@@ -160,7 +164,10 @@ def _first_death(attempt: Attempt, deaths: dict[str, End]) -> Began:
         return Began(words(end), best[0], end, end.cause)
     causes = {deaths[host].cause for host in best}
     told = "; ".join(words(deaths[host]) for host in sorted(best))
-    return Began(f"{told}: too close together to tell", cause=causes.pop() if len(causes) == 1 else None)
+    return Began(
+        f"{told}: these ends are too close in time to tell which came first",
+        cause=causes.pop() if len(causes) == 1 else None,
+    )
 
 
 def _holding_up(known: dict[str, End]) -> Began:
@@ -174,9 +181,9 @@ def _holding_up(known: dict[str, End]) -> Began:
     if len(last) == 1 < len(places):
         end = known[last[0]]
         return Began(f"{end.host} was behind all others: {_where(end)}", end.host, end, "hang")
-    why = f"nothing moved: {_where(known[last[0]])}"
+    why = f"no worker made progress: {_where(known[last[0]])}"
     if len(known) > 1:
-        why += ", and no host is behind all others, so it is not known which host held them up"
+        why += ", and no host is behind all others, so it is unknown which host blocked them"
     return Began(why, cause="hang")
 
 
@@ -199,7 +206,9 @@ def _where(end: End) -> str:
 
 @dataclass(frozen=True)
 class Smaller:
-    """This says how a recipe runs on fewer hosts: on the first `hosts` of those offered, with `overrides`."""
+    """This describes how a recipe runs on fewer hosts: with these `overrides`, on the first `hosts` of the available
+    hosts.
+    """
 
     hosts: int
     overrides: list[str]
@@ -252,7 +261,7 @@ def verdict(
     if outcomes == {"done"} and len(ends) == len(hosts):
         return Verdict(time, "done", "every host has finished")
     if "interrupted" in outcomes:
-        return Verdict(time, "leave", f"{_names(ends, 'interrupted')}: told to stop by its user")
+        return Verdict(time, "leave", f"{_names(ends, 'interrupted')}: the user stopped the run")
     if "preempted" in outcomes and "failed" not in outcomes:
         return Verdict(time, *_after_notice(_plan(attempt), ends, can))
     began = initiator(attempt, now)
@@ -295,20 +304,24 @@ class _Failed:
     saved: int | None
 
     def follows(self) -> tuple[Decision, str, float]:
-        """Return (decision, reason, seconds to wait before the next attempt)."""
+        """Return the consequence of the failure: (decision, reason, seconds to wait before the next attempt)."""
         if self.began.cause == "user error":
-            return "give up", "That is to be mended first: another attempt would end alike", 0.0
+            return "give up", "The user must correct this first, because another attempt would end in the same way", 0.0
         if self.began.cause == "not finite":
-            alike = "The same weights and data come to the same loss, so it is not tried again"
+            alike = "There is no further attempt, because the same weights and data give the same loss"
             return "give up", f"{alike}; plugins.spike_guard would roll back and leave the data out", 0.0
         if self.began.cause == "spike":
             return self._after_spike()
         count = len(self.fruitless)
         if count > self.rules.restarts:
-            return "give up", f"Given up: {_times(count)} in a row without a newer checkpoint", 0.0
+            return "give up", f"The run is given up after {_times(count)} in a row without a newer checkpoint", 0.0
         same = _at_same_step([*self.earlier, self.attempt])
         if same >= self.rules.same_step:
-            return "give up", f"Given up: {_times(same)} in a row after step {_newest_step(self.attempt)}", 0.0
+            return (
+                "give up",
+                f"The run is given up after {_times(same)} in a row after step {_newest_step(self.attempt)}",
+                0.0,
+            )
         decision, why = self._who_goes_on()
         if decision == "give up":
             return decision, why, 0.0
@@ -319,13 +332,13 @@ class _Failed:
     def _after_spike(self) -> tuple[Decision, str, float]:
         """Return what happens after a spike, which the run's spike guard has already decided."""
         if self.began.end and NO_MORE in self.began.end.message:
-            return "give up", "Given up, as the guard says", 0.0
+            return "give up", "The run is given up, as the spike guard has decided", 0.0
         decision, why = self._who_goes_on()
-        return decision, "Started again without its samples" if decision == "restart" else why, 0.0
+        return decision, "The run starts again without the samples of the spike" if decision == "restart" else why, 0.0
 
     @cached_property
     def fruitless(self) -> list[Attempt]:
-        """Return the failed attempts since the last progress, the oldest first and this one last."""
+        """Return the failed attempts since training last made progress, the oldest first and this one last."""
         found, begin = [self.attempt], _plan(self.attempt).step
         if self.saved is not None and self.saved > begin:
             return found
@@ -346,20 +359,25 @@ class _Failed:
         for out in (gone | bad, gone):
             names = [host for host in plan.hosts if host in out]
             if names and len(spares) >= len(names):
-                return "spare", f"{', '.join(spares[: len(names)])} in place of {', '.join(names)}"
+                return (
+                    "spare",
+                    f"The run starts again with {', '.join(spares[: len(names)])} in place of {', '.join(names)}",
+                )
         worn = self.began.host if self.began.host in bad - gone and self._keeps_failing() else None
         names = [host for host in plan.hosts if host in gone or host == worn]
         if not names:
-            return "restart", "Started again"
+            return "restart", "The run starts again"
         left = [host for host in [*plan.hosts, *spares] if host not in names]
         how = self.can(left) if left else None
         if isinstance(how, Smaller):
-            return "smaller", f"Without {', '.join(names)}, {how.why}"
-        reason = f"; it does not run on fewer hosts: {how}" if how else ""
+            return "smaller", f"The run goes on without {', '.join(names)}, {how.why}"
+        reason = f"; it cannot run on fewer hosts: {how}" if how else ""
         if worn:
             times = _times(self.rules.same_host)
-            return "give up", f"Given up: {worn} began {times} or more, and nobody can take its place{reason}"
-        return "restart", f"Started again once {', '.join(names)} is back, for there is no spare{reason}"
+            why = f"The run is given up, because {worn} caused {times} or more and no host can replace it{reason}"
+            return "give up", why
+        why = f"The run starts again when {', '.join(names)} is back, because there is no spare host{reason}"
+        return "restart", why
 
     def _bad(self) -> set[str]:
         own = Verdict(0.0, "restart", "", self.began.host, cause=self.began.cause)
@@ -381,15 +399,15 @@ def _after_notice(plan: Plan, ends: list[End], can: Can) -> tuple[Decision, str]
     """Return what happens after some hosts were told to leave: the hosts that are left go on if they can."""
     out = [end.host for end in ends if end.outcome == "preempted"]
     left = [host for host in [*plan.hosts, *plan.spares] if host not in out]
-    why = f"{_names(ends, 'preempted')} had to leave"
+    why = f"{_names(ends, 'preempted')} had to leave the run"
     if not left:
-        return "leave", f"{why}, and nobody is left"
+        return "leave", f"{why}, and no host is left"
     if len(left) >= len(plan.hosts):
-        return "spare", f"{why}; a spare takes over"
+        return "spare", f"{why}; a spare host takes over"
     how = can(left)
     if isinstance(how, Smaller):
-        return "smaller", f"{why}; {how.why}"
-    return "leave", f"{why}, and there is no spare" + (f"; it does not run on fewer hosts: {how}" if how else "")
+        return "smaller", f"{why}; the run goes on {how.why}"
+    return "leave", f"{why}, and there is no spare host" + (f"; it cannot run on fewer hosts: {how}" if how else "")
 
 
 def _repeated(attempts: Sequence[Attempt], rules: Rules) -> set[str]:

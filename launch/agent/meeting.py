@@ -186,8 +186,8 @@ class Meeting:
         return quiet >= self.lost_after and self.ended(number, host) is None
 
     def end(self, number: int, end: End) -> None:
-        """Write how a host's part ended, unless this was written before, and that the attempt is over if the part ended
-        badly.
+        """Write the end of a host's part of the attempt, unless it was written before. If the part ended badly, also
+        write that the attempt is over.
         """
         self._publish(number, file_of(folder_of(self.run_dir, number), END, end.host).name, text_of(end))
         stands = self.ended(number, end.host)
@@ -195,7 +195,7 @@ class Meeting:
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return how a host's part ended; None if this has not been written yet."""
+        """Return the end of a host's part of the attempt; None if it has not been written yet."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
@@ -208,7 +208,7 @@ class Meeting:
         self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
 
     def over(self, number: int) -> str | None:
-        """Return the host whose part was the first to end badly; None if no part did."""
+        """Return the host whose part of the attempt was the first to end badly; None if no part ended badly."""
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(json.loads(found.text)["host"]) if found else None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.firsthour.ladder import Finding
+from launch.firsthour.checks import Finding
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.model import all_stages
 from tools.hardware.units import GIB
@@ -29,8 +29,8 @@ _ALIKE = 1e-6  # of the largest singular value: columns of the fit that cannot b
 
 
 def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, float]:
-    """Return the predicted memory of one stage of a run and the peak that was measured there, in bytes. Where the
-    fullest moment is the update after all passes, no activations are held, and all but the buffers is static.
+    """Return the predicted memory of one stage of a run and the peak that was measured there, in bytes. If the fullest
+    moment is the update after all passes, no activations are held, and all bytes except the buffers are static.
     """
     memory = all_stages(config)[stage]
     updates = memory.in_update > memory.in_passes

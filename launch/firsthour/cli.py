@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from launch.firsthour.ladder import NO_GO, Outcome, climb, line_of, outcome_of, own_state, verdict
+from launch.firsthour.checks import NO_GO, Outcome, line_of, outcome_of, own_state, run_checks, verdict
 from launch.firsthour.page import as_html
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError, DataError
@@ -28,6 +28,7 @@ from tools.accuracy.pages import check_page
 from tools.files.atomic import check_writable, keep_existing, real_path, write_atomically
 from tools.measured import (
     CLUSTER,
+    FORMAT,
     MEMORY,
     OUTCOMES,
     Bundle,
@@ -110,7 +111,7 @@ class Budget(click.ParamType):
 @click.option("--dry-run", is_flag=True, help="Print which commands each check would run, and start nothing.")
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def climb_command(
+def firsthour_command(
     recipe: Path,
     nodes: Path | None,
     budget: float,
@@ -159,13 +160,13 @@ def climb_command(
     elif hour.device == "CPU":
         click.echo("no NPU is here: the CPU is the device, and this is a rehearsal", err=True)
         about["devices"] = 1
-    outcomes = climb(runner.work_of(), place, budget, partial(_tell, as_json))
+    outcomes = run_checks(runner.work_of(), place, budget, partial(_tell, as_json))
     manifest, texts = _bundle(recipe, outcomes, about, hash_names, list(runner.names))
     write_bundle(out, manifest, texts)
     word, lines = verdict(outcomes)
     if as_json:
-        rungs = {one.rung: one.verdict for one in outcomes}
-        click.echo(json.dumps({"verdict": word, "findings": lines, "rungs": rungs, "bundle": str(out)}))
+        checks = {one.check: one.verdict for one in outcomes}
+        click.echo(json.dumps({"verdict": word, "findings": lines, "checks": checks, "bundle": str(out)}))
     else:
         click.echo("\n".join([*lines, f"verdict: {word}", f"written: {out}", f"page: tc3 firsthour read {out}"]))
     sys.exit(word == NO_GO)
@@ -174,7 +175,7 @@ def climb_command(
 class ClimbOrCommand(RecipeOrCommand):
     """This command group calls `tc3 firsthour RECIPE` if its first argument is a recipe."""
 
-    of_recipe = climb_command
+    of_recipe = firsthour_command
 
 
 @click.group(cls=ClimbOrCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -185,7 +186,7 @@ def firsthour() -> None:
 def _tell(as_json: bool, outcome: Outcome, kept: bool) -> None:
     words = "kept from before" if kept else f"{outcome.seconds:.1f} s"
     verdict_ = click.style(f"{outcome.verdict:8s}", fg=_COLOURS[outcome.verdict])
-    click.echo(f"{verdict_}{outcome.rung:10s}  {words}", err=True)
+    click.echo(f"{verdict_}{outcome.check:10s}  {words}", err=True)
 
 
 def _bundle(
@@ -193,7 +194,7 @@ def _bundle(
 ) -> tuple[Manifest, dict[str, str]]:  # fmt: skip
     """Return the manifest and the texts of the bundle."""
     rows = [one.as_json() for one in outcomes]
-    calibrated: dict[str, Any] = next((row["evidence"] for row in rows if row["rung"] == "calibrate"), {})
+    calibrated: dict[str, Any] = next((row["evidence"] for row in rows if row["check"] == "calibrate"), {})
     texts = {CLUSTER: calibrated.pop("cluster")} if "cluster" in calibrated else {}  # a file of its own
     if calibrated.get("memory"):
         texts[MEMORY] = json.dumps(calibrated["memory"]) + "\n"
@@ -201,7 +202,8 @@ def _bundle(
     if hash_names:
         texts = without_names(texts, {name: hashed(name) for name in names})
     manifest = Manifest(
-        format=1, made=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", names="hashed" if hash_names else "plain",
+        format=FORMAT, made=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+        names="hashed" if hash_names else "plain",
         recipe=_shown(recipe), digest=recipe_digest(recipe), versions=software(), verdict=verdict(outcomes)[0], **about,
     )  # fmt: skip
     return manifest, texts
@@ -248,7 +250,7 @@ def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) ->
     else:
         made = f"{found.manifest.made}, {found.manifest.devices} x {found.manifest.device}"
         played = ", simulated" if found.manifest.simulated else ""
-        rows = [line_of(one.rung, item) for one in outcomes for item in one.findings if item.verdict == "ok"]
+        rows = [line_of(one.check, item) for one in outcomes for item in one.findings if item.verdict == "ok"]
         click.echo("\n".join([f"{bundle}: {made}{played}", *rows, *lines, f"verdict: {word}"]))
     sys.exit(word == NO_GO)
 
@@ -261,9 +263,9 @@ def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
     """
     manifest = bundle.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    rungs = {one["rung"]: one["verdict"] for one in bundle.json(OUTCOMES)}
-    good = [name for name, verdict in rungs.items() if verdict in ("ok", "warn")]
-    others = [f"{name} is {verdict}" for name, verdict in rungs.items() if name not in good]
+    checks = {one["check"]: one["verdict"] for one in bundle.json(OUTCOMES)}
+    good = [name for name, verdict in checks.items() if verdict in ("ok", "warn")]
+    others = [f"{name} is {verdict}" for name, verdict in checks.items() if name not in good]
     judged = f"judged: {', '.join(good)}" + (f"; {', '.join(others)}" if others else "")
     how = f"tc3 firsthour recipes/{recipe.absolute().parent.name}/{recipe.name} on {manifest.made[:10]}, {versions}"
     return {"claim": bundle.claim, "how": how, "what": f"{manifest.verdict}; {judged}"}

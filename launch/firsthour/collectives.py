@@ -22,8 +22,8 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from launch.firsthour.calibrate import FACTOR
+from launch.firsthour.checks import Finding
 from launch.firsthour.judge import LINK
-from launch.firsthour.ladder import Finding
 from launch.run.msrun import MASTER, ROOT, free_port, msrun_of, worker_environment
 from plugins.errors import ClusterError
 from tools.doctor.ask import Trouble, call_each

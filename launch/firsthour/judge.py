@@ -14,7 +14,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from launch.firsthour.ladder import Finding
+from launch.firsthour.checks import Finding
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
 from tools.doctor.compare import Comparison, compare
@@ -55,13 +55,13 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
 
 
 def of_versions(name: str) -> bool:
-    """Return whether the check `versions` judges this check or fact of the doctor."""
+    """Return whether a result of `tc3 doctor` belongs to the check `versions`."""
     return name.startswith(VERSIONS)
 
 
 def judge_hosts(comparison: Comparison, hosts: Sequence[str], versions: bool) -> list[Finding]:
-    """Return the findings of the check `versions`, or else those of the check `hosts`. A difference between hosts is
-    reported for each host; clocks of a single host agree with themselves.
+    """Return the findings of the check `versions` if `versions` is set, otherwise those of the check `hosts`. A
+    difference between hosts is reported for each host; clocks of a single host agree with themselves.
     """
     alone = len(hosts) == 1
     found: list[Finding] = []

@@ -24,8 +24,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch.firsthour.ladder import Outcome
-from launch.firsthour.rungs import Found, Hour, ask, text_of
+from launch.firsthour.checks import Outcome
+from launch.firsthour.hour import Found, Hour, ask, text_of
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_curves, rank_counts
 from launch.firsthour.variants import Variant, variants_of
 from plugins.errors import ClusterError, RecipeError
@@ -183,7 +183,7 @@ class NpuHour(Hour):
         return one_stage(resolve(load_recipe(self.recipe), layout="file"), self.world)
 
     def write_measured(self) -> None:
-        """Write a corpus, the recipe of one stage, and the same with a profile of some steps."""
+        """Write a corpus, the recipe of one stage, and a copy of this recipe that profiles some steps."""
         flat = self.cut
         self.write_corpus(int(flat["model"]["model_config"]["vocab_size"]))
         self.point(flat)
@@ -201,7 +201,7 @@ class NpuHour(Hour):
             return []
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
-        """Run a training on this node; a training of the stage runs on as many nodes as it takes."""
+        """Run a training on this node; a training of the stage runs on as many nodes as it needs."""
         devices = View(load_recipe(Path(words[1]))).devices
         if devices <= self.each:
             super().start(words, run, seconds)

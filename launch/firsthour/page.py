@@ -1,5 +1,5 @@
-"""This module makes the HTML page of a bundle: the verdict, the checks with their gates, every finding, and what was
-measured beside what was predicted.
+"""This module makes the HTML page of a bundle: the verdict, the checks with their gates, every finding, and measured
+values beside predicted ones.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from launch.firsthour.ladder import BY_NAME, WORST, Finding, Outcome, verdict
+from launch.firsthour.checks import BY_NAME, WORST, Finding, Outcome, verdict
 from tools.files import page as markup
 from tools.files.page import Cell
 from tools.hardware.units import GIB
@@ -39,7 +39,7 @@ def as_html(bundle: Bundle, outcomes: Sequence[Outcome]) -> str:
         markup.text(
             f"Versions: {versions}. Recipe {manifest.digest}. Names of hosts are {manifest.names}.", kind="note"
         ),
-        _rungs(outcomes),
+        _checks(outcomes),
         markup.text("Findings", "h2"),
         _findings(outcomes),
         *_groups(outcomes),
@@ -55,36 +55,36 @@ def as_html(bundle: Bundle, outcomes: Sequence[Outcome]) -> str:
     return markup.page(f"First hour of {manifest.device}: {word}", body, _STYLE)
 
 
-def _rungs(outcomes: Sequence[Outcome]) -> str:
+def _checks(outcomes: Sequence[Outcome]) -> str:
     rows = [
-        (one.rung, Cell(one.verdict, _CLASSES[one.verdict]), f"{one.seconds:.1f}", BY_NAME[one.rung].asks,
-         BY_NAME[one.rung].gate, ", ".join(BY_NAME[one.rung].needs) or "nothing")
+        (one.check, Cell(one.verdict, _CLASSES[one.verdict]), f"{one.seconds:.1f}", BY_NAME[one.check].asks,
+         BY_NAME[one.check].gate, ", ".join(BY_NAME[one.check].needs) or "nothing")
         for one in outcomes
     ]  # fmt: skip
     return markup.table(("check", "verdict", "seconds", "question", "gate", "needs"), rows)
 
 
 def _findings(outcomes: Sequence[Outcome]) -> str:
-    every = [(one.rung, item) for one in outcomes for item in one.findings]
+    every = [(one.check, item) for one in outcomes for item in one.findings]
     every.sort(key=lambda pair: WORST.index(pair[1].verdict))
-    rows = [_row(rung, item) for rung, item in every[:_SHOWN]]
+    rows = [_row(check, item) for check, item in every[:_SHOWN]]
     if len(every) > _SHOWN:
         rows.append((f"{len(every) - _SHOWN} more in outcomes.json", "", "", "", "", ""))
     return markup.table(("verdict", "check", "host", "device", "seen", "remedy"), rows)
 
 
-def _row(rung: str, item: Finding) -> tuple[str | Cell, ...]:
-    seen = item.seen if item.seen.startswith(item.what) or item.what == rung else f"{item.what}: {item.seen}"
+def _row(check: str, item: Finding) -> tuple[str | Cell, ...]:
+    seen = item.seen if item.seen.startswith(item.what) or item.what == check else f"{item.what}: {item.seen}"
     device = "" if item.device is None else str(item.device)
-    return Cell(item.verdict, _CLASSES[item.verdict]), rung, item.where or "all", device, seen, item.remedy
+    return Cell(item.verdict, _CLASSES[item.verdict]), check, item.where or "all", device, seen, item.remedy
 
 
 def _step(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the measured seconds of each term beside the predicted ones, before and after the calibration."""
-    seen: Mapping[str, Mapping[str, float]] = next((one.evidence for one in outcomes if one.rung == "stage"), {})
+    seen: Mapping[str, Mapping[str, float]] = next((one.evidence for one in outcomes if one.check == "stage"), {})
     if not seen:
         return []
-    fitted = next((one.evidence for one in outcomes if one.rung == "calibrate"), {})
+    fitted = next((one.evidence for one in outcomes if one.check == "calibrate"), {})
     after = fitted.get("after", {})
     rows = [
         (
@@ -101,7 +101,7 @@ def _step(outcomes: Sequence[Outcome]) -> list[str]:
 
 def _groups(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the collectives of the recipe's groups: the fastest group's usual seconds beside the predicted ones."""
-    seen = next((one.evidence for one in outcomes if one.rung == "collectives"), {})
+    seen = next((one.evidence for one in outcomes if one.check == "collectives"), {})
     rows = [
         (
             f"{row['group']}: {row['operator']}, {row['ranks']} ranks that are {row['stride']} apart",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from launch.firsthour.checks import HOUR_CHECKS, seconds_of
 from launch.firsthour.collectives import command_of, words_of
-from launch.firsthour.ladder import LADDER, seconds_of
+from launch.firsthour.hour import Hour
 from launch.firsthour.npu import NpuHour
-from launch.firsthour.rungs import Hour
 from launch.run.msrun import MASTER
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
@@ -28,28 +28,28 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
     view = hour.view
     nodes = hour.world // hour.each if isinstance(hour, NpuHour) else len(hour.names)
     commands = hour.commands()
-    rungs: list[dict[str, Any]] = [
+    checks: list[dict[str, Any]] = [
         {
-            "rung": rung.name, "asks": rung.asks, "seconds": seconds_of(rung, budget),
-            "where": _where(hour, rung.name, nodes), "needs": list(rung.needs), "gate": rung.gate,
-            "remedy": rung.remedy, "commands": [shlex.join(["tc3", *words]) for words in commands[rung.name]],
+            "check": check.name, "asks": check.asks, "seconds": seconds_of(check, budget),
+            "where": _where(hour, check.name, nodes), "needs": list(check.needs), "gate": check.gate,
+            "remedy": check.remedy, "commands": [shlex.join(["tc3", *words]) for words in commands[check.name]],
         }
-        for rung in LADDER
+        for check in HOUR_CHECKS
     ]  # fmt: skip
     master = hour.names[0] if hour.nodes else MASTER
-    groups = next(one for one in rungs if one["rung"] == "collectives")
+    groups = next(one for one in checks if one["check"] == "collectives")
     groups["measures"] = [words_of(row) for row in hour.group_rows()]
     groups["commands"] = [shlex.join(command_of(hour.work / "collectives", hour.world, hour.each, 0, master))]
     plan: dict[str, Any] = {"recipe": str(hour.recipe), "nodes": nodes, "devices": view.devices, "budget": budget}
     plan["npus"] = isinstance(hour, NpuHour)
-    plan |= {"rungs": rungs, "seconds": sum(rung["seconds"] for rung in rungs)}
+    plan |= {"checks": checks, "seconds": sum(check["seconds"] for check in checks)}
     if not view.on_cpu:
         config = from_recipe(resolve(load_recipe(hour.recipe), layout="file"))
         plan["predicted_step_s"] = TimeModel(cluster(DEFAULT_HARDWARE)).step(config).total
     return plan
 
 
-def _where(hour: Hour, rung: str, nodes: int) -> str:
+def _where(hour: Hour, check: str, nodes: int) -> str:
     """Return the nodes and ranks that a check uses."""
     view = hour.view
     names = shorten(hour.names) if hour.nodes else f"{nodes} nodes"
@@ -57,7 +57,7 @@ def _where(hour: Hour, rung: str, nodes: int) -> str:
     trained = "a CPU of this node"
     if isinstance(hour, NpuHour):
         one, counts = "a CPU and one device of this node", ", ".join(map(str, hour.counts))
-        trained = {"mini": one, "parallel": f"{counts} devices"}.get(rung, "one device of this node")
+        trained = {"mini": one, "parallel": f"{counts} devices"}.get(check, "one device of this node")
     places = {
         "hosts": f"{names}, one process each", "versions": "no process: the reports of the check hosts",
         "devices": f"{names}, ranks 0-{view.devices - 1}",
@@ -66,7 +66,7 @@ def _where(hour: Hour, rung: str, nodes: int) -> str:
     }  # fmt: skip
     if isinstance(hour, NpuHour):
         places["stage"] = f"the devices of one stage, {ranks}, or as many as there are"
-    return places.get(rung, trained)
+    return places.get(check, trained)
 
 
 def as_text(plan: dict[str, Any]) -> str:
@@ -74,11 +74,14 @@ def as_text(plan: dict[str, Any]) -> str:
     lines = [f"{plan['recipe']}: {plan['nodes']:,} nodes, {plan['devices']:,} devices, {plan['budget']:.0f} s"]
     if plan["npus"]:
         lines.append("the plan is for NPUs, on which it has not run; a host without NPUs rehearses it on its CPU")
-    for rung in plan["rungs"]:
-        needs = f"; needs {', '.join(rung['needs'])}" if rung["needs"] else ""
-        lines += [f"{rung['rung']}: at most {rung['seconds']:.0f} s, on {rung['where']}{needs}", f"    {rung['asks']}"]
-        lines += [f"    {words}" for words in rung.get("measures", ())]
-        lines += [f"    gate: {rung['gate']}", *(f"    {command}" for command in rung["commands"])]
+    for check in plan["checks"]:
+        needs = f"; needs {', '.join(check['needs'])}" if check["needs"] else ""
+        lines += [
+            f"{check['check']}: at most {check['seconds']:.0f} s, on {check['where']}{needs}",
+            f"    {check['asks']}",
+        ]
+        lines += [f"    {words}" for words in check.get("measures", ())]
+        lines += [f"    gate: {check['gate']}", *(f"    {command}" for command in check["commands"])]
     total = f"sum of the limits: {plan['seconds']:.0f} of {plan['budget']:.0f} s"
     if "predicted_step_s" in plan:
         total += f"; predicted for a step of the whole recipe: {plan['predicted_step_s']:.1f} s"

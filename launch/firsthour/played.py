@@ -45,7 +45,9 @@ def added_in_half(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rank:
-    """A `Rank` is the device of one rank: its matrix product, and how often its gradients are counted."""
+    """A `Rank` is the device of one rank: its matrix product, and the number of times that its gradients are
+    counted.
+    """
 
     product: Product = exact
     counted: float = 1.0

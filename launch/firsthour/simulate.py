@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from launch.firsthour.calibrate import fit_memory, judge_fit, judge_stage, memory_row
+from launch.firsthour.checks import HOUR_CHECKS, Finding, Outcome
 from launch.firsthour.collectives import judge_collectives, rows_of
 from launch.firsthour.judge import compared, hosts_evidence, judge_devices, judge_hosts, judge_operators, results_of
-from launch.firsthour.ladder import LADDER, Finding, Outcome
 from launch.firsthour.played import TOKENS, Rank, added_in_half, exact, resumed, train
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_golden, judge_parallel, judge_resume, rank_counts
 from plugins.errors import ClusterError, refuse_unknown
@@ -171,7 +171,7 @@ class Play:
 
     def work_of(self) -> dict[str, Any]:
         """Return check -> the function that simulates it."""
-        return {rung.name: getattr(self, rung.name) for rung in LADDER}
+        return {check.name: getattr(self, check.name) for check in HOUR_CHECKS}
 
     def hosts(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
         """Simulate the reports of all nodes."""

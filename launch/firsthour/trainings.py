@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.firsthour.ladder import Finding
+from launch.firsthour.checks import Finding
 from tools.accuracy.equivalence.matrix import FAIL, KNOWN, PASS
 from tools.accuracy.judge import tolerance
 

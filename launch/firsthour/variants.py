@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.firsthour.ladder import Finding
+from launch.firsthour.checks import Finding
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from tools.files.atomic import write_atomically

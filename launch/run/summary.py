@@ -1,4 +1,4 @@
-"""This module shows the progress of a run of `tc3 train`, and says at its end what the result was and how to go on."""
+"""This module shows the progress of a run of `tc3 train`, and prints at its end the results and how to go on."""
 
 from __future__ import annotations
 

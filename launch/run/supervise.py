@@ -150,7 +150,7 @@ def _exit_code(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """This says how a run ended: the reason, the processes that could not be killed, and the exit code.
+    """This is the end of a run: the reason, the processes that could not be killed, and the exit code.
 
     The code is 0 for success, 1 for a failure, 2 for a user error, 128 + n for the end by signal n.
     """

@@ -83,7 +83,7 @@ class RecordingLossMonitor(MFLossMonitor):
     first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
 
     def on_train_begin(self, run_context):
-        """Remember when the training began; the first line of the file is written only after the first step."""
+        """Record the time at which training begins; the first line of the file is written only after the first step."""
         self.began = time.time()
         super().on_train_begin(run_context)
 

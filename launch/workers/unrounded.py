@@ -35,8 +35,8 @@ class UnroundedAttention(Callback):
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class UnroundedMuon(Callback):
-    """This callback lets Muon make matrices orthogonal in float32. It does so when it is made, because a resume
-    compiles the network before the training begins.
+    """This callback lets Muon make matrices orthogonal in float32. The constructor changes Muon's types, because a
+    resume compiles the network before the training begins.
     """
 
     def __init__(self):

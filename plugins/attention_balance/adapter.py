@@ -51,8 +51,8 @@ class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
     `schedule` it does the same as MindFormers' own.
 
     Args:
-        schedule: given only in the section of the training data, so that other data sets keep their order.
-        The others are MindFormers'.
+        schedule: the schedule, only for the training data; other data sets keep their order. All other arguments are
+            those of MindFormers.
     """
 
     def __new__(cls, *, sizes, schedule=None, num_shards=None, shard_id=None, **arguments):
@@ -92,14 +92,15 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
 
     Args:
         source: MindFormers' BlendedDataset or GPTDataset.
-        samples: `sizes[0]`; whole steps of them are trained, what lies behind keeps its place.
-        schedule: what to balance.
+        samples: `sizes[0]`; only whole steps of these samples are reordered, and the samples after them keep their
+            places.
+        schedule: the schedule that says what to balance.
 
     Memory: tens of bytes per sample and some 200 MiB while it is worked out, 8 bytes per sample afterwards.
 
     Raises:
         RecipeError: a sample has more documents than its compressed mask holds.
-        DataError: documents do not end with the EOD token of the recipe.
+        DataError: the documents of the corpus do not end with the EOD token of the recipe.
     """
     parts = getattr(source, "datasets", [source])
     indices = [index_of(part) for part in parts]

@@ -80,7 +80,7 @@ def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bo
         weights: int64 [rows, items], at least 0; items is a multiple of `parts`, and items times the
             largest weight below 2^62.
         parts: number of parts.
-        by_item: False starts round by round always. swap: False leaves step 2 out.
+        by_item: if False, step 1 always deals round by round. swap: if False, step 2 is left out.
 
     Returns:
         int64 [rows, parts, items / parts]: indices into a row. A row's result depends on that row only.
@@ -220,12 +220,12 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
         costs: float64 [..., ranks * micro_batches * slots], at least 0, in the order of the global batch.
         ranks: data-parallel ranks. micro_batches: the number of micro-batches of a step. slots: samples of a rank's
             micro-batch.
-        objective: where ranks wait for each other.
+        objective: the points at which ranks wait for each other.
 
     Returns:
-        int64 [..., ranks, micro_batches, slots]: positions in the global batch, each once. Equal costs keep their
-        order; a batch's result depends on its costs only, the same on every machine. Never slower than
-        `unscheduled` (which is returned when nothing beats it).
+        int64 [..., ranks, micro_batches, slots]: positions in the global batch, each once. Samples with equal costs
+            keep their order. The result of a batch depends only on its costs, and is the same on every machine. It is
+            never slower than `unscheduled`, which is returned if nothing is faster.
     """
     *lead, size = costs.shape
     assert size == ranks * micro_batches * slots

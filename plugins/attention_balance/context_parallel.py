@@ -59,10 +59,12 @@ def balanced(segments: np.ndarray, ranks: int, smallest_piece: int = 128) -> Con
        to the rank with the fewest pairs so far.
 
     Args:
-        segments: int64 [documents], tokens of each, in the sample's order; their sum is a multiple of `ranks`.
+        segments: int64 [documents], the tokens of each document, in the sample's order; their sum is a multiple of
+            `ranks`.
         ranks: context-parallel ranks.
-        smallest_piece: tokens. Attention kernels work in blocks; pieces below one block cost like a whole one.
-            1 balances pairs best, larger numbers cut less.
+        smallest_piece: the smallest number of tokens of a piece. Attention kernels work in blocks, so a piece below one
+            block costs as much as a whole one. 1 balances the pairs best; with larger values documents are cut less
+            often.
     """
     segments = np.asarray(segments, np.int64)
     starts = np.cumsum(segments) - segments

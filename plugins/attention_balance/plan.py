@@ -50,9 +50,7 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 
     Args:
         costs: float64 [W, batch]; batch is a multiple of `unit`.
-        unit: samples that stay together.
-
-    Returns:
+        unit: the number of samples that stay together. Returns:
         int64 [W, batch]: indices into the flattened costs, each once; a step's are rising.
     """
     window, batch = costs.shape
@@ -63,7 +61,7 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """This says how the samples of a step are divided among ranks, micro-batches and slots.
+    """This describes the division of the samples of a step among ranks, micro-batches and slots.
 
     ranks: data-parallel ranks; micro_batches: the number of micro-batches of a step on each rank; slots: samples of a
         rank's micro-batch;
@@ -123,10 +121,10 @@ def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
 
     Args:
         plan: [steps, ranks, micro_batches, slots].
-        gathered: the graph gathers the ranks' batches, in the order of the ranks, before it cuts the first micro-batch
-            of all ranks from the front; a sample is then mostly computed by another rank than the one that read it.
-            MindSpore 2.9.0 does this with several micro-batches, unless it is told to let each pipeline cut the batch
-            of its own rank (see `OWN_BATCHES`).
+        gathered: whether the graph gathers the ranks' batches, in the order of the ranks, and then cuts the first
+            micro-batch of all ranks from the front, so that another rank than the one that read a sample usually
+            computes it. MindSpore 2.9.0 does this with several micro-batches, unless each pipeline cuts the batch of
+            its own rank (see `OWN_BATCHES`).
     """
     if gathered:
         steps, ranks = plan.shape[:2]
@@ -269,10 +267,10 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
 
     Args:
         recipe: a flat recipe or a MindFormerConfig.
-        environment: variables of the training process.
+        environment: the environment variables of the training process.
 
     Raises:
-        RecipeError: as in `check`, or the recipe does not give the cost of a sample.
+        RecipeError: see `check`; or the cost of a sample does not follow from the recipe.
     """
     settings, layout = check(recipe)
     if settings.cost is None:

@@ -40,7 +40,7 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """This holds where every sample of one dataset lies. The arrays may be memory-mapped files.
+    """This holds the position of every sample of one dataset in the corpus. The arrays may be memory-mapped files.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;
@@ -65,8 +65,8 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
     Args:
         lengths: int32 [documents], tokens of each.
         sequence_length: tokens of a sample.
-        samples: how many the dataset must have at least (whole epochs are added); None for one epoch.
-            A blend of datasets asks each for 0.5 % more than its share.
+        samples: the smallest number of samples of the dataset (whole epochs are added); None for one epoch. A blend
+            requests 0.5 % more than its share from each of its datasets.
         seed: `train_dataset.data_loader.config.seed`.
 
     Memory: 4 bytes per document and epoch, 24 bytes per sample, besides one chunk of documents.
@@ -287,7 +287,7 @@ def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     `documents_apart`.
 
     Raises:
-        RecipeError: every sample then costs the same, and there is nothing to balance.
+        RecipeError: documents attend to each other, so every sample costs the same and there is nothing to balance.
     """
     if documents_apart(config, model):
         return
@@ -317,7 +317,7 @@ def documents_of_items(index: GPTIndex) -> np.ndarray:
 
 
 def padding_under(context_parallel: int, algorithm: str) -> int:
-    """Return how many entries of a compressed mask must stay padding behind the last document of a sample.
+    """Return the number of entries of a compressed mask that must stay padding after the last document of a sample.
 
     Where ranks share the queries' sequence, MindSpore lets the last entry end at the last key on every rank. If a
     document ended there, its queries would see keys behind themselves (docs/prove.md, the layout TND).
@@ -332,11 +332,13 @@ def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: 
     over an unfinished mask); from + 2 on it raises in the step that meets the sample.
 
     Args:
-        documents: [samples], of each sample in the order of training. batch: samples of a step.
-        padding: entries that must stay padding (`padding_under`).
+        documents: [samples], the number of documents of each sample, in the order of training. batch: the number of
+            samples in a step.
+        padding: the number of entries that must stay padding (`padding_under`).
 
     Raises:
-        RecipeError: names the first such sample, the largest one, and the length that would do.
+        RecipeError: a sample has too many documents; the message names the first such sample, the largest one, and a
+            sufficient length.
     """
     over = np.flatnonzero(documents + padding > eod_pad_length)
     if len(over):
@@ -357,7 +359,7 @@ def check_last_tokens(tokens: np.ndarray, eod: int, corpus: str) -> None:
     tokens: [documents looked at], the last one of each.
 
     Raises:
-        DataError: masks would then not end where the documents do.
+        DataError: the last token is not the EOD token, so masks would not end where the documents end.
     """
     other = tokens[tokens != eod]
     if len(other):

@@ -65,9 +65,10 @@ class Steps:
     """This is a random-access dataset whose items are the batches of a data-parallel rank, one for each step.
 
     Args:
-        source: the samples of all ranks by number, each a tuple of arrays. rank, ranks: data-parallel.
-        total: samples of the run.
-        join: makes the columns of a batch of the samples' columns, as MindFormers' `per_batch_map` does.
+        source: the samples of all ranks by number, each a tuple of arrays. rank, ranks: the data-parallel rank and the
+            number of these ranks.
+        total: the number of samples of the run.
+        join: builds the columns of a batch from the columns of the samples, as MindFormers' `per_batch_map` does.
     """
 
     def __init__(self, source: Any, ramp: Ramp, rank: int, ranks: int, total: int, join: Any = None):
@@ -120,7 +121,8 @@ class Stage:
     """This is the stage in which a run is: it gives the train step and the callbacks the numbers of its batch.
 
     Attributes:
-        samples: the samples of a step, 0 before the first one. division: how they are divided.
+        samples: the number of samples in a step, 0 before the first step. division: the division of these samples over
+            ranks and micro-batches.
     """
 
     def __init__(self, division: Division):
@@ -143,7 +145,9 @@ class Stage:
         cutting.micro_size = step.micro_size = fresh.micro_size
 
     def tell(self, callbacks: list[Any]) -> None:
-        """Give the callbacks the samples and the micro-batches of a step, by which they divide losses and loads."""
+        """Tell the callbacks the numbers of samples and micro-batches of a step, by which they divide losses
+        and loads.
+        """
         count, pipeline = self.division.micro_batches_at(self.samples), self.division.pipeline > 1
         for each in callbacks:
             if isinstance(each, MFLossMonitor) and each.global_batch_size != self.samples:
@@ -186,7 +190,7 @@ def _ramping(monitor: type[MFLossMonitor], ramp: Ramp, stage: Stage):
 
 
 class BySamples(LearningRateSchedule):
-    """This gives a schedule the samples that were trained, in steps of the full batch, instead of the steps.
+    """This learning-rate schedule counts the trained samples, in units of the full batch, instead of the steps.
 
     Args:
         schedule: MindFormers' schedule of the recipe. ramp: the ramp of the run.
@@ -202,7 +206,7 @@ class BySamples(LearningRateSchedule):
         )
 
     def construct(self, global_step):
-        """Return the learning rate of the step before which `global_step` [1] steps were made."""
+        """Return the learning rate of the next step after `global_step` [1] steps."""
         steps = self.cast(global_step, mstype.float32)
         full = steps
         for begin, length, missing in self.stages:  # whole numbers of steps are exact in float32, unlike samples

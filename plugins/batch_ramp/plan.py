@@ -80,7 +80,8 @@ class Ramp:
     """This converts between steps and samples.
 
     Attributes:
-        stages: (last step, samples of a step) of each stage, growing in both. full: samples of a step after them.
+        stages: (last step, samples in a step) of each stage; both numbers grow. full: the number of samples in a step
+            after the last stage.
     """
 
     stages: Stages
@@ -99,7 +100,7 @@ class Ramp:
         return samples + self.full * (step - begin)
 
     def steps_of(self, samples: int) -> int:
-        """Return how many whole steps `samples` samples are enough for."""
+        """Return the number of whole steps for which `samples` samples are enough."""
         begin = 0
         for end, batch in self.stages:
             if samples < batch * (end - begin):
@@ -118,8 +119,8 @@ class Ramp:
 
 
 def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
-    """Return the ramp of a recipe whose own global batch is `full` samples: without stages where the plugin is off, or
-    where `Settings` refuses what is written.
+    """Return the ramp of a recipe whose own global batch is `full` samples. The ramp has no stages if the plugin is
+    off, or if `Settings` refuses the plugin's section.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     return Ramp(settings.stages if settings else (), full)
@@ -146,10 +147,11 @@ class Division:
     """This says how the samples of a step are divided over ranks and micro-batches.
 
     Attributes:
-        ranks: data-parallel ranks; micro: samples of a micro-batch on one rank; micro_batches: the number of
-        micro-batches of a step of the recipe's own batch; pipeline: stages of the model; whole: whether a rank's step
-        is one batch, however many samples it has, because the model is not split over devices (MindFormers then
-            accumulates no gradients); scheduler: the pipeline's.
+        ranks: the number of data-parallel ranks; micro: the number of samples in a micro-batch of one rank;
+            micro_batches: the number of micro-batches in a step with the recipe's own batch; pipeline: the number of
+            pipeline stages; whole: whether the step of a rank is a single batch of any size, because the model is not
+            split over devices (MindFormers then does not accumulate gradients); scheduler: the name of the pipeline's
+            schedule.
     """
 
     ranks: int
@@ -161,7 +163,7 @@ class Division:
 
     @property
     def unit(self) -> int:
-        """Return by what the samples of every step must be divisible."""
+        """Return the number by which the samples of every step must be divisible."""
         return self.ranks * (1 if self.whole else self.micro)
 
     @property
@@ -171,11 +173,13 @@ class Division:
 
     @property
     def least(self) -> int:
-        """Return the fewest micro-batches of a step of a ramp."""
+        """Return the smallest number of micro-batches in a step of a ramp."""
         return 1 if self.whole else fewest_micro_batches(self.pipeline, self.scheduler)
 
     def advice(self, micro_batches: int, word: str = "write at least") -> str:
-        """Return what to write for a stage that needs so many micro-batches, if the recipe's own batch is larger."""
+        """Return the advice for a stage that needs this number of micro-batches, if the recipe's own batch is
+        larger.
+        """
         samples = micro_batches * self.unit
         if samples < self.full:
             return f"{word} {samples}"

@@ -1,4 +1,6 @@
-"""This module says sample by sample what `plan.Ramp` says by arithmetic: the slow, obvious reference of its tests."""
+"""This module computes sample by sample what `plan.Ramp` computes by arithmetic; it is the slow reference for the
+tests.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def enable(config) -> None:
     Call before `Trainer(config)` and after `build_context(config)`. The recipe file itself stays stock.
 
     Raises:
-        RecipeError: a CPU cannot execute a setting.
+        RecipeError: the recipe has a setting that a CPU cannot execute.
     """
     check(config)
     after_context()

@@ -80,7 +80,9 @@ def _scattering(group):
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator sends rows to the members of a group: to each member as many as `send` says."""
+    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
+    member.
+    """
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -141,9 +143,8 @@ class Net:
     """This builds the collective operators of one EP group.
 
     Args:
-        ranks: global ranks of the EP group; the methods take indices into it.
-
-    `small` is for Ascend: on CPU a recomputed layer sends everything again.
+        ranks: the global ranks of the EP group; the methods take indices into it. `small` is used only on Ascend; on
+            CPU a recomputed layer sends everything again.
     """
 
     def __init__(self, ranks):
@@ -284,8 +285,8 @@ class CpuRoutedExperts(RoutedExperts):
     gradient reducer leaves them unchanged.
 
     Args:
-        spare: slots of a worker beside those of its experts, for a subclass that fills them (`plugins.expert_balance`).
-            The dispatch numbers slots through the workers.
+        spare: the number of additional slots of a worker, for a subclass that fills them (`plugins.expert_balance`).
+            The dispatch numbers the slots of all workers consecutively.
     """
 
     def __init__(self, config, settings, spare=0):

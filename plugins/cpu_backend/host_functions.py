@@ -38,8 +38,9 @@ def operator(function, shape, dtype):
     """Return `ops.Custom` of a Python function that any process finds again.
 
     Args:
-        function: NumPy arrays -> arrays; made by `def`; it captures immutable values only.
-        shape, dtype: see `ops.Custom`; they are called while a graph is compiled, and a loaded graph has their results.
+        function: a function from NumPy arrays to arrays, defined by `def`, which may capture only immutable values.
+        shape, dtype: functions as in `ops.Custom`; they are called while a graph is compiled, and a loaded graph has
+            their results.
     """
     from mindspore import ops
     from mindspore.ops.operations import _pyfunc_registry
@@ -60,7 +61,7 @@ def register(function: Callable[..., Any]) -> int:
     Functions of one name and one code share a number, as they compute the same.
 
     Raises:
-        TypeError: the function's name would not contain everything that it computes with.
+        TypeError: the function's name would not identify all values with which it computes.
         ValueError: another function already has this number.
     """
     name = name_of(function)
@@ -104,8 +105,9 @@ def names_in(graph: bytes) -> set[str] | None:
     name.
 
     Args:
-        graph: a file of MindSpore's compile cache. It is a message of Protocol Buffers, in which an attribute is its
-            name (field 1) and an integer (field 3, a varint) or a text (field 5). Only what matches this is a name.
+        graph: a file of MindSpore's compile cache. It is a Protocol Buffers message, in which an attribute consists of
+            its name (field 1) and an integer (field 3, a varint) or a text (field 5). Only data of this form is read as
+            a name.
     """
     numbers = [_varint(found[1]) for found in _NUMBER.finditer(graph)]
     names = []

@@ -50,7 +50,7 @@ class Frame:
         dtype: NumPy's name of it ("float32", "bfloat16"), native byte order;
         shape: the shape of the array, at most `MAX_AXES` axes;
         payload: [nbytes] uint8, the array in C order;
-        note: what the sender calls it, for messages and to compare; at most `MAX_NOTE` bytes.
+        note: the sender's name of the exchange, for messages and for comparison; at most `MAX_NOTE` bytes.
     """
 
     tag: int
@@ -138,9 +138,9 @@ class Call:
     """This records which frames one call of an exchange on this rank still waits for.
 
     Attributes:
-        where: the name of the call in messages; tag: its conversation; named: whether other ranks know this name;
-        numbers: peer -> which frame of the conversation is due from it;
-        unsent, missing: peers to which its frame has not been sent, and peers from which no frame has arrived;
+        where: the name of the call in messages; tag: its conversation; named: whether other ranks use the same name;
+        numbers: peer -> the number of the frame that is due from it;
+        unsent, missing: the peers to which the frame has not been sent, and the peers from which no frame has arrived;
         arrived: the parts that have arrived.
     """
 
@@ -158,8 +158,8 @@ class Mailbox:
 
     Args:
         rank: the rank that owns the mailbox.
-        timeout: seconds that a call may wait.
-        tell: sends all other ranks a text that says where this rank waits.
+        timeout: the seconds that a call may wait.
+        tell: a function that sends a text to all other ranks, which says where this rank waits.
     """
 
     def __init__(self, rank: int, timeout: float, tell: Callable[[str], None]):

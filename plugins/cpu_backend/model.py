@@ -120,8 +120,8 @@ def build(model, parent, config, latent):
     for Ascend.
 
     Args:
-        parent: MindFormers' class of pre-trained models above it.
-        latent: whether its attention is multi-latent.
+        parent: MindFormers' class of pre-trained models from which the class inherits.
+        latent: whether its attention is multi-head latent attention.
     """
     parent.__init__(model, config, auto_prefix=False)
     transformer_config = model.convert_to_transformer_config(config, is_mla_model=latent)

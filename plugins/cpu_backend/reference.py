@@ -1,5 +1,5 @@
 """This module computes in NumPy, in an obvious way, forward and backward, the attention that `plugins.cpu_backend`
-replaces. The reference of its experts is `plugins.hierarchical_ep.reference`.
+replaces. (`plugins.hierarchical_ep.reference` is the reference of the backend's experts.)
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ class ClipSplitGradNorm(nn.Cell):
     squared gradients of those weights over the ranks.
 
     Args:
-        max_norm: norm to clip to; split: for each gradient, whether it is of a split weight.
+        max_norm: the norm to which gradients are clipped; split: for each gradient, whether its weight is split over
+            ranks.
     """
 
     def __init__(self, max_norm, split):

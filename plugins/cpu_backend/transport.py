@@ -39,9 +39,10 @@ class Mesh:
     Also a context manager, which closes. Its threads are daemons: an exit without `close` does not hang.
 
     Attributes:
-        rank, size: who this is, of how many;
-        timeout: seconds that one exchange may take;
-        sent_bytes: [size], payload bytes sent to each rank since `connect`; the own entry stays 0.
+        rank, size: this rank, and the number of ranks;
+        timeout: the seconds that one exchange may take;
+        sent_bytes: [size], the payload bytes that were sent to each rank since `connect`; the entry of this rank stays
+            0.
     """
 
     def __init__(self, rank: int, size: int, timeout: float = 120.0):
@@ -76,12 +77,12 @@ class Mesh:
         ranks.
 
         Args:
-            addresses: [size] what `listen` returned, by rank.
-            timeout: seconds until all must be there.
+            addresses: [size] the results of `listen`, by rank.
+            timeout: the seconds within which all ranks must be connected.
 
         Raises:
-            ClusterError: when a rank cannot be reached, does not call in time or belongs to another run. This mesh
-                is then closed.
+            ClusterError: a rank cannot be reached, does not call in time or belongs to another run. This mesh is then
+                closed.
         """
         assert self._listener is not None and len(addresses) == self.size
         deadline = time.monotonic() + timeout
@@ -115,13 +116,13 @@ class Mesh:
 
         Args:
             group: ranks that take part, this one among them; the same on each of them.
-            tag: names the conversation, any int64 from 0.
+            tag: the number of the conversation, any int64 from 0.
             parts: [len(group)] arrays [any rows, ...] of one dtype and one trailing shape.
-            rows: [len(group)] how many rows each member must send here, where the caller knows.
+            rows: [len(group)] the number of rows that each member must send to this rank, if the caller knows it.
 
         Raises:
-            ClusterError: a rank is lost, late, sends another dtype, trailing shape or number of rows, or is at
-                another exchange of this tag. The message names the rank. The mesh is then of no further use.
+            ClusterError: a rank is lost or late, sends another dtype, trailing shape or number of rows, or is at
+                another exchange of this tag. The message names the rank. The mesh cannot be used afterwards.
         """
         if self.rank not in group or len(set(group)) != len(group):
             raise ClusterError(
@@ -156,12 +157,13 @@ class Mesh:
         As `all_to_all_v`, but nothing of a frame is checked. Returns after the kernel took every part.
 
         Args:
-            parts: peer -> its part; an empty one where the peer is only waited for.
+            parts: peer -> its part; the part is empty if this rank only waits for the peer.
             note: the name of this exchange on every rank.
             where: its name in messages of this rank.
 
         Raises:
-            ClusterError: a peer is lost or late; says what it waits in or sent instead.
+            ClusterError: a peer is lost or late; the message says in which call the peer waits, or what it sent
+                instead.
         """
         return self._exchange(tag, parts, note, where).arrived
 
@@ -305,7 +307,8 @@ def connect(timeout: float = 120.0) -> None:
     """Connect all ranks to each other, once; every rank must call it.
 
     Args:
-        timeout: seconds that one exchange may take: also how much longer one rank may compile than another.
+        timeout: the seconds that one exchange may take; this also limits how much longer one rank may compile than
+            another.
 
     Raises ClusterError where a rank cannot be reached.
     """

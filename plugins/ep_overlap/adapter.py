@@ -15,7 +15,7 @@ def enable(config, settings) -> None:
     """Cut the work of `plugins.hierarchical_ep` into chunks; that plugin must be enabled first.
 
     Raises:
-        RecipeError: the settings are impossible, or there is no plugin whose work could be cut.
+        RecipeError: the settings are impossible, or no plugin is on whose dispatch could be cut into chunks.
     """
     if not (config.plugins or {}).get("hierarchical_ep"):
         raise RecipeError(

@@ -93,11 +93,11 @@ class Layer:
     """This is one MoE layer on one micro-batch, with the step times of the busiest rank.
 
     Args:
-        forward, backward: what a chunk goes through, each step after the one before: dispatch, the experts, combine,
-            and the adjoints from last to first. Steps in which a rank has no peer are left out.
-        replay: what backward runs before, where the layer is recomputed.
-        shared: seconds of the shared expert forward and backward; 0 without one.
-        shared_beside: without `ep_overlap`, too, the shared expert runs beside communication (MindFormers'
+        forward, backward: the steps of a chunk, one after the other: dispatch, experts, combine; in the backward pass
+            their adjoints in reverse order. Steps in which a rank has no peer are left out.
+        replay: the steps that run before the backward pass if the layer is recomputed.
+        shared: the seconds of the shared expert in the forward and the backward pass; 0 without one.
+        shared_beside: whether the shared expert runs during communication also without `ep_overlap` (MindFormers'
             `moe_shared_expert_overlap`).
     """
 
@@ -125,11 +125,11 @@ class Choice:
     are in seconds, for one layer and one micro-batch.
 
     Args:
-        chunks: (b, s) parts of batch and sequence.
+        chunks: (b, s), the numbers of parts of batch and sequence.
         stride: the order of issue, see `issue_order`.
-        compute: experts and shared expert only, uncut.
-        communication: the rest of the chains, uncut and one after the other.
-        before, after: timelines uncut and cut.
+        compute: the seconds of experts and shared expert without chunks.
+        communication: the seconds of all other steps without chunks, one after the other.
+        before, after: the timelines without and with chunks.
     """
 
     chunks: Chunks
@@ -162,13 +162,13 @@ def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
 
     Args:
         batch, sequence: the list holds batch * sequence tokens, token (i, j) at i * sequence + j.
-        chunks: (b, s) parts along each axis; parts differ by at most one row.
+        chunks: (b, s), the numbers of parts along the two axes; parts differ by at most one row.
 
     Returns:
-        b * s ascending index arrays, batch part first; together every token once.
+        b * s ascending index arrays, ordered by batch part first; together they hold every token once.
 
     Raises:
-        RecipeError: there are more parts than rows, or no part.
+        RecipeError: there are more parts than rows, or fewer than one part.
     """
     _check(batch, sequence, chunks)
     tokens = np.arange(batch * sequence).reshape(batch, sequence)
@@ -257,11 +257,10 @@ def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (),
     the layer is recomputed, the backward pass repeats the forward pass.
 
     Args:
-        batch, sequence: samples and tokens of a sequence that a rank holds of a micro-batch.
-        cuts: (b, s) to try; `candidates` when empty.
-        stride: the order of issue; the best one by default.
-
-    Equal times prefer fewer chunks, then stride 1: all ranks choose alike.
+        batch, sequence: the numbers of samples and of tokens of a sequence that a rank holds of a micro-batch.
+        cuts: the pairs (b, s) to try; if empty, those of `candidates`.
+        stride: the order of issue; by default the fastest. Among equal times, fewer chunks are chosen, then stride 1,
+            so that all ranks choose the same.
 
     Raises:
         RecipeError: a cut has more parts than rows.
@@ -323,7 +322,7 @@ def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]
     """Return for each chunk the indices of its tokens among the tokens of a rank.
 
     Args:
-        batch: samples of a micro-batch and data-parallel rank; chunks: (b, s).
+        batch: the number of samples in a micro-batch of one data-parallel rank; chunks: (b, s).
         config: TransformerConfig; its tensor and context parallel ranks split the sequence.
     """
     split = config.tensor_model_parallel_size * config.context_parallel_size

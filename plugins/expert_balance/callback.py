@@ -39,8 +39,10 @@ class Experts:
     """This holds the parameters of one MoE layer that the callback needs.
 
     Attributes:
-        number: the number of the layer in the model; router: counts its tokens; placement: the parameter, see `Layer`.
-        tensors: parameters that move with the experts, the weights first. cell: the experts, which take copies.
+        number: the number of the layer in the model; router: the router, which counts the tokens of the experts;
+            placement: the parameter, see `Layer`.
+        tensors: the parameters that move with the experts, the weights first. cell: the cell of the experts, which can
+            hold copies.
     """
 
     number: int
@@ -71,11 +73,11 @@ class ExpertBalance(ExpertMigrateCallback):
 
     Args:
         settings: `plugins.expert_balance.settings.Settings`.
-        devices: the number of ranks of an EP group, or 1; nodes: the number of their nodes, which plans balance first.
-        samples: `Ramp` of the samples of a rank's micro-batch, which grow with `plugins.batch_ramp` where a rank's step
-            is one batch. pairs: (token, expert) pairs of a sample.
+        devices: the number of ranks of an EP group, or 1; nodes: the number of their nodes, over which plans balance
+            the load first. samples: `Ramp` of the samples in a rank's micro-batch, which grow with `plugins.batch_ramp`
+            if a rank's step is one batch. pairs: the number of (token, expert) pairs of one sample.
         rate: the amount by which the routers' biases move in a step.
-        layers: decoder layers of the model; those of MTP are counted behind them.
+        layers: the number of decoder layers of the model; MTP layers are numbered after them.
         run_dir: the folder of the record; checkpoint, save_path: see `record.file_of`.
     """
 
@@ -128,7 +130,8 @@ class ExpertBalance(ExpertMigrateCallback):
             slots: [layers, E], its placements.
 
         Returns:
-            int64 [layers, E] choices, [layers, E] placements, [layers] micro-batches that were counted together.
+            int64 [layers, E] choices, [layers, E] placements, [layers] the number of micro-batches that were counted
+                together.
         """
         batches = np.rint(shares.sum(1)).astype(np.int64)
         return total(self.ranks, np.rint(shares * self.copies).astype(np.int64)), slots, batches

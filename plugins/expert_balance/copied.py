@@ -67,8 +67,8 @@ class Fetch(nn.Cell):
         self.there2, self.back2 = _fetching(group, layer, each, spare)
 
     def construct(self, tokens, w1, w2):
-        """Return the tokens unchanged, and for each weight [E / D x rows, width] the weights of all slots, [(E / D +
-        spare) x rows, width].
+        """Return the tokens unchanged, and both weights for all slots: [(E / D + spare) x rows, width] for a weight [E
+        / D x rows, width].
         """
         w1 = self.there1(ops.depend(w1, tokens))
         w2 = self.there2(ops.depend(w2, w1))

@@ -51,7 +51,7 @@ def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, leas
     4. Go on until no pair makes the fullest device emptier by `least` of its load, or no slot is left.
 
     Args:
-        loads: integers [E]. slots: int [E], the placement. spare: slots of a device for copies.
+        loads: integers [E]. slots: int [E], the placement. spare: the number of slots of a device for copies.
     """
     each = len(loads) // devices
     copies = np.full((devices, spare), NOTHING, np.int64)
@@ -134,7 +134,8 @@ def next_copies(
 
     Args:
         predicted: [layers, E], `Prediction.loads`. slots: int [layers, E], the placement from now on.
-        old: the copies until now. stayed: bool [layers], no expert of the layer moves. step: seeds random only.
+        old: the present copies. stayed: bool [layers], whether no expert of the layer moves. step: the seed of `method:
+            random`.
     """
     loads = np.rint(np.asarray(predicted, np.float64) * PARTS).astype(np.int64)
     new = np.empty_like(old)
@@ -198,8 +199,8 @@ def next_state(
 
 def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
     """Return the tokens that each expert's own slot would keep, integers [E], if all D x spare copies were made one by
-    one, each of the expert whose own slot has the most tokens at that moment. This is EPLB's rule, except that an
-    expert gets at most one slot on each device.
+    one, each time of the expert whose own slot then has the most tokens. This is EPLB's rule, except that an expert
+    gets at most one slot on each device.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):
@@ -229,9 +230,9 @@ class Table:
         slots: int [E], the placement. copies: int [D x spare].
 
     Attributes:
-        instances: int64 [E, most], the slots of the expert whose home is the row; the home first, then copies.
-        count: int64 [E], how many of them there are.
-        source: int64 [D, spare], the home (0 .. E - 1) from which a spare slot has its weights, or `NOTHING`.
+        instances: int64 [E, most], the slots of each expert (rows are homes): its home first, then its copies.
+        count: int64 [E], the number of these slots.
+        source: int64 [D, spare], the home (0 .. E - 1) whose weights a spare slot holds, or `NOTHING`.
         some: whether there is any copy.
     """
 
@@ -258,7 +259,7 @@ class Table:
         that few pairs of many ranks do not all go to the home.
 
         Args:
-            homes: int, any shape, of experts as the placement renames them.
+            homes: int, any shape, the homes of experts (their numbers after the placement is applied).
         """
         flat = homes.reshape(-1).astype(np.int64)
         order = np.argsort(flat, kind="stable")
@@ -287,7 +288,8 @@ def with_copies(own: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int
     """Return the weights [(E / D + spare) x rows, width] of a rank's slots: those of its experts, then of its copies.
 
     Args:
-        own: [E / D x rows, width]. ranks: all of the EP group, in its order. group: their numbers for `ranks`.
+        own: [E / D x rows, width]. ranks: the connection to all ranks of the EP group, in its order. group: the numbers
+            of these ranks in `ranks`.
     """
     rank, experts = group.index(ranks.rank), own.reshape(table.each, -1)
     filled = np.zeros((table.each + table.spare, experts.shape[1]), own.dtype)

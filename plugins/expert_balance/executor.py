@@ -36,10 +36,10 @@ def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray
     The ranks of a row hold each slice once, in the order of the slices; all ranks of the stage are in one row each.
 
     Args:
-        mesh: the mesh of the stage's devices, the axis of neighbouring ranks last. cuts: axes of the mesh that cut axis
-            0, counted from the last, the outermost cut first; -1: none.
-        slices: in which axis 0 is held. More than the mesh cuts: the optimizer is sharded, and neighbours
-            among the ranks with the same part share it.
+        mesh: the mesh of the stage's devices, with the axis of neighbouring ranks last. cuts: the axes of the mesh that
+            cut axis 0, counted from the last, the outermost cut first; -1: none.
+        slices: the number of slices of axis 0. If there are more slices than the mesh makes, the optimizer is sharded,
+            and neighbours among the ranks with the same part share this part.
     """
     cutting = [len(mesh) - 1 - axis for axis in cuts if axis != -1]
     copying = [axis for axis in range(len(mesh)) if axis not in cutting]
@@ -59,8 +59,8 @@ def routes(old: np.ndarray, new: np.ndarray, devices: int, rank: int) -> tuple[l
         old, new: int [E], logical expert -> slot; slot // (E / D) is the device.
 
     Returns:
-        leave: [D] for each rank, the places on `rank` of the experts that it gets; int [any].
-        arrive: [D] for each rank, the places on `rank` that its rows fill, in the order in which they are sent.
+        leave: [D] for each rank, the positions on `rank` of the experts that it gets; int [any].
+        arrive: [D] for each rank, the positions on `rank` that its rows fill, in the order in which they are sent.
     """
     each = len(old) // devices
     order = np.argsort(new)
@@ -110,7 +110,7 @@ class Layer:
     Attributes:
         row: the row of the layer in a plan; number: the number of the layer in the model.
         placement: the parameter int [E], logical expert -> slot, the same on all ranks that have the layer.
-        tensors: weights and the optimizer's state of them. All ranks have them in one order.
+        tensors: the weights and their optimizer state, in the same order on all ranks.
     """
 
     row: int
@@ -128,8 +128,8 @@ def total(ranks: Ranks, own: np.ndarray) -> np.ndarray:
 
 
 def from_first(ranks: Ranks, own: np.ndarray) -> np.ndarray:
-    """Return rank 0's array [n, ...] on every rank; the array `own` of each other rank has no rows and the same further
-    dimensions.
+    """Return rank 0's array [n, ...] on every rank. All other ranks pass an array `own` with zero rows and the same
+    other dimensions.
     """
     return _from_all(ranks, _LOADS, own)[0]
 
@@ -152,7 +152,7 @@ def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray
     the same time.
 
     Args:
-        ranks: all ranks that follow the plan. layers: the layers of this rank's stage.
+        ranks: the connection to all ranks that follow the plan. layers: the layers of this rank's stage.
         old, new: int [layers of the model, E], logical expert -> slot.
 
     Returns:

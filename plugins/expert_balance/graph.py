@@ -67,7 +67,9 @@ def apart() -> Iterator[None]:
 
 
 class Exchange(nn.Cell):
-    """This All-to-All operator sends int32 words to the ranks of a group: to each rank as many as `send` says."""
+    """This All-to-All operator sends int32 words to the ranks of a group; `send` holds the number of words for each
+    rank.
+    """
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -104,8 +106,8 @@ class CollectiveRanks:
         each rank sent to this one.
 
         Args:
-            group: all members. tag: not used, as collectives run in the order of their calls.
-            rows: how many arrive from each; where they are not told, the ranks tell each other first.
+            group: all members. tag: not used, because collectives run in the order of their calls.
+            rows: the number of rows that arrive from each member; without it, the ranks first exchange these numbers.
         """
         shape, dtype = parts[0].shape[1:], parts[0].dtype
         if rows is None:
@@ -228,8 +230,8 @@ class ShardedExpertBalance(ExpertBalance):
         return from_first(self.stage, from_first(self.pipeline, own))
 
     def movable(self):
-        """Return what changes on this rank when experts move, for the MoE layers of its stage; tensors are split as the
-        compile split the weights.
+        """Return the tensors that change on this rank when experts move, for the MoE layers of its stage; tensors are
+        split in the same way as the weights.
         """
         rows = [row for row, layer in enumerate(self.layers) if self._holds(layer)]
         return [self._movable(row, self.layers[row]) for row in rows]

@@ -56,11 +56,11 @@ def improved(
     when loads change. What was set aside is looked at once more. No device ever gets fuller than the fullest was.
 
     Args:
-        loads: integers [E]. old: int [E]. most: swaps of two experts to make at most.
-        near: leave a device within this share of the mean, or of what its largest expert leaves possible; None: as
-            `near_enough` says.
-        aligned: swap between equal places of two devices only, so that where the optimizer's state of a device's
-            experts is sharded over their copies, it stays on the ranks that hold that shard.
+        loads: integers [E]. old: int [E]. most: the largest number of swaps of two experts.
+        near: a device is not changed if its load is within this share of the mean, or of the best load that its largest
+            expert allows; None: the share of `near_enough`.
+        aligned: whether to swap only between equal positions of two devices, so that an optimizer state that is sharded
+            over the copies of a device's experts stays on the ranks that hold the shard.
         nodes: the number of nodes, each of consecutive devices; experts do not leave their node.
     """
     each = len(loads) // devices
@@ -232,10 +232,10 @@ def node_limited(
     holds its experts.
 
     Args:
-        loads, old, devices, most, aligned: as `swaps` has them. nodes: the number of nodes, each of consecutive
-            devices.
-        groups: the number of groups of consecutive experts, of which the router gives a token only a few (`n_group`); a
-            multiple of `nodes`. Each is wholly on one node in `old` and stays so. 1: experts change nodes one by one.
+        loads, old, devices, most, aligned: as in `swaps`. nodes: the number of nodes, each of consecutive devices.
+        groups: the number of groups of consecutive experts, of which the router selects only a few for a token
+            (`n_group`); a multiple of `nodes`. In `old` each group is on one node, and it stays on one node. 1: experts
+            move between nodes one by one.
     """
     near = near_enough(len(loads) // devices)
     if groups > 1:
@@ -269,7 +269,7 @@ class Prediction:
     Feeding the same loads again gives the same numbers, bit for bit: a resumed run and a replay plan alike.
 
     Args:
-        decay: share of the old average that a step keeps.
+        decay: the share of the old average that remains after a step.
     """
 
     def __init__(self, decay: float):
@@ -293,7 +293,7 @@ def next_placements(
     """Return the next placements int64 [layers, E] of all layers, each from `next_placement`.
 
     Args:
-        predicted: `Prediction.loads`, in which this step's are. old: int [layers, E].
+        predicted: `Prediction.loads`, which include those of this step. old: int [layers, E], the present placement.
     """
     assert predicted is not None
     rows = enumerate(zip(predicted, old, strict=True))
@@ -314,13 +314,16 @@ def next_placement(
     """Return the next placement int64 [E] of a layer; a live run and a replay both call this function.
 
     Args:
-        predicted: [E], a row of `Prediction.loads`. old: int [E], the placement there is.
-        devices: ranks of the EP group.
-        step: the step after which is planned; layer: row of the layer. Both seed `method: random` only.
-        nodes, groups: see `node_limited`; 1 where any expert may live anywhere. For swaps and aligned.
+        predicted: [E], a row of `Prediction.loads`. old: int [E], the present placement.
+        devices: the number of ranks of the EP group.
+        step: the step after which the plan is made; layer: the row of the layer. Both are only the seed of `method:
+            random`.
+        nodes, groups: see `node_limited`; 1 if an expert may be on any device. They apply to the methods swaps and
+            aligned.
 
     Returns:
-        `old` unless max/mean of `predicted` falls by the gate's share (random: always another shuffle).
+        A new placement if it lowers max/mean of `predicted` by at least the gate's share, otherwise `old` (random:
+            always a new shuffle).
     """
     old = np.asarray(old, np.int64)
     if settings.method == "random":

@@ -27,10 +27,10 @@ class Moved:
     """This says which experts moved after a step, and what the move cost.
 
     Args:
-        slots: int64 [layers, E], the placement from now on.
+        slots: int64 [layers, E], the new placement.
         experts: the number of experts that changed device. sent_bytes: the bytes that all ranks sent. plan_s, move_s:
-            seconds.
-        copies: int64 [layers, D x spare] from now on, as in `plugins.expert_balance.copies`; None: no spare slots.
+            the seconds for planning and for moving.
+        copies: int64 [layers, D x spare], the new copies, as in `plugins.expert_balance.copies`; None: no spare slots.
     """
 
     slots: np.ndarray
@@ -49,8 +49,8 @@ class Record:
         devices: ranks of the EP group. layers: [layers] numbers of the MoE layers in the model.
         tokens: int64 [layers, E] by logical expert: all ranks and micro-batches.
         slots: int64 [layers, E], the placement during the step.
-        micro_batch: [layers] max/mean of the worst micro-batch; None where it is not known.
-        moved: after the step, or None.
+        micro_batch: [layers] max/mean of the worst micro-batch; None if it is unknown.
+        moved: the move after the step, or None.
         nodes: the number of nodes that plans balance first (see `plan.node_limited`); 1 if plans balance only devices.
         copies: int64 [layers, D x spare] during the step, as in `plugins.expert_balance.copies`; None: no spare slots.
     """
@@ -126,11 +126,12 @@ def read(path: Path, until: int | None = None, say: Callable[[str], None] | None
     """Return the records in a file, by step. A resumed run replaces the steps that it repeats.
 
     Args:
-        until: the last step wanted, such as the one a run is resumed from; None: all.
-        say: hears that an unfinished last line was left out; None: all incomplete lines are (`plugins.lines`).
+        until: the last step to read, such as the one from which a run is resumed; None: all.
+        say: a function that is called if an unfinished last line was left out; None: all incomplete lines are left out
+            (`plugins.lines`).
 
     Raises:
-        DataError: no such file, nothing in it, or a line that is not a record or another model's.
+        DataError: the file does not exist or is empty, or a line is not a record or belongs to another model.
     """
     if not path.is_file():
         raise DataError(
@@ -286,7 +287,7 @@ def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -
         form: devices, layers and experts of this run.
 
     Returns:
-        The records, and what of the steps before is not known; "" where all is.
+        The records, and a text about the earlier steps that are missing; "" if none is.
     """
     try:
         records, missing = read(source, until=step) if step else [], ""

@@ -42,7 +42,7 @@ def least_by_program(loads: np.ndarray, devices: int, seconds: float = 60.0) -> 
     x[e, d] is 1 if device d holds expert e, and the bound t on every device's load is minimised.
 
     Raises:
-        RuntimeError: not solved to the end in `seconds`.
+        RuntimeError: the problem was not solved within `seconds`.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 

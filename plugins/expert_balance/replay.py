@@ -31,8 +31,8 @@ class Replay:
     Args:
         ratios: [steps, layers] max/mean of each step under its placement.
         slots: int64 [steps, layers, E], the placement after each step.
-        moves: int64 [steps, layers], experts that changed device after a step.
-        plans: the plans of a whole model that were made; plan_s: seconds of one, the mean.
+        moves: int64 [steps, layers], the number of experts that changed device after a step.
+        plans: the number of plans of a whole model; plan_s: the mean seconds of a plan.
         copies: int64 [steps, layers, D x spare] after each step.
     """
 

@@ -55,8 +55,8 @@ class Alarm:
     """This says that a router needs attention, and why.
 
     Args:
-        layer: number of the MoE layer in the model. rule: fullest, entropy, similarity, idle or bias.
-        since: step in which the alarm was raised. words: what was seen.
+        layer: the number of the MoE layer in the model. rule: fullest, entropy, similarity, idle or bias.
+        since: the step in which the alarm was raised. words: a description of the observation.
     """
 
     layer: int
@@ -109,7 +109,7 @@ class Watcher:
         """Return the measures of the routers in a step.
 
         Args:
-            tokens: int64 [layers, E] that each expert got, of all ranks and micro-batches.
+            tokens: int64 [layers, E], the tokens of each expert, summed over all ranks and micro-batches.
         """
         experts = tokens.shape[1]
         shares = tokens / np.maximum(tokens.sum(1, keepdims=True), 1)

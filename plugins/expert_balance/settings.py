@@ -119,12 +119,12 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
     expert.
 
     Args:
-        counts: the routers count their tokens (`moe_router_enable_expert_bias`); expert_parallel: ranks that share the
-            experts; optimizer: its type; experts: the experts of a layer; sharded: MindSpore shards the graph, on CPU
-                or Ascend.
+        counts: whether the routers count their tokens (`moe_router_enable_expert_bias`); expert_parallel: the number of
+            ranks that share the experts; optimizer: the type of the optimizer; experts: the number of experts of a
+            layer; sharded: whether MindSpore shards the graph, on CPU or Ascend.
 
     Raises:
-        RecipeError: a setting is wrong; the message names the key and says what to write.
+        RecipeError: a setting is wrong; the message names the key and a right value.
     """
     every = f"{KEY}.every"
     if not counts:

@@ -61,7 +61,8 @@ def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
     """Let `watch` judge the steps of `config`, and save no checkpoint of steps that it refuses.
 
     Args:
-        end: raises what ends the run; called with the monitor that saves (or None), the step, and what was wrong.
+        end: a function that raises the error which ends the run; it is called with the monitor that saves (or None),
+            the step, and a description of the fault.
     """
     callback_type = MindFormerModuleType.CALLBACK
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")

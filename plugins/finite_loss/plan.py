@@ -55,8 +55,8 @@ def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tup
     wrapper of other runs looks whether that is above 0. It is taken for a pipeline and for gradient accumulation.
 
     Args:
-        stages: the stages of the pipeline; micro_steps: `gradient_accumulation_steps`;
-        aux_loss_scale: the auxiliary loss's coefficient times the layers that have experts.
+        stages: the number of pipeline stages; micro_steps: `gradient_accumulation_steps`;
+        aux_loss_scale: the coefficient of the auxiliary loss times the number of layers with experts.
     """
     return ("load-balancing loss",) if max(stages, micro_steps) > 1 and not aux_loss_scale else ()
 
@@ -66,11 +66,11 @@ class Watch:
     """This counts how many steps in a row had a loss, a part of the loss or a gradient norm that is not finite.
 
     Attributes:
-        stop_after: the number of such steps in a row that ends the run; scale_falls: whether a loss-scale manager
-            lowers the scale when gradients overflow; run: (step, what was wrong) of the last steps in a row that were
-            not finite;
-        scale_before: the loss scale of the step before; undefined: parts of the loss that are not judged;
-        logged: the step's loss as the log has it, None where it is not logged.
+        stop_after: the number of consecutive steps that are not finite after which the run ends; scale_falls: whether a
+            loss-scale manager lowers the scale when gradients overflow; run: (step, description) of the last
+            consecutive steps that were not finite;
+        scale_before: the loss scale of the previous step; undefined: the parts of the loss that are not judged;
+        logged: the step's loss in the log, None if it is not logged.
     """
 
     stop_after: int
@@ -86,8 +86,9 @@ class Watch:
         """Judge a step, and count it if it is not finite. Return the reason if the run must end now, otherwise None.
 
         Args:
-            step: its number, from 1 on; losses: by name, see `METRICS`, None where not known; norm: of all gradients,
-            None without clipping; overflow: whether the optimizer skipped the step; scale: the scale of the loss.
+            step: the number of the step, from 1 on; losses: name -> loss, see `METRICS`, None if it is unknown; norm:
+                the norm of all gradients, None without clipping; overflow: whether the optimizer skipped the step;
+                scale: the loss scale.
         """
         judged = ((name, value) for name, value in losses.items() if name not in self.undefined)
         wrong = next((f"{name} is {_words(value)}" for name, value in judged if not _finite(value)), None)

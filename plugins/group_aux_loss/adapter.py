@@ -57,7 +57,8 @@ def enable(config, settings) -> None:
     """Make the routers of models that are built later balance over the EP group.
 
     Raises:
-        RecipeError: settings that cannot be, no auxiliary loss, or a model that this plugin does not know.
+        RecipeError: the settings are impossible, the recipe has no auxiliary loss, or the plugin does not support the
+            model.
     """
     reader.Settings.read(settings)
     model, parallel = config.model.model_config, config.parallel_config

@@ -35,11 +35,12 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
     """Refuse recipes for which the auxiliary loss of a group cannot be computed.
 
     Args:
-        kind: `moe_router_load_balancing_type`; coefficient: `moe_aux_loss_coeff`; expert_parallel: ranks of an EP
-        group; tensor_parallel: ranks that share a sequence, 1 where the model is not split.
+        kind: `moe_router_load_balancing_type`; coefficient: `moe_aux_loss_coeff`; expert_parallel: the number of ranks
+            of an EP group; tensor_parallel: the number of ranks that share a sequence, 1 if the model is not split.
 
     Raises:
-        RecipeError: no auxiliary loss, another kind of it, or groups that are smaller than MindFormers' own.
+        RecipeError: the recipe has no auxiliary loss or another kind of it, or its groups are smaller than MindFormers'
+            own.
     """
     if not coefficient:
         raise RecipeError(

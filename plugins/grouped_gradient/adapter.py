@@ -37,7 +37,7 @@ def add_pass() -> None:
     cannot do its work.
 
     Raises:
-        ClusterError: it cannot be compiled, or MindSpore does not take it.
+        ClusterError: the pass cannot be compiled, or MindSpore refuses it.
     """
     path = build.ensure(SOURCES, WITHOUT)
     if not register_custom_pass(PASS, str(path), "all", CustomPassType.FULL_GRAPH):

@@ -36,7 +36,8 @@ def check(recipe: Mapping[str, Any]) -> bool:
     """Return whether the workers of `recipe` need the pass: the plugin is on, and the target is an Ascend.
 
     Raises:
-        RecipeError: a setting, or a recipe for Ascend in whose graph no such gradient ends in a float32 sum.
+        RecipeError: a setting is wrong, or the recipe is for Ascend and no gradient of a grouped matmul in its graph
+            ends in a float32 sum.
     """
     settings = value_at(recipe, KEY, False)
     if settings is False:

@@ -15,9 +15,9 @@ def summed(batches: Iterable[Sequence[Chunk]], kind: np.dtype, rounded: bool) ->
     """Return the gradient of grouped weights summed over micro-batches, float32 [groups * k, n].
 
     Args:
-        batches: of each micro-batch its chunks of rows, in the order in which their gradients are added. A chunk is the
-            rows that the weights were multiplied with, [m, k], the gradient of what came of it, [m, n], both of type
-            `kind`, and where each group's rows end.
+        batches: for each micro-batch its chunks of rows, in the order in which their gradients are added. A chunk
+            consists of the rows that were multiplied with the weights, [m, k], the gradient of the product, [m, n],
+            both of type `kind`, and the end of each group's rows.
         rounded: whether each gradient, and the sum of a micro-batch's, is rounded to `kind` before it is added
             (GroupedMatmul, AddN, then AssignAdd) or not (InplaceGroupedMatmulAdd).
     """

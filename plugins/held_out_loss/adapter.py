@@ -88,10 +88,10 @@ class HeldOutLoss(Callback):
     Args:
         data_loaders: a `train_dataset.data_loader` section for each held-back corpus, whose whole global batches are
             read.
-        names: the names of the corpora, by which the loss of each is recorded; None for one corpus without a name.
+        names: the names of the corpora, under which their losses are recorded; None for one corpus without a name.
         columns: `train_dataset.input_columns`.
         batches: the distribution of a step's samples over the ranks.
-        every: steps between evaluations.
+        every: the number of steps between evaluations.
         run_dir: the run's folder.
         ramped: whether `plugins.batch_ramp` prepares the network for another number of samples than an evaluation has.
     """
@@ -211,13 +211,13 @@ def enable(config, settings) -> None:
 
     Args:
         settings: `data_path`, the prefix of a Megatron .bin/.idx, a list of several, or a file of HFDataLoader's;
-            `samples` to read of each, of `seq_length` tokens (one step's where it is missing, of such a file all);
-            `every`, steps.
+            `samples`, the number of samples of `seq_length` tokens to read from each (by default those of one step, and
+            for a file of HFDataLoader's all); `every`, in steps.
 
     Raises:
         RecipeError: a setting is unknown or impossible, or the train step does not return the loss of the language
             model.
-        DataError: there is no such corpus.
+        DataError: the corpus does not exist.
     """
     loader = config.train_dataset.data_loader
     batches = Batches.of(config)

@@ -114,9 +114,9 @@ class Batches:
     """This says how the samples of a step are divided over the ranks and their micro-batches.
 
     Attributes:
-        samples: the number of samples of the whole step; read: the number that a rank reads.
-        micro: micro-batches of a rank's step, in a pipeline or by accumulated gradients.
-        stages, scheduler: the stages and the scheduler of the pipeline.
+        samples: the number of samples in the whole step; read: the number of samples that a rank reads.
+        micro: the number of micro-batches of a rank's step, by a pipeline or by gradient accumulation.
+        stages, scheduler: the number of stages and the scheduler of the pipeline.
     """
 
     samples: int
@@ -165,10 +165,10 @@ IGNORED = -100  # the label of a token that no loss counts
 
 
 def counted(batch: Mapping[str, np.ndarray]) -> int:
-    """Return the number of tokens of a batch that count in the loss.
+    """Return the number of tokens of a batch that are part of the loss.
 
     Args:
-        batch: column -> [samples, tokens]; `loss_mask` and `labels` are looked at where they are there.
+        batch: column -> [samples, tokens]; `loss_mask` and `labels` are used if they exist.
     """
     mask = np.ones(batch["input_ids"].shape, bool)
     if "loss_mask" in batch:
@@ -183,7 +183,7 @@ def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarr
     tokens.
 
     Args:
-        tokens: the number of tokens that count in each corpus and batch.
+        tokens: the number of tokens in the loss, for each corpus and batch.
     """
     sums = np.array([np.sum(batches) for batches in tokens])
     return [np.array(batches) / total for batches, total in zip(tokens, sums, strict=True)], sums / sums.sum()
@@ -214,8 +214,8 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
         instructions: whether `data_path` is a file of HFDataLoader's instead of a Megatron prefix.
 
     Raises:
-        RecipeError: a setting that is unknown, missing, or not a number of at least 1 (`samples`: of at least one
-            global batch).
+        RecipeError: a setting is unknown, missing, or not a number of at least 1 (`samples`: at least one global
+            batch).
         DataError: there is no corpus at a path of `data_path`.
     """
     ours = Settings.read(settings)

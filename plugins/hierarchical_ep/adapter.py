@@ -24,7 +24,7 @@ def enable(config, settings) -> None:
     The groups of this rank are created here, early and in one order on every rank.
 
     Raises:
-        RecipeError: settings that cannot be, or a model that this plugin does not know.
+        RecipeError: the settings are impossible, or the plugin does not support the model.
     """
     model_config = config.model.model_config
     if model_config.get("moe_token_dispatcher_type", reader.DEFAULT_DISPATCHER) != reader.DEFAULT_DISPATCHER:

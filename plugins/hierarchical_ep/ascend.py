@@ -13,7 +13,9 @@ from mindspore.ops.auto_generate import CumsumExt, IndexSelect, SortExt
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator sends rows to the members of a group: to each member as many as `send` says."""
+    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
+    member.
+    """
 
     def __init__(self, group, width, small):
         super().__init__(auto_prefix=False)
@@ -54,7 +56,7 @@ class Net:
     """This builds the collective operators of one EP group.
 
     Args:
-        ranks: global ranks of the EP group; the methods take indices into it.
+        ranks: the global ranks of the EP group; the methods take indices into it.
     """
 
     def __init__(self, ranks):

@@ -233,10 +233,10 @@ class Exchange(nn.Cell):
     that own the experts, and the results back.
 
     Args:
-        group: ranks, in the order of their experts.
-        rank: this one, a member of the group.
-        experts: (first, end), the experts that the group owns; equally many on each rank.
-        pad: give each expert a row of zeros, for grouped matmuls that cannot take an empty input.
+        group: the ranks, in the order of their experts.
+        rank: this rank, a member of the group.
+        experts: (first, end), the experts of the group, the same number on each rank.
+        pad: whether each expert gets a row of zeros, for grouped matmuls that do not accept an empty input.
     """
 
     def __init__(self, group, rank, experts, hidden, top_k, net, rows, pad):
@@ -366,13 +366,13 @@ class RoutedLayer(nn.Cell):
     starts them in the same order; different classes run side by side, where the device has a stream for each.
 
     Args:
-        dispatchers: one for each chunk.
+        dispatchers: one dispatcher for each chunk.
         pieces: int32 Tensors, the token indices of each chunk; None with one chunk.
-        whole: int32 Tensor, where each token is in the concatenation of the pieces.
-        order: (chunk, step) pairs; the same on all ranks.
+        whole: an int32 Tensor, the position of each token in the concatenation of the pieces.
+        order: (chunk, step) pairs, the same on all ranks.
         experts: a cell (copies, ends, w1, w2) -> copies.
-        rows: row operations of the device.
-        streams: 2 where inter-node and intra-node collectives run side by side, 1 where they take turns.
+        rows: the row operations of the device.
+        streams: 2 if inter-node and intra-node collectives run at the same time, 1 if they take turns.
     """
 
     def __init__(self, dispatchers, pieces, whole, order, experts, rows, streams):

@@ -19,7 +19,7 @@ class RoutedExperts(FFNGroupedGEMM):
         streams: see `RoutedLayer`.
 
     Raises:
-        RecipeError: more rows could meet here than the device sorts, see `check_room`.
+        RecipeError: a rank may receive more rows than the device can sort, see `check_room`.
     """
 
     def __init__(self, config, settings: Part, net, rows, streams):

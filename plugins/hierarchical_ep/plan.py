@@ -64,10 +64,11 @@ class Transfer:
     Attributes:
         step: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
         kind: "all_gather", "all_to_all_v" or "reduce_scatter".
-        groups: the groups that run it side by side; together they hold each rank once.
-        rows: [ep, ep] rows that rank s hands to rank d; the diagonal stays where it is. Expectations are floats.
-        weight: "token" (a row with its k expert ids and k probabilities) or "copy" (a row with one of each). Ids
-            and probabilities travel in dispatch only.
+        groups: the groups that run it at the same time; together they hold each rank once.
+        rows: [ep, ep] the number of rows that rank s sends to rank d; the diagonal is not sent. Expected numbers are
+            floats.
+        weight: "token" (a row with its k expert ids and k probabilities) or "copy" (a row with one of each). Ids and
+            probabilities are sent only in dispatch.
     """
 
     step: str
@@ -171,15 +172,16 @@ class RankPlan:
     the first step, holds G rows after it, sends C copies of these rows in the second step, and computes M copies.
 
     Attributes:
-        send_token: [S] own token of each row, in the order the rows enter the inter-node step (by destination node in
-            deduplicated mode; all tokens once in the others).
-        row_rank, row_token: [G] where each held row comes from, by source rank, then token.
-        copy_row, copy_choice, copy_expert: [C] held row, choice (0 .. k - 1) and expert of each copy, by expert, then
-            row, then choice: the order in which copies are sent.
-        order: [M] position among the arrived copies (by source rank) of each row of the expert input, which is sorted
-            by expert, then source rank, then row and choice.
-        inverse: [M] the way back: expert output [inverse] is in the order of arrival.
-        counts: [local experts] rows of each expert of this rank.
+        send_token: [S] the rank's own token of each row, in the order in which rows enter the inter-node step (by
+            destination node in deduplicated mode; every token once in the other modes).
+        row_rank, row_token: [G] the source rank and the token of each row that the rank holds, ordered by source rank,
+            then by token.
+        copy_row, copy_choice, copy_expert: [C] the row, choice (0 .. k - 1) and expert of each copy, ordered by expert,
+            then row, then choice; copies are sent in this order.
+        order: [M] for each row of the expert input, its position among the arrived copies (by source rank); the expert
+            input is sorted by expert, then source rank, then row and choice.
+        inverse: [M] the inverse of `order`: expert output [inverse] is in the order of arrival.
+        counts: [local experts] the number of rows of each expert of this rank.
     """
 
     send_token: np.ndarray
@@ -203,9 +205,9 @@ class Plan:
     """This is what each rank does for one layer and one micro-batch.
 
     Attributes:
-        dispatch: the steps forward, in order; `combine` undoes them from last to first.
-        tokens: [ep] tokens of each rank; top_k: experts per token.
-        ranks: the indices of each rank.
+        dispatch: the steps of dispatch, in order; `combine` undoes them in reverse.
+        tokens: [ep] the number of tokens of each rank; top_k: the number of experts per token.
+        ranks: the plan of each rank.
     """
 
     mode: str

@@ -23,8 +23,9 @@ class Call:
     Attributes:
         op: "all_gather", "all_to_all", "all_to_all_v", "reduce_scatter", "create_group".
         group: ranks, in the group's order.
-        send, recv: rows handed to and taken from each member, in the group's order; None where shapes are fixed.
-        tag: what the call moves, such as "dispatch.inter.rows".
+        send, recv: the numbers of rows that are sent to and received from each member, in the group's order; None if
+            shapes are fixed.
+        tag: the name of the data, such as "dispatch.inter.rows".
     """
 
     op: str
@@ -48,8 +49,8 @@ def programs_of(*plans: Plan, order: Sequence[tuple[int, int]] | None = None) ->
 
     Args:
         plans: one plan for each chunk (one plan means no overlap).
-        order: (chunk, step) in the order the forward steps are issued; by default a wavefront, chunk c's step i in
-            slot c + i, the older chunk first.
+        order: (chunk, step) in the order in which the forward steps are issued; by default a wavefront, with step i of
+            chunk c in slot c + i, the older chunk first.
     """
     steps = range(len(plans[0].forward))
     order = order or sorted(((c, i) for c in range(len(plans)) for i in steps), key=lambda item: (sum(item), item))

@@ -34,7 +34,7 @@ def _no_slices(config: Any):
 
 
 def _no_order(chunks: int):
-    raise AssertionError("a dispatch in one chunk has no order of chunks")
+    raise AssertionError("with only one chunk the order of chunks must not be requested")
 
 
 @dataclass
@@ -42,9 +42,11 @@ class Part:
     """This holds the values with which one rank's routed experts are built.
 
     Attributes:
-        mode: one of `plan.MODES`; topology: of its EP group; rank: its index there; ranks: the group's global ranks;
-        slices: TransformerConfig -> token indices of each chunk; order: number of chunks -> (chunk, step) pairs.
-            The adapter sets the first, and `ep_overlap` replaces both.
+        mode: one of `plan.MODES`; topology: the topology of its EP group; rank: its index in the group; ranks: the
+            group's global ranks;
+        slices: a function from the TransformerConfig to the token indices of each chunk; order: a function from the
+            number of chunks to (chunk, step) pairs. The adapter sets `slices`, and `ep_overlap` replaces both
+            functions.
     """
 
     mode: str
@@ -59,7 +61,7 @@ def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: in
     """Return `plugins.hierarchical_ep` of a recipe for the global rank `rank`.
 
     Raises:
-        RecipeError: an unknown key or mode, or EP groups that do not fit the nodes.
+        RecipeError: a key or mode is unknown, or the EP groups do not fit the nodes.
     """
     mode = Settings.read(settings).mode
     topology = of_mesh(expert_parallel, devices_per_node, experts)
@@ -78,8 +80,8 @@ def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare:
 
     Args:
         mode: one of `plan.MODES`.
-        tokens: the number of tokens of a rank that are sent through the experts at once; top_k: experts of each.
-        spare: pairs that each rank sends itself besides.
+        tokens: the number of tokens of a rank that are dispatched at once; top_k: the number of experts of each token.
+        spare: the number of additional pairs that each rank sends to itself.
     """
     local = topology.experts // topology.ep
     crosses = mode != "global" and topology.nodes > 1
@@ -98,11 +100,11 @@ def check_room(mode: str, topology: Topology, tokens: int, top_k: int, rows: Any
 
     Args:
         mode, topology, tokens, top_k: as in `largest_sorts`.
-        rows: row operations of the device; `rows.numbers(kinds, count)` is how many numbers a sort tells apart,
-            `rows.limit` how many it can, and `rows.spare` as in `largest_sorts`.
+        rows: the row operations of the device; `rows.numbers(kinds, count)` is the number of different keys that a sort
+            needs, `rows.limit` the number that the device supports, and `rows.spare` is as in `largest_sorts`.
 
     Raises:
-        RecipeError: the rows are too many; the message names the keys that make it so.
+        RecipeError: there are too many rows; the message names the keys that cause it.
     """
     for kinds, count in largest_sorts(mode, topology, tokens, top_k, rows.spare):
         if rows.numbers(kinds, count) > rows.limit:

@@ -21,9 +21,9 @@ class Topology:
     """This describes one EP group: its ranks, their nodes and their experts.
 
     Attributes:
-        nodes: machines that the group spans (oep).
-        devices_per_node: ranks of the group on each machine (iep).
-        experts: routed experts of the model.
+        nodes: the number of nodes of the group (oep).
+        devices_per_node: the number of ranks of the group on each node (iep).
+        experts: the number of routed experts of the model.
 
     Raises RecipeError where one of them is below 1.
     """
@@ -116,7 +116,7 @@ def of_mesh(ep: int, devices_per_node: int, experts: int) -> Topology:
 
     Args:
         ep: ranks of the EP group (`expert_parallel`).
-        devices_per_node: devices of one machine, those of other EP groups included.
+        devices_per_node: the number of devices of a node, including those of other EP groups.
         experts: routed experts of the model.
 
     Raises RecipeError where EP groups would not cover whole machines, or would straddle two of them.

@@ -36,10 +36,12 @@ class Step:
     Attributes:
         name: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
             `backward` appends ".backward".
-        stream: "inter", "intra" or "both": the link classes it occupies.
-        inter_bytes, intra_bytes: what the busiest rank sends or receives over that class, whichever is larger.
-        inter_peers, intra_peers: ranks it exchanges a message with (a collective costs one latency for each).
-        inter_forward_only, intra_forward_only: the part of the bytes that has no gradient (counts).
+        stream: "inter", "intra" or "both": the link classes that it occupies.
+        inter_bytes, intra_bytes: the bytes that the busiest rank sends or receives over that class, whichever is
+            larger.
+        inter_peers, intra_peers: the number of ranks with which it exchanges a message (a collective costs one latency
+            for each).
+        inter_forward_only, intra_forward_only: the part of the bytes without a gradient (the counts).
     """
 
     name: str
@@ -82,10 +84,10 @@ def expected_steps(
     Args:
         mode: one of `plan.MODES`.
         topology: the EP group.
-        tokens: tokens of each rank in the micro-batch (per tensor- and context-parallel shard).
-        top_k: experts per token.
-        hidden: width of a row; itemsize: bytes of an element (fp32 4, bf16 2).
-        skew: at least 1.
+        tokens: the number of tokens of each rank in the micro-batch (per tensor- and context-parallel shard).
+        top_k: the number of experts per token.
+        hidden: the width of a row; itemsize: the bytes of an element (fp32 4, bf16 2).
+        skew: the load of the busiest rank divided by the mean, at least 1.
 
     Raises RecipeError for an unknown mode, top_k above the number of experts or skew below 1.
     """
@@ -211,13 +213,14 @@ class BreakEven:
     pass.
 
     Attributes:
-        metadata_ratio: m, how much larger an AllGathered row is than a copy, both ways: row with k ids and k
-            probabilities and row back, over copy with its id and probability and copy back, minus 1.
-        load: copies per token as the busiest rank receives them: skew * k where experts divide evenly.
-        nodes_limit: AllGather moves fewer bytes than the global All-to-All below this number of nodes.
-        ep_limit: the same in ranks of the EP group.
-        hierarchical_over_global: bytes of the first over bytes of the second, nodes (1 + m) / load.
-        deduplicated_over_hierarchical: at most 1.
+        metadata_ratio: m, the relative additional size of an AllGathered row compared with a copy, in both directions
+            together: the bytes of a row with k ids and k probabilities and of a row back, divided by those of a copy
+            with its id and probability and of a copy back, minus 1.
+        load: the copies per token that the busiest rank receives: skew * k if experts divide evenly.
+        nodes_limit: the number of nodes below which AllGather moves fewer bytes than the global All-to-All.
+        ep_limit: the same limit as a number of ranks of the EP group.
+        hierarchical_over_global: the bytes of mode hierarchical divided by those of mode global, nodes (1 + m) / load.
+        deduplicated_over_hierarchical: the same ratio of modes deduplicated and hierarchical, at most 1.
     """
 
     metadata_ratio: float

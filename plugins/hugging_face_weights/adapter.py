@@ -132,7 +132,7 @@ def enable(config: Any) -> None:
     """Give the template to the model that is built later; `checkpoint.load_path` is a Hugging Face folder.
 
     Raises:
-        RecipeError: another model, or an optimizer state that is not there.
+        RecipeError: the checkpoint belongs to another model, or the optimizer state is missing.
     """
     if config.checkpoint.get("no_load_optim", True) is False:  # MindFormers' default is True
         raise RecipeError(

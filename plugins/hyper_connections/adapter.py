@@ -39,7 +39,7 @@ def enable(config, settings) -> None:
     """Build models later with the streams that `settings` asks for, for `config` (a MindFormerConfig).
 
     Raises:
-        RecipeError: a setting, or something in the recipe that does not go with several streams.
+        RecipeError: a setting is wrong, or the recipe has a feature that does not work with several streams.
     """
     ours = check(settings, config)
     active[:] = [ours] if ours.streams > 1 else []
@@ -60,9 +60,9 @@ def _on_tokens(function: Callable[..., Any], shape: Callable[..., list[int]], dt
     """`function` as an operator of tensors [S, B, ...] and then `weights` weights; each device computes its tokens.
 
     Args:
-        shape: from the shapes of all inputs to that of the result. dtype: the dtype of the result; None: of the first
-            input.
-        along: how sequences are split ("cp_tp" or "None").
+        shape: a function from the shapes of all inputs to the shape of the result. dtype: the dtype of the result;
+            None: that of the first input.
+        along: the split of sequences ("cp_tp" or "None").
     """
 
     def infer_shape(*shapes):

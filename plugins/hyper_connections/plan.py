@@ -96,7 +96,7 @@ def check(written: Any, recipe: Mapping[str, Any]) -> Settings:
         written: the recipe's `plugins.hyper_connections`.
 
     Raises:
-        RecipeError: a setting, or something in the recipe that does not go with several streams.
+        RecipeError: a setting is wrong, or the recipe has a feature that does not work with several streams.
     """
     settings = Settings.read(written)
     if settings.streams == 1:

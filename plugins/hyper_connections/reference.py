@@ -68,7 +68,7 @@ def gates_of(x: Array, weights: Weights, iterations: int, eps: float) -> tuple[A
 
 
 def forward(x: Array, weights: Weights, sublayer: Any, iterations: int, eps: float) -> Array:
-    """Return the streams [T, n, h] behind a sublayer.
+    """Return the streams [T, n, h] after a sublayer.
 
     Args:
         x: [T, n, h]. sublayer: a function of [T, h] to [T, h]. eps: the epsilon of the root mean square.

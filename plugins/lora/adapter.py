@@ -151,7 +151,7 @@ def enable(config, settings) -> None:
     """Build models later with the adapters that `settings` asks for, and with all other weights frozen.
 
     Raises:
-        RecipeError: settings that cannot be, or a pattern that names no layer of the model.
+        RecipeError: the settings are impossible, or a pattern matches no layer of the model.
     """
     ours = Settings.read(settings)
     if config.model.model_config.get(RATE):
@@ -168,7 +168,7 @@ def put_in(layers: list[Any], settings: Settings) -> None:
     """Replace the linear layers that `settings` names in the specs of a model's `layers`, in place.
 
     Raises:
-        RecipeError: a pattern names no linear layer.
+        RecipeError: a pattern matches no linear layer.
     """
     parts = [(name, part, attribute) for layer in layers for name, part, attribute in _linear_layers(layer)]
     names = chosen(settings, dict.fromkeys(name for name, _, _ in parts))

@@ -89,7 +89,7 @@ def chosen(settings: Settings, names: Iterable[str]) -> list[str]:
     """Return the layers in `names` that `targets` selects, in order.
 
     Raises:
-        RecipeError: a pattern names none of them.
+        RecipeError: a pattern matches none of them.
     """
     names = list(names)
     for pattern in settings.targets:
@@ -106,10 +106,11 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) ->
     """Return the settings of `plugins.lora` in a recipe.
 
     Args:
-        written: the recipe's `plugins.lora`. fields: the fields of the TransformerConfig that MindFormers makes of it.
+        written: the recipe's `plugins.lora`. fields: the fields of the TransformerConfig that MindFormers makes of the
+            recipe.
 
     Raises:
-        RecipeError: a setting, or something in the recipe that does not go with frozen weights.
+        RecipeError: a setting is wrong, or the recipe has a feature that does not work with frozen weights.
     """
     settings = Settings.read(written)
     chosen(settings, layers_of(fields))

@@ -34,7 +34,7 @@ def enable(config, settings) -> None:
     """Keep the MTP layer of models that are built later within documents.
 
     Raises:
-        RecipeError: a recipe that the plugin cannot serve.
+        RecipeError: the plugin does not support the recipe.
     """
     model = config.model.model_config
     layers = model.get("num_nextn_predict_layers", model.get("mtp_num_layers"))

@@ -53,7 +53,7 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
         settings: the section of the plugin. recipe: a recipe or a MindFormerConfig. layers: MTP layers of its model.
 
     Raises:
-        RecipeError: a setting, or a recipe in which MTP does not predict across documents.
+        RecipeError: a setting is wrong, or MTP does not predict across documents in this recipe.
     """
     Settings.read(settings)
     loader, config = value_at(recipe, _LOADER, {}), value_at(recipe, _CONFIG, {})

@@ -9,7 +9,7 @@ def rolled(values: np.ndarray, tokens: np.ndarray, end_of_document: int) -> np.n
     """Shift each document by one place to the left, and put 0 at its end, as MindFormers shifts a whole sample.
 
     Args:
-        values: [B, S], anything that there is of each token. tokens: ids [B, S]; `end_of_document` ends a document.
+        values: [B, S], one value for each token. tokens: ids [B, S]; `end_of_document` ends a document.
 
     Returns:
         [B, S], in the type of `values`.

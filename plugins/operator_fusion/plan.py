@@ -113,7 +113,8 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
     """Return `chosen` if it does not contradict other keys of the recipe.
 
     Raises:
-        RecipeError: see `Fusion.read`; on Ascend another jit level, and MindSpore's own switches beside this one.
+        RecipeError: see `Fusion.read`; on Ascend also if the recipe has another jit level, or MindSpore's own switches
+            in addition to this one.
     """
     fusion = chosen(recipe)
     context = recipe.get("context") or {}
@@ -140,7 +141,7 @@ def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[s
 
     Raises:
         RecipeError: see `check`.
-        ClusterError: `environ` has other flags: one of the two would be dropped in silence.
+        ClusterError: `environ` has other flags, so that one of the two would be dropped silently.
     """
     fusion = check(recipe)
     if fusion is None or not _on_ascend(recipe.get("context") or {}):

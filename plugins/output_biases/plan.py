@@ -33,7 +33,7 @@ def read(settings: Any, model: Mapping[str, Any]) -> None:
     """Check the plugin's section against a recipe's `model.model_config`.
 
     Raises:
-        RecipeError: a setting, or a model that has no such biases to leave out.
+        RecipeError: a setting is wrong, or the model has no such biases.
     """
     Settings.read(settings)
     if (found := model.get("model_type")) != MODEL_TYPE:

@@ -15,7 +15,7 @@ def enable(config, settings) -> None:
     """Pack the conversations of `config` (a MindFormerConfig), including the held-out ones.
 
     Raises:
-        RecipeError: a loader whose packing the plugin does not know.
+        RecipeError: the plugin does not support the packing of the loader.
     """
     global _shifted
     _shifted = read(settings, config.train_dataset.data_loader)

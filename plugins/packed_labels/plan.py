@@ -36,7 +36,7 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
     """Return whether a `train_dataset.data_loader` shifts each label to the next token before it packs.
 
     Raises:
-        RecipeError: a setting, or a loader whose packing this plugin does not know.
+        RecipeError: a setting is wrong, or this plugin does not support the packing of the loader.
     """
     Settings.read(settings)
     if loader.get("type") != "HFDataLoader" or loader.get("streaming"):
@@ -82,15 +82,17 @@ def pack(
     A conversation that is longer than a sample is left out, and one without a label: its answer was cut away.
 
     Args:
-        conversations: `input_ids` and `labels` of equal length each, such as the handler before makes them.
-        shifted: whether these labels are those of the next token; else those of the tokens themselves.
-        seq_length: tokens of a sample. pad: token behind the last conversation. ignore: label of what is not learnt.
+        conversations: `input_ids` and `labels` of equal length, as the previous handler makes them.
+        shifted: whether these labels are those of the next token; otherwise they are those of the tokens themselves.
+        seq_length: the number of tokens of a sample. pad: the token after the last conversation. ignore: the label of
+            tokens that are not learnt.
 
     Returns:
-        `input_ids` and `labels`, [samples][seq_length]; `actual_seq_len`, [samples][conversations]: where each ends.
+        `input_ids` and `labels`, [samples][seq_length]; `actual_seq_len`, [samples][conversations]: the end of each
+            conversation.
 
     Raises:
-        DataError: labels that are neither, or no sample at all.
+        DataError: the labels have neither form, or there is no sample.
     """
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "actual_seq_len": []}
     tokens: list[int] = []

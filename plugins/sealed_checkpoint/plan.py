@@ -108,12 +108,13 @@ def write_seal(
     Args:
         folder: the folder of one iteration.
         rank, world_size: this rank and the number of ranks of this training; step: the step of the checkpoint.
-        expected: names of what must be there, see `expected_files`.
-        known: checksums of files that were hashed while they were written; others are read.
-        made: how it was made: `attempt`, by name; `skipped`, the samples that the run left out (plugins.spike_guard).
+        expected: the names of the files that must exist, see `expected_files`.
+        known: the checksums of files that were hashed while they were written; other files are read.
+        made: the origin of the checkpoint: `attempt`, its name; `skipped`, the samples that the run left out
+            (plugins.spike_guard).
 
     Raises:
-        CheckpointError: one of those is not there, or the rank has no safetensors at all.
+        CheckpointError: one of these files is missing, or the rank has no safetensors.
     """
     files = files_of_rank(folder, rank, world_size)
     missing = sorted({*expected} - {path.name for path in files})
@@ -261,11 +262,11 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
     """Return in a few words why `folder` is not a complete checkpoint; None when it is complete.
 
     Args:
-        share: (worker, number of workers) where each reads a part, all of them the whole. checksums: read every file;
-        otherwise only the sizes are compared.
+        share: (worker, number of workers), if each worker reads only a part of the files. checksums: whether every file
+            is read; otherwise only the sizes are compared.
 
     Raises:
-        CheckpointError: a file is there and cannot be read.
+        CheckpointError: a file exists but cannot be read.
     """
     try:
         first, every = share

@@ -1,4 +1,5 @@
-"""This module lets the stages of a pipeline tell rank 0 which tensors they save, where a rank knows only its own stage.
+"""With this module the stages of a pipeline tell rank 0 which tensors they save, because each rank knows only its own
+stage.
 
 Rank 0 writes a checkpoint's metadata.json from what MindSpore tells it of all ranks. With AdamW each rank's optimizer
 has the weights of all stages before MindSpore cuts the pipeline, so it knows them all. With Muon MindFormers 1.9.0
@@ -24,18 +25,19 @@ _saving: list[Path] = []  # the folder in which a checkpoint is being saved, onc
 
 
 def saves_in(folder: Path) -> None:
-    """Say where the next checkpoint is being saved."""
+    """Set the folder in which the next checkpoint is saved."""
     _saving[:] = [folder]
 
 
 def of_all_stages(
     folder: Path, found: Metas, rank: int, ranks: int, stages: int, wait: Callable[[], None]
 ) -> dict[int, dict[str, Any] | None]:
-    """Return what each rank saves; ranks other than 0, which write no metadata, get their own stage's only.
+    """Return the tensors that each rank saves; ranks other than 0, which write no metadata, get only those of their own
+    stage.
 
     Args:
-        folder: a folder that all ranks share. found: what is right for the ranks of this rank's stage. ranks: the ranks
-            of the run. wait: returns when all ranks have called it.
+        folder: a folder that all ranks share. found: the metadata of the ranks of this rank's stage. ranks: the ranks
+            of the run. wait: a function that returns when all ranks have called it.
     """
     each = ranks // stages
     stage = rank // each

@@ -69,8 +69,8 @@ class Host:
     which the library calls Python.
 
     Args:
-        ranks: who this is; mesh: connected to all of them;
-        front_end_done: called when MindSpore has sharded a graph and goes on to make kernels of it.
+        ranks: this rank and all others; mesh: the connection to all of them;
+        front_end_done: a function that is called when MindSpore has sharded a graph, before it makes kernels.
 
     Raises:
         ClusterError: the library cannot be built or loaded.

@@ -51,8 +51,8 @@ def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
     only one of them compiles it.
 
     Args:
-        sources: folder `csrc` of the plugin that the library is of; this plugin's where none is given.
-        without: what cannot be done until it compiles.
+        sources: the folder `csrc` of the plugin whose library is built; by default this plugin's.
+        without: a description of what is impossible until it compiles, for messages.
 
     Raises:
         ClusterError: MindSpore, its headers or g++ are missing, g++ fails, or the cache folder cannot be written.
@@ -100,7 +100,7 @@ def mindspore_folder() -> Path:
     """Return the folder of the installed MindSpore, found without importing it.
 
     Raises:
-        ClusterError: it is not installed.
+        ClusterError: MindSpore is not installed.
     """
     spec = importlib.util.find_spec("mindspore")
     if spec is None or spec.origin is None:

@@ -59,8 +59,8 @@ class CallRecord(NamedTuple):
     """One collective.
 
     Attributes:
-        op: MindSpore's name of the operator; ranks: the ranks of its group in their order; bytes, shape, dtype: of its
-            tensor on the larger side (several tensors: the bytes of all, the rest of the first);
+        op: MindSpore's name of the operator; ranks: the ranks of its group in their order; bytes, shape, dtype: those
+            of its tensor on the larger side (for several tensors, the bytes of all, and shape and dtype of the first);
         peer, sr_tag: the peer and the tag of a Send or Receive.
     """
 
@@ -127,7 +127,7 @@ class Disturbance:
         text: the text that the module describes; "" means none.
 
     Raises:
-        ClusterError: a word of the text is none of these.
+        ClusterError: the text has an unknown word.
     """
 
     def __init__(self, text: str, rank: int):
@@ -232,7 +232,8 @@ class PointToPoint:
     """This runs the Send and Receive operators of one rank.
 
     Args:
-        synchronous: a Send waits for its Receive, as `tc3 dryrun`'s deadlock check assumes; the same on all ranks.
+        synchronous: whether a Send waits for its Receive, as the deadlock check of `tc3 dryrun` assumes; the same on
+            all ranks.
     """
 
     def __init__(self, mesh: Mesh, synchronous: bool = False):
@@ -243,7 +244,7 @@ class PointToPoint:
         """Send `x` to a peer; with `dropped`, which is for tests, it is never sent.
 
         Raises:
-            ClusterError: only where it is synchronous: the peer is lost or late.
+            ClusterError: the peer is lost or late (only if Sends are synchronous).
         """
         tag, name = self._next(attrs, self.mesh.rank, peer, members)
         if not dropped:
@@ -285,8 +286,8 @@ class Collectives:
 
     Args:
         mesh: connected to all ranks.
-        ranks: who this is, and the groups that Python created so far; read at each call.
-        test: delays and faults (see `disturbance`); from the environment where it is None.
+        ranks: this rank, and the groups that Python has created so far; they are read at each call.
+        test: delays and faults (see `disturbance`); None: those of the environment.
 
     Attributes:
         groups: the ranks of each group.
@@ -307,13 +308,13 @@ class Collectives:
         Args:
             name: one of `NAMES`.
             attrs: MindSpore's attributes as text: group, op, rank_list, sr_tag, ...
-            inputs, outputs: arrays in the operator's order; counts of an AlltoAllV may be any numbers. Outputs are
+            inputs, outputs: arrays in the operator's order; the counts of an AlltoAllV may have any type. Outputs are
                 written in place.
-            record: whether `end_recording` lists it: not what runs outside the graph.
+            record: whether `end_recording` lists the call; False for calls outside of the graph.
 
         Raises:
-            ClusterError: the group is unknown, a member is lost, late or somewhere else, or what it sends does not fit.
-                The other ranks are told; nothing goes on after it.
+            ClusterError: the group is unknown, a member is lost, late or at another call, or its data does not fit. The
+                other ranks are informed, and the run cannot continue.
         """
         try:
             if not attrs.get("group"):  # of one member

@@ -28,9 +28,9 @@ class Turn:
 
     Attributes:
         what: a description of the compile; None if nothing was compiled or loaded.
-        entry: what was kept of the graph that is loaded; None: it is compiled.
-        passed: the library's pass has run.
-        whole: weight -> its values before, of those that are cut.
+        entry: the cache entry of the graph that is loaded; None: the graph is compiled.
+        passed: whether the library's pass has run.
+        whole: for each weight that the compile cuts, its values before.
     """
 
     cell: Any
@@ -111,7 +111,7 @@ class FrontEnd:
         """Keep what goes with a graph, or restore it.
 
         Raises:
-            ClusterError: MindSpore compiled what it was to load, or the other way round.
+            ClusterError: MindSpore compiled a graph that it should have loaded, or the reverse.
         """
         if turn.what is None:
             return
@@ -169,14 +169,13 @@ def initialise_by_name(cell: Any) -> None:
 
 
 def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -> None:
-    """Raise ClusterError if, after a compile, a rank's slice of a weight is not the slice that the weight's layout
-    says.
+    """Raise ClusterError if, after a compile, a rank's slice of a weight does not match the weight's layout.
 
     MindSpore cuts with what a communication library tells it of groups. Here `Ranks` tells it: were that wrong,
     training would start from other weights, and nothing else would say so.
 
     Args:
-        whole: weight -> its values before the compile, of those that this compile cuts.
+        whole: for each weight that this compile cuts, its values before the compile.
 
     Raises:
         ClusterError: a weight holds another slice.
@@ -199,10 +198,10 @@ def slice_of(whole: np.ndarray, layout: tuple[Any, ...], rank: int, size: int) -
     """Return the slice of a weight that `rank` holds.
 
     Args:
-        layout: as MindSpore's `parameter_layout_dict` has it: [0] the mesh of a stage's devices, [1] for each axis of
-            the weight which axis of the mesh cuts it, counted from the last, or -1; [6] the weight's shape.
-        size: elements of the slice. Where the mesh leaves more than that, neighbours among the ranks with the same
-            slice share it (optimizer sharding).
+        layout: an entry of MindSpore's `parameter_layout_dict`: [0] the mesh of a stage's devices, [1] for each axis of
+            the weight the axis of the mesh that cuts it, counted from the last, or -1; [6] the weight's shape.
+        size: the number of elements of the slice. If the slice of the mesh has more elements, neighbours among the
+            ranks with the same slice share it (optimizer sharding).
     """
     mesh, cuts = layout[0], [axes if isinstance(axes, (list, tuple)) else (axes,) for axes in layout[1]]
     coordinates = np.unravel_index(rank % int(np.prod(mesh)), mesh)

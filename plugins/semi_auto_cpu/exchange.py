@@ -38,10 +38,11 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
     Args:
         parts: [members] arrays of one shape and dtype.
         operation: a key of `OPERATIONS`.
-        out: the result, of this shape and dtype. Of booleans, sum and max are "any", prod and min "all".
+        out: the array for the result, of the same shape and dtype. For booleans, sum and max mean "any", and prod and
+            min mean "all".
 
     Raises:
-        ClusterError: an operation that is not known here.
+        ClusterError: the operation is unknown.
     """
     if operation not in OPERATIONS:
         raise ClusterError(f"reduction {operation!r} does not exist; the reductions are {', '.join(OPERATIONS)}")
@@ -123,7 +124,7 @@ class Meeting:
             what: the values in which all members must agree, such as the dtype.
 
         Raises:
-            ClusterError: a member is lost, late, or at something else.
+            ClusterError: a member is lost, late, or at another collective.
         """
         note = f"{self._name}: {what}"
         others = {member: part for member, part in zip(self.members, parts, strict=True) if member != self.mesh.rank}
@@ -198,8 +199,8 @@ def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Send each member as many blocks as the second input says; receive as many as the third input says. The rest of
-    the output is filled with zeros.
+    """Send each member the number of blocks in the second input, and receive the number of blocks in the third input.
+    The unused end of the output is filled with zeros.
     """
     block = int(attrs.get("block_size", 1))
     x, out = _flat(inputs[0]), _result(outputs[0])

@@ -45,8 +45,8 @@ class KeptGraphs:
     """This handles the sharded graphs that this process loads from the compile cache, or writes there.
 
     Args:
-        ranks: who this is, and the groups that Python created.
-        environ: says whether there is a cache, and where.
+        ranks: this rank, and the groups that Python created.
+        environ: the environment, which names the cache folder if there is one.
     """
 
     def __init__(self, ranks: Ranks, environ: Mapping[str, str] = os.environ):
@@ -81,7 +81,7 @@ class KeptGraphs:
         """Give `cell`, whose graph was loaded, the information that its compile would have given.
 
         Raises:
-            ClusterError: its slices or its groups are not those of the compile.
+            ClusterError: the slices or groups of the loaded graph are not those of the compile.
         """
         for group, members in entry["groups"].items():
             if group not in self.ranks.groups:  # a compile creates some, beside those of the model's cells

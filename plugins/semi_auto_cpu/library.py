@@ -1,5 +1,5 @@
-"""This module is the Python side of the plugin's C++ library (`csrc/`): which operators Python computes, and the
-arguments of each launch.
+"""This module is the Python side of the plugin's C++ library (`csrc/`): it registers the operators that Python
+computes, and reads the arguments of each launch.
 
 A launch of an operator comes as JSON text (csrc/text.h) and as the addresses of its tensors. The text changes only with
 shapes, so it is parsed once (`parse`); the arrays are views of MindSpore's memory, which are valid until the launch
@@ -78,11 +78,11 @@ class Call:
     """This is one operator of MindSpore's graph, with the shapes of its inputs and outputs.
 
     Attributes:
-        name: the operator as MindSpore's front end knows it;
+        name: the operator's name in MindSpore's front end;
         attrs: the operator's attributes as MindSpore prints them;
-        inputs, outputs: what MindSpore's kernel has, in its order;
-        arguments: how the inputs make up the operator's own arguments: an index of `inputs`, a range of indices (a
-            list of tensors) or a constant. None: they are the inputs.
+        inputs, outputs: the inputs and outputs of MindSpore's kernel, in its order;
+        arguments: the operator's own arguments, each an index of `inputs`, a range of indices (a list of tensors) or a
+            constant. None: they are the same as the inputs.
     """
 
     name: str
@@ -118,7 +118,7 @@ def parse(text: bytes) -> Call:
     """Return the operator call that csrc/kernel.cc has written as JSON.
 
     Raises:
-        TypeError: a tensor of a type that NumPy and ml_dtypes do not have.
+        TypeError: a tensor has a type that NumPy and ml_dtypes do not have.
     """
     told = json.loads(text)
     return Call(
@@ -182,9 +182,9 @@ class Library:
 
     Attributes:
         path: the file of the library;
-        rank: told in errors;
-        failure: the first exception that Python's side of an operator or of the pass raised. MindSpore stops with its
-            text, but as an error of its own.
+        rank: the rank, for error messages;
+        failure: the first exception that the Python code of an operator or of the pass raised. MindSpore then stops
+            with an error of its own that has the same text.
     """
 
     def __init__(self, path: Path):
@@ -233,12 +233,12 @@ class Library:
         """Make the pass run in every later compilation, at the end of MindSpore's front end.
 
         Args:
-            front_end_done: called first; sets MindSpore's target back to CPU.
-            missing: called last with each operator that has no CPU kernel and its number of nodes; whatever it raises
-                ends the compilation.
+            front_end_done: a function that is called first; it sets MindSpore's target back to CPU.
+            missing: a function that is called last, with each operator that has no CPU kernel and its number of nodes;
+                if it raises an error, the compile ends.
 
         Raises:
-            ClusterError: MindSpore does not take the pass.
+            ClusterError: MindSpore refuses the pass.
         """
         from mindspore.graph import CustomPassType, register_custom_pass
 
@@ -305,7 +305,7 @@ def load() -> Library:
     """Return the library of this process, which is compiled first if needed.
 
     Raises:
-        ClusterError: it cannot be compiled or loaded; the message says why and what helps.
+        ClusterError: the library cannot be compiled or loaded; the message says why, and how to mend it.
     """
     path = build.ensure()
     import mindspore  # noqa: F401  the library links against what this loads

@@ -27,8 +27,8 @@ class Ranks:
     that it knows.
 
     Attributes:
-        groups: name -> global ranks of the created ones, in order; the world is not among them.
-        places: group -> the place in it that MindSpore was told.
+        groups: name -> global ranks of the created groups, in order, without the group of all ranks.
+        places: group -> this rank's index in the group, as MindSpore was given it.
 
     Raises:
         ClusterError: the rank does not exist.
@@ -77,7 +77,7 @@ class Ranks:
         """Return this rank's place in a group, which selects its slice of a weight if the group shards the optimizer.
 
         Raises:
-            ClusterError: nothing says which ranks the group has.
+            ClusterError: the ranks of the group are unknown.
         """
         self.places[group] = self.known(group).index(self.rank)
         return self.places[group]
@@ -86,7 +86,7 @@ class Ranks:
         """Return `ranks_of` a group whose ranks must be known.
 
         Raises:
-            ClusterError: nothing says which ranks the group has.
+            ClusterError: the ranks of the group are unknown.
         """
         ranks = self.ranks_of(group)
         if ranks is not None:

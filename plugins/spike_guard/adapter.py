@@ -44,8 +44,9 @@ def enable(config, settings) -> None:
     """Guard the run of `config` (a MindFormerConfig), and leave out the samples that its settings list.
 
     Raises:
-        RecipeError: settings that are wrong, or a recipe in which the plugin cannot work.
-        DataError, RecipeError: later, when the data is opened and training begins: too few samples to skip any.
+        RecipeError: the settings are wrong, or the plugin does not support the recipe.
+        DataError, RecipeError: the data has too few samples to skip any; this is raised later, when the data is opened
+            and training begins.
     """
     chosen = check({**config, "plugins": {**(config.get("plugins") or {}), "spike_guard": settings}})
     stages, scheduler = _pipeline(config)
@@ -73,8 +74,8 @@ class Guard(Watch):
     the run goes back to a checkpoint.
 
     Args:
-        settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether the
-        loss that this rank sees is the run's.
+        settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether this rank
+            has the loss of the run.
     """
 
     def __init__(self, settings: Settings, run_dir: str, undefined: tuple[str, ...], has_loss: bool):
@@ -89,7 +90,7 @@ class Guard(Watch):
         """Record that training begins after `done` steps; `ramp` says how many samples each step has.
 
         Raises:
-            DataError: the data has too few samples to go back as often as the settings say.
+            DataError: the data has too few samples for the number of rollbacks in the settings.
         """
         self.ramp, batch = ramp, ramp.full
         needed = 0 if self.before else self.settings.rollbacks * self.settings.skip * batch

@@ -82,12 +82,12 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
     choose them.
 
     Args:
-        weights: the weights of each data set, as the blend has them; counts: items that it has of each; lengths: the
-            lengths of the data sets;
-        wanted: the number of items.
+        weights: the weights of the data sets in the blend; counts: the number of items of each in the blend; lengths:
+            the lengths of the data sets;
+        wanted: the number of additional items.
 
     Returns:
-        int64 [up to `wanted`, 2]: data set, item of it. Fewer where the one whose turn it is has no more.
+        int64 [up to `wanted`, 2]: data set, and item in it. There are fewer items if the next data set has none left.
     """
     share, taken = np.asarray(weights, np.float64), np.array(counts, np.int64)
     found: list[tuple[int, int]] = []

@@ -102,7 +102,8 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     """Return the settings of a recipe whose `plugins.spike_guard` is on.
 
     Raises:
-        RecipeError: settings that are wrong, or a recipe in which the plugin cannot leave samples out, or cannot see.
+        RecipeError: the settings are wrong, or the plugin cannot leave samples out in this recipe, or cannot read its
+            loss.
     """
     settings = read(value_at(recipe, KEY))
     if value_at(recipe, f"{_LOADER}.type") != LOADER:
@@ -161,7 +162,7 @@ class Window:
     """This holds the loss and gradient norm of the last good steps, and judges whether those of a new step are a spike.
 
     Args:
-        size: how many; threshold: see above.
+        size: the number of steps in the window; threshold: see above.
     """
 
     def __init__(self, size: int, threshold: float):
@@ -214,15 +215,14 @@ def what_follows(
     trained: Callable[[int], int],
     skipped: Ranges,
 ) -> tuple[Entry | None, str]:
-    """Return what a run does after a spike at `step`: the entry with the samples to leave out, and a sentence that says
-    so.
+    """Return the consequence of a spike at `step`: the entry with the samples to leave out, and a sentence about it.
 
     Args:
-        wrong: what was seen; before: the spikes for which this run has gone back; trained: the samples of the first
-        steps, by their number; skipped: samples that are left out already.
+        wrong: a description of the spike; before: the spikes after which this run has gone back; trained: the samples
+            of the first steps, by their number; skipped: the samples that are already left out.
 
     Returns:
-        None and why, where it is not to go back.
+        The result is None with the reason if the run does not go back.
     """
     again = any(entry.step == step for entry in before)
     other = f"; step {step} spiked before, with other samples: they are not the cause" if again else ""

@@ -52,7 +52,7 @@ class Record:
     each recorded step.
 
     Args:
-        config: the config of the run. steps: how many of this part of the run are recorded.
+        config: the config of the run. steps: the number of recorded steps of this part of the run.
     """
 
     def __init__(self, config, steps: int):

@@ -153,8 +153,9 @@ def weight_of(
         before, now: name -> weight or moment, before and after the step.
 
     Returns:
-        "dimensions"; "gradient", the sum of squares of the gradient, where it can be told; what `update_of` returns. Of
-        a matrix that Muon updates, whose step no single factor explains, this is only "square".
+        "dimensions"; "gradient", the sum of squares of the gradient, if it can be computed; and the entries of
+            `update_of`, of which a matrix that Muon updates has only "square", because no single factor explains its
+            step.
     """
     value, old = now[name], before.get(name)
     found: dict[str, Any] = {"dimensions": value.ndim}
@@ -184,8 +185,9 @@ def update_of(
 
     Returns:
         "square": the sum of squares of the change; "rate", "decay": the learning rate and the weight decay that fit the
-        change best; "rest": the norm of what they leave, as a share of the change's norm. The last three are None where
-        they cannot be told: no learning rate, fewer than four elements, or nothing that separates the two.
+        change best; "rest": the norm of the remaining part of the change, as a share of the norm of the change. The
+            last three are None if they cannot be determined: there is no learning rate, there are fewer than four
+            elements, or the two effects cannot be separated.
     """
     weight = before.reshape(-1).astype(np.float64)
     change = weight - after.reshape(-1).astype(np.float64)

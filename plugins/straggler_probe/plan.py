@@ -100,8 +100,8 @@ def threshold(tests: int, probes: int, alarm: float) -> float:
     """Return ln A: the evidence that a series must reach before its rank is named as slow.
 
     Args:
-        tests: series that are tested. probes: the probes of each series. alarm: chance that any of them is named though
-            it is healthy.
+        tests: the number of series that are tested. probes: the number of probes of each series. alarm: the chance that
+            any healthy series is named.
     """
     return math.log(tests * probes / alarm)
 
@@ -149,10 +149,10 @@ class SlowRank:
     """This is a rank that is slower than its peers.
 
     Args:
-        slower: by which share of its peers' time of the work (device: 0.05 is 5 % slower), or which share of all its
-            time it lost beyond what its peers did (data, host, limit).
-        since, until: the first and the last step of which a probe saw it; until None: up to the last.
-        seen: all of that in words.
+        slower: how much slower the rank is: relative to its peers' time for the work (device: 0.05 is 5 % slower), or
+            the share of its time that it lost in addition to its peers' losses (data, host, limit).
+        since, until: the first and the last step in which probes showed it; until None: it lasted to the end.
+        seen: a description in words.
     """
 
     rank: int
@@ -197,8 +197,8 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
 
     Args:
         records: the records of all ranks, see `record.read_run`.
-        groups: rank -> group whose ranks do the same work, see `by_stage`; a rank without one has no peers. None: all
-            ranks do the same.
+        groups: rank -> group of ranks that do the same work, see `by_stage`; a rank without a group has no peers. None:
+            all ranks do the same work.
     """
     peers = _peers(records, groups)
     if not peers:
@@ -288,8 +288,8 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Compute steps 1 to 4 of the test: how far `values` [K, N] lie above those of the other ranks, the lowest limit,
-    and at which probes the evidence is enough.
+    """Compute steps 1 to 4 of the module's test. Return the distance of `values` [K, N] above those of the other ranks,
+    the lowest limit, and for each probe whether the evidence is sufficient.
 
     Args:
         floor: the smallest limit. enough: see `threshold`.

@@ -21,14 +21,16 @@ _START, _END = "probe_", ".jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """This is one probe of one rank, and what happened since the probe before it. All times are in seconds.
+    """This is one probe of one rank, with the rank's waiting times since the previous probe. All times are in seconds.
 
     Args:
-        step: after which it was made. device: type of device, as in `context.device_target`.
-        work: pieces of work, as in the settings. probe: time of that work without communication; what other processes
-            took of its core is taken out.
-        seconds: since the probe before (or the first step's end); all that follows is within them.
-        steps: steps. data: waited for batches; None where the host does not see it (`runner_config.sink_mode: True`).
+        step: the step after which the probe ran. device: the type of device, as in `context.device_target`.
+        work: the number of pieces of work, as in the settings. probe: the time of this work without communication,
+            minus the time that other processes used its core.
+        seconds: the time since the previous probe (or the end of the first step); all following values are within this
+            time.
+        steps: the number of steps. data: the time spent waiting for batches; None if the host cannot measure it
+            (`runner_config.sink_mode: True`).
         cpu: the processor time of all threads of the worker. waited: the time in which threads were ready but had no
             core.
         stopped: the time in which a limit had stopped its control group.
@@ -75,7 +77,7 @@ def read(path: Path) -> list[Record]:
     of a killed run is left out.
 
     Raises:
-        DataError: a line that is not a record.
+        DataError: a line is not a record.
     """
     return read_steps(path, record_of)
 
@@ -88,7 +90,7 @@ def record_of(content: Any, place: str) -> Record:
     """Return the record that a line holds; `place` is for errors.
 
     Raises:
-        DataError: what no run writes: every later computation takes these for granted.
+        DataError: a value is one that no run writes; later computations do not check the values again.
     """
     try:
         record = Record(**{field.name: content[field.name] for field in fields(Record)})

@@ -1,4 +1,5 @@
-"""This module measures what happens on a rank between probes, and the probe itself: a fixed piece of work, timed.
+"""This module times the probe of a rank, which is a fixed piece of work, and measures the rank's waiting times between
+probes.
 
 The adapter calls `Watch` at the beginning and end of each step. A probe's time does not include the time in which other
 processes had the core. MindSpore is imported only for an NPU.
@@ -83,14 +84,14 @@ def seconds_of(work: Callable[[], float], pieces: int) -> float:
 
 
 class Watch:
-    """These are one rank's probes and what happened between them.
+    """This records one rank's probes, and the rank's waiting times between them.
 
     The first step of a part of a run compiles and is not counted. The time between the end of a step and the beginning
     of the next one is the wait for its batch: nothing else happens there.
 
     Args:
-        settings: when to probe, and how much work to do. file: the file of the record. rank, host, device: the worker
-            whose probes are recorded.
+        settings: the settings, which say when to probe, and how much work to do. file: the file of the record. rank,
+            host, device: the worker whose probes are recorded.
         work: the fixed piece of work.
         sees_data: whether the host waits for batches itself; in sink mode the device does.
     """

@@ -62,7 +62,8 @@ def enable(config, settings) -> None:
     """Build models later with YaRN as `config` (a MindFormerConfig) describes it.
 
     Raises:
-        RecipeError: settings that cannot be, another model, or an incomplete `rope_scaling`.
+        RecipeError: the settings are impossible, the plugin does not support the model, or `rope_scaling` is
+            incomplete.
     """
     model_config = config.model.model_config
     yarn = read(settings, model_config)

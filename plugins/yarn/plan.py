@@ -44,14 +44,14 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Yarn:
-    """This holds what `model.model_config.rope_scaling` and the plugin's setting say together.
+    """This holds the values of `model.model_config.rope_scaling` and of the plugin's setting.
 
     Args:
-        factor: how many times as many tokens as before the extension, at least 1.
-        original: the number of tokens that the model was trained on before it.
-        beta_fast: frequencies that turn at least this often within `original` tokens stay as they are.
-        beta_slow: frequencies that turn at most this often are divided by `factor`; a ramp lies between both.
-        mscale: multiplies the rate of the attention factor. kind: a key of `RATES`.
+        factor: the new sequence length divided by the old one, at least 1.
+        original: the sequence length before the extension.
+        beta_fast: frequencies that turn at least this often within `original` tokens are unchanged.
+        beta_slow: frequencies that turn at most this often are divided by `factor`, with a ramp between both.
+        mscale: a factor on the rate of the attention factor. kind: a key of `RATES`.
     """
 
     factor: float
@@ -84,7 +84,8 @@ def read(settings: Any, model: Mapping[str, Any]) -> Yarn:
         settings: the recipe's `plugins.yarn`. model: its `model.model_config`.
 
     Raises:
-        RecipeError: a setting, another model, or a `rope_scaling` that is not YaRN's or that is incomplete.
+        RecipeError: a setting is wrong, the plugin does not support the model, or `rope_scaling` is not that of YaRN or
+            is incomplete.
     """
     kind = Settings.read(settings).attention_factor
     if (found := model.get("model_type")) != MODEL_TYPE:

@@ -37,7 +37,7 @@ TEXTS = {"outcomes.json": "[]\n", "memory.json": json.dumps({"activations": 1.1,
 
 def manifest(**changes):
     content = {
-        "format": 1, "made": "2026-11-26T12:00:00Z", "device": "910B3", "devices": 512, "simulated": False,
+        "format": 2, "made": "2026-11-26T12:00:00Z", "device": "910B3", "devices": 512, "simulated": False,
         "names": "plain", "recipe": "recipes/mini/pretrain.yaml", "digest": recipe_digest(RECIPE),
         "versions": software(), "verdict": "go",
     }  # fmt: skip
@@ -96,7 +96,7 @@ def without(texts, name):
         (lambda texts: without(texts, "memory.json"), "memory.json: the file is missing"),
         (lambda texts: without(texts, MANIFEST), "is not a bundle of tc3 firsthour"),
         (lambda texts: {**texts, MANIFEST: "{"}, "manifest.json: the file is not JSON"),
-        (lambda texts: sealed(texts, format=2), "format is 2, but this tc3 reads format 1"),
+        (lambda texts: sealed(texts, format=1), "format is 1, but this tc3 reads format 2"),
         (lambda texts: sealed(texts, devises=3), "devises: no such key (did you mean 'devices'?)"),
         (lambda texts: sealed(texts, versions={**software(), "tc3": "0.0.9"}), "measured with tc3 0.0.9, but this is"),
         (lambda texts: sealed(texts, versions={**software(), "mindspore": "2.8.0"}), "measured with mindspore 2.8.0"),
@@ -135,7 +135,7 @@ def test_an_hour_that_did_not_come_so_far_has_no_cluster_and_no_memory(tmp_path)
     write_bundle(tmp_path / "b.zip", manifest(simulated=True), {"outcomes.json": "[]\n"})
     found = read_bundle(tmp_path / "b.zip")
     assert measured_memory(found) is None
-    with pytest.raises(DataError, match="its step \\(rung\\) calibrate gave no result"):
+    with pytest.raises(DataError, match="the check calibrate gave no result"):
         measured_cluster(found)
     with pytest.raises(DataError, match="no card may claim"):
         _ = found.claim

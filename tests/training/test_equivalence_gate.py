@@ -1,7 +1,7 @@
 """The gate of tests/golden/mini-pretrain.json as CI uses it: the mini recipe itself, and evaluating on the way.
 
 The held-out loss runs the training graph, which counts the load of experts: it must put the counts back. Two workers
-are compared with one in test_two_workers.py; the command with trainings by `tc3 train` is a rung of the rehearsal in
+are compared with one in test_two_workers.py; the command with trainings by `tc3 train` is a check of the rehearsal in
 tests/launch/firsthour/test_cli.py.
 """
 

@@ -1,7 +1,7 @@
 """This module checks whether the collectives that a sharded run executes are those that its dry run reports.
 
-A few steps of a recipe's sharded graph are trained on CPU processes, which note the collectives of their first step.
-Every rank of the same recipe is compiled, and each rank's record is compared with what its compile reports.
+CPU processes train a few steps of a recipe's sharded graph, and record the collectives of their first step. Every rank
+of the same recipe is compiled, and each rank's record is compared with what its compile reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
     """Return the recipe itself; for an Ascend recipe, return the mini recipe with the same parallel strategy.
 
     Raises:
-        RecipeError: the file or an override is wrong, or MindSpore shards nothing of it.
+        RecipeError: the file or an override is wrong, or MindSpore would not shard the recipe's graph.
     """
     recipe = load_recipe(path)
     if not View(recipe).on_cpu:
@@ -93,7 +93,8 @@ class RankCalls:
     differ from the dry run's.
 
     Args:
-        calls, bytes: executed, and how large their tensors were. by_name: calls of each operator.
+        calls, bytes: the number of executed collectives, and the bytes of their tensors. by_name: the number of calls
+            of each operator.
         differences: the differences from the report of the dry run, one line each.
     """
 
@@ -164,7 +165,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     compiles.
 
     Raises:
-        RecipeError: there is none, or it is not sharded.
+        RecipeError: the run has no recipe, or its recipe is not sharded.
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():
@@ -209,7 +210,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """Return the comparison of one rank: what its compile reports, and what it executed."""
+    """Return the comparison of one rank between the collectives that its compile reports and those that it executed."""
     calls, rank = executed.calls, result["rank"]
     found = compare_calls(result["graph"], calls)
     return RankCalls(

@@ -1,4 +1,4 @@
-"""This module records how many choices each expert got in every step, because MindFormers resets the counters before a
+"""This module records how many tokens chose each expert in every step, because MindFormers resets the counters before a
 recorder can read them.
 """
 
@@ -17,7 +17,7 @@ class CountedBias(TopkBiasBalanceCallback):
     moves the biases and resets the counters as its parent does.
 
     Attributes:
-        loads: for each step, router -> share of the choices that each expert got, float32 [experts].
+        loads: for each step, router -> each expert's share of the choices, float32 [experts].
     """
 
     loads: ClassVar[list[dict[str, np.ndarray]]] = []

@@ -1,15 +1,15 @@
-"""This module takes the kernels that DVM would make of a compiled graph from the graph's text, and prepares them for
+"""This module extracts from the text of a compiled graph the fused kernels that DVM would build, and computes them in
 NumPy.
 
-They are made small: sizes above 32 shrink, what is equal stays equal. `compute` is the arithmetic of one operator.
-`replayed` computes each kernel from seeded inputs in three ways, and judges the results by Table 2:
+The kernels get a toy size: sizes above 32 shrink, and equal sizes stay equal. `compute` is the arithmetic of one
+operator. `replayed` computes each kernel from seeded inputs in three ways, and judges the results by Table 2:
 
 exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory
 fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
 
 An operator outside of a fused kernel computes in float32 or wider, whatever its type, and so do its sums. `allowances`
-is what Table 2 allows each result.
+returns the tolerance of each result by Table 2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KEPT = 32  # a dimension up to this stays; each larger size becomes a number of
 
 
 class UnreadableError(Exception):
-    """A group of operators cannot be replayed; the message says why."""
+    """This error means that a group of operators cannot be replayed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Step:
     """A `Step` is one operator of a kernel.
 
     Args:
-        op: name of its primitive. output: type and shape of its result.
+        op: the name of its primitive. output: the type and shape of its result.
         arguments: the arguments in order; constants are given as values.
         keep_dims: whether a reduction keeps the dimension.
     """
@@ -70,9 +70,8 @@ class Kernel:
     """A `Kernel` is a group of operators that become one kernel.
 
     Args:
-        inputs: type and shape of what it takes from outside.
-        outputs: places in `steps` of the results that leave it.
-        where: MindSpore's path of its last operator.
+        inputs: the types and shapes of its inputs. outputs: the indices in `steps` of the results that leave the
+            kernel. where: MindSpore's path of its last operator.
     """
 
     inputs: tuple[TensorType, ...]
@@ -99,10 +98,10 @@ class Kernel:
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the kernel that the nodes at `places` make; its results at `outputs` leave it.
+    """Return the kernel of the nodes at `places`; its results at `outputs` leave it.
 
     Raises:
-        UnreadableError: a constant that the text does not show, or an input that is not a tensor.
+        UnreadableError: the text does not show a constant, or an input is not a tensor.
     """
     chosen = sorted(places)
     number = {place: step for step, place in enumerate(chosen)}
@@ -143,7 +142,7 @@ def constant(text: str) -> object:
     value=[1])``.
 
     Raises:
-        UnreadableError: it is none of them, or its values are cut short.
+        UnreadableError: the text has none of these forms, or its values are truncated.
     """
     array = _ARRAY.match(text)
     try:
@@ -184,14 +183,14 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """Return the result of an operator, in the type that NumPy makes of its operands'; a Cast between floats changes
-    nothing.
+    """Return the result of an operator, in the type that NumPy derives from those of its operands; a Cast between
+    floats changes nothing.
 
     Args:
         values: arrays, and plain numbers and tuples where the graph has constants.
 
     Raises:
-        UnreadableError: an operator that is not in `KNOWN`.
+        UnreadableError: the operator is not in `KNOWN`.
     """
     first, *rest = values
     if step.op in _ELEMENTWISE:
@@ -223,10 +222,10 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 def shrunk(kernel: Kernel) -> Kernel:
     """Return the kernel with a small size in place of every size above 32, and of sizes known only at run time.
 
-    Sizes that were equal are equal, and those that differed differ: what broadcasts does so still. Sums become shorter.
+    Equal sizes stay equal, and different sizes stay different, so that broadcasting still works. Sums become shorter.
 
     Raises:
-        UnreadableError: a Reshape of sizes that would be cut, for their products must stay equal.
+        UnreadableError: the sizes of a Reshape would be reduced, although their products must stay equal.
     """
     given = [step.output for step in kernel.steps]
     sizes = sorted({size for kind in (*kernel.inputs, *given) for size in kind.shape if not 0 <= size <= _KEPT})
@@ -245,11 +244,11 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """A `Found` collects the kernels of graphs, one of each kind, and the reasons why others cannot be computed again.
+    """A `Found` collects the kernels of graphs, one of each kind, and the reasons why others cannot be computed.
 
     Args:
-        kernels: each kind once, by `Kernel.key`. counts: how many there are of each.
-        skipped: the number of kernels that cannot be computed again, by the reason.
+        kernels: one kernel of each kind, by `Kernel.key`. counts: the number of kernels of each kind. skipped: the
+            number of kernels that cannot be computed, by the reason.
     """
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
@@ -290,9 +289,10 @@ _LARGEST = 2.0
 
 
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
-    """Return random inputs: floats of magnitude `lower_bound` to 2, positive where a root or a division may take them.
+    """Return random inputs: floats of magnitude `lower_bound` to 2, which are positive if a root or a division may use
+    them.
 
-    They depend on the seed and the kernel only, and are numbers that the inputs' types hold.
+    They depend only on the seed and the kernel, and the types of the inputs can represent them exactly.
     """
     rng = np.random.default_rng([seed, zlib.crc32(kernel.key.encode())])
     positive = any(step.op in _POSITIVE for step in kernel.steps)
@@ -343,13 +343,12 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """An `Allowance` says what Table 2 (`tools.accuracy.judge`) allows for a result.
+    """An `Allowance` holds the data from which the tolerance of a result follows by Table 2 (`tools.accuracy.judge`).
 
     Args:
-        dtype: the type of fewest bits that it depends on.
-        count: numbers that it sums; 0 where it is only moved.
-        stores: how often a value is rounded to 16 bits on its longest way, if the result of each operator is stored.
-        casts: how often a Cast rounds the value to 16 bits.
+        dtype: the type with the fewest bits on which it depends. count: the number of elements that it sums; 0 if
+            values are only moved. stores: the largest number of times that a value is rounded to 16 bits on its way, if
+            the result of each operator is stored. casts: the number of times that a Cast rounds the value to 16 bits.
     """
 
     dtype: str
@@ -406,10 +405,11 @@ class Row:
     other.
 
     Args:
-        name: its operators. where: the path of one. times: how many there are in the graphs.
+        name: the names of its operators. where: the path of one such kernel. times: the number of such kernels in the
+            graphs.
         dtype: the data type in which the kernel was judged.
-        fused, unfused: the largest error of its results against float64. allowed: of the fused one, by Table 2.
-        passed, unfused_passed: whether they are within it.
+        fused, unfused: the largest errors of its results against float64. allowed: the tolerance of the fused kernel by
+            Table 2. passed, unfused_passed: whether the errors are within their tolerances.
         detail: the worst element.
     """
 
@@ -453,8 +453,8 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Return whether every kernel is within tolerance; None if no kernel is known to be out of it, but some are
-        unknown.
+        """Return whether every kernel is within tolerance; None if no kernel is known to be out of tolerance, but some
+        are unknown.
         """
         if self.wrong:
             return False
@@ -467,7 +467,7 @@ class Report:
 
 
 def replayed(found: Found, seed: int) -> Report:
-    """Return the judgements of predicted kernels, fused as DVM does and unfused."""
+    """Return the judgements of predicted kernels, both fused (as DVM computes them) and unfused."""
     rows = []
     for key, kernel in found.kernels.items():
         inputs = inputs_of(kernel, seed)

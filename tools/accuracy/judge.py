@@ -8,16 +8,17 @@ bfloat16  bfloat16      float32
 hfloat32  float32       float32 (the device's matmul rounds its factors)
 float32   float32       float64, or float32 with wide=False
 
-How far a result may be off is Table 2 of the report, by data type and by how many terms an element accumulates; its
-numbers stand in tolerance.yaml, and `systematic` gives what a factor that scales a whole tensor may be. The report
-allows "the actual error" to be within Table 2 and does not define it. Ours, for each element:
+Table 2 of the report states the tolerance by data type and by the number of terms that an element accumulates. Its
+values are in tolerance.yaml, and `systematic` returns the tolerance of a factor that scales a whole tensor. The report
+requires "the actual error" to be within Table 2, and does not define this error. Here it is, for each element:
 
     error = |got - want| / max(|want|, rms(want), smallest)
 
-rms is over the finite elements of the tensor and smallest is the type's smallest normal number: relative where a
-result is large, relative to the tensor's scale where it cancels to near zero, and no more than a type can hold where
-everything is denormal. The largest error of the tensor is compared with the tolerance (`judge`). Infinities and NaN
-must be where the baseline has them (`judge_special`).
+rms is the root mean square of the finite elements of the tensor, and smallest is the type's smallest normal number. The
+error is relative to the element if the element is large, relative to the scale of the tensor if the element nearly
+cancels to zero, and relative to the smallest normal number if all elements are denormal. The largest error of the
+tensor is compared with the tolerance (`judge`). Infinities and NaN must be where the baseline has them
+(`judge_special`).
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def round_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return values as `dtype` holds them: float16 as such, all other floats as float32, integers and booleans
-    unchanged.
+    """Return values rounded to `dtype`: float16 is returned as float16, all other floats as float32, and integers and
+    booleans are unchanged.
     """
     if not np.issubdtype(values.dtype, np.floating):
         return values
@@ -89,8 +90,8 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
     Args:
         dtype: the dtype of the operator's inputs: float32, float16, bfloat16 or hfloat32.
-        count: terms that one output element accumulates; 0 for an operator that only moves values.
-        roundings: how often a value is stored in `dtype` on its way to the output.
+        count: the number of terms that one output element accumulates; 0 for an operator that only moves values.
+            roundings: the number of times that a value is stored in `dtype` on its way to the output.
     """
     if count == 0:
         return 0.0
@@ -159,9 +160,10 @@ def judge_special(
     """Compare results for special inputs: each element relative to itself, with NaN and infinities in the same places.
 
     Args:
-        wants: golden results that are right, for a device that keeps denormals and for one that does not. They are
-            rounded to `dtype`, so what overflows must be infinite.
-        floor: errors are relative to this at least; for reductions, whose ordinary elements may cancel.
+        wants: the right golden results, for a device that keeps denormals and for one that does not. They are rounded
+            to `dtype`, so a value that overflows must be infinite.
+        floor: the smallest magnitude to which errors are relative; it is needed for reductions, whose ordinary elements
+            may cancel.
     """
     got = got.astype(np.float64)
     held = [rounded(want, dtype).astype(np.float64) for want in wants]
@@ -182,6 +184,6 @@ def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: f
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:
-    """Return how many elements of a rerun differ in any bit (NaN equals itself)."""
+    """Return the number of elements of a rerun that differ in any bit (NaN equals itself)."""
     kind = np.dtype(f"u{first.dtype.itemsize}")
     return int((first.view(kind) != other.view(kind)).sum())

@@ -1,11 +1,11 @@
-"""This module finds which plugins work with each other and with which kinds of parallelism. For every pair the module
-says whether both can be combined, and which check or run has shown this.
+"""This module finds which plugins work with each other, and with which kinds of parallelism. For every pair it reports
+whether both can be combined, and the check or run that has shown this.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 
-A pair is put into a small recipe for Ascend, which has only what the two need. `tc3 check` refuses it, or something
-that was shown has both of them: a row of `tc3 accuracy equivalence`, or a recipe whose card says that it was trained
-or compiled. A pair that is not refused and that nothing has shown is told as such.
+A pair is put into a small recipe for Ascend, which has only the settings that the two need. Either `tc3 check` refuses
+this recipe, or there is evidence that both work together: a row of `tc3 accuracy equivalence`, or a recipe whose card
+says that it was trained or compiled. A pair without either is reported as not shown.
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ _NOT_IN = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """A `Plugin` holds the settings with which a plugin is tried in a recipe, and what else the recipe then needs.
+    """A `Plugin` holds the settings with which a plugin is tried in a recipe, and the other settings that the recipe
+    then needs.
 
     Args:
-        settings: the section of the plugin; needs: degrees of a `Sharding`; beside: other plugins that must be on;
-            chats: whether it reads conversations; dense: whether it is for grouped-query attention, which the models
-            without experts have; model: keys of `model_config` that it needs; grows: whether it needs steps that can
-            be halved, whose data pass through the process.
+        settings: the section of the plugin; needs: the degrees of a `Sharding`; beside: other plugins that must be on;
+            chats: whether it reads conversations; dense: whether it needs grouped-query attention, which the models
+            without experts have; model: the keys of `model_config` that it needs; grows: whether it needs a batch that
+            can be halved, and data that pass through the process.
     """
 
     settings: Any = field(default_factory=dict)
@@ -110,8 +111,8 @@ PLUGINS: Mapping[str, Plugin] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A `Cell` says whether one pair can be combined: `how` is one of the five words that the module defines, and `by`
-    is the reason or what has shown it.
+    """A `Cell` holds the result for one pair: `how` is one of the five words that the module defines, and `by` is the
+    reason or the evidence.
     """
 
     one: str
@@ -127,12 +128,12 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def cells() -> list[Cell]:
-    """Return for every pair whether it can be combined, and what has shown it."""
+    """Return for every pair whether it can be combined, with the evidence."""
     return [cell(*pair) for pair in pairs()]
 
 
 def cell(one: str, other: str) -> Cell:
-    """Return for one pair whether it can be combined, and what has shown it."""
+    """Return for one pair whether it can be combined, with the evidence."""
     if found := check_recipe(recipe_of(one, other)).errors:
         return Cell(one, other, REFUSED, f"{found[0].key}: {found[0].wrong}")
     for how, by, has in shown():

@@ -22,7 +22,8 @@ _HOST_FOLDERS = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a 
 
 
 def allowed(root: Root) -> list[int] | None:
-    """Return the cores on which this process may be scheduled, which its cpuset limits; return None if no file says.
+    """Return the cores on which this process may be scheduled (its cpuset limits them); return None if no file states
+    them.
 
     Control groups of version 1 and of version 2 are read; in a container the process's own group is mounted as the
     top one, so a group's path is tried from the deepest folder upwards.

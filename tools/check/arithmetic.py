@@ -332,7 +332,9 @@ def _lost_gradients(view: View, built: Built, found: Findings) -> None:
 
 
 def without_copies(dp: int, tp: int, cp: int, ep: Any, experts: int) -> tuple[bool, Any]:
-    """Return whether no other rank has a copy of any weight, and of any expert; `ep` is a number or an array."""
+    """Return two values: whether no weight, and whether no expert, has a copy on another rank; `ep` is a number or an
+    array.
+    """
     return dp * cp == 1, (ep == dp * tp * cp) & (experts > 0)
 
 

@@ -396,7 +396,7 @@ def _placements_in(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def moved(placements: dict[str, np.ndarray]) -> list[str]:
-    """Return the modules whose experts do not stand in logical order."""
+    """Return the modules whose experts are not in logical order."""
     return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
 
 

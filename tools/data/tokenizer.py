@@ -48,7 +48,7 @@ class Tokenizer:
 
 
 class Coder:
-    """A `Coder` converts text to ids and back. Text that looks like a special token is encoded as ordinary text."""
+    """A `Coder` converts text to ids and back. Text in the form of a special token is encoded as ordinary text."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         if spec.backend is None:

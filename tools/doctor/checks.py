@@ -1,5 +1,5 @@
-"""This module defines what a check is: a look at a host, the reason why the result matters with its source, and the
-command that mends it.
+"""This module defines a check: a function that looks at a host, the reason why its result matters, with a source, and
+the command that mends a failure.
 
 A check changes nothing. It is a function from a host to an `Answer`; `check` adds the words and enters it in `CHECKS`.
 """

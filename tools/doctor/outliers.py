@@ -392,14 +392,14 @@ def probes_of(bundle: Bundle) -> dict[str, Probe]:
         DataError: the hour has probed no host.
     """
     rows: Sequence[Mapping[str, Any]] = bundle.json(OUTCOMES) or ()
-    found = next((row["evidence"].get("probes") for row in rows if row["rung"] == "devices"), None)
+    found = next((row["evidence"].get("probes") for row in rows if row["check"] == "devices"), None)
     if not found:
         raise DataError(f"{bundle.path}: the bundle has no probes; tc3 firsthour read {bundle.path} says why")
     return dict(found)
 
 
 def against(probe: Probe, bundle: Bundle) -> list[Finding]:
-    """Return what a host's probe says beside the probes of a first hour.
+    """Return the findings about a host's probe compared with the probes of a first hour.
 
     Raises:
         DataError: the hour has probed no host.

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def timed(work: Callable[[], float], seconds: float) -> Piece:
-    """Repeat `work` for `seconds` and return its rate. `work` returns the amount that it did.
+    """Repeat `work` for `seconds` and return its rate. The function `work` returns the amount of work that it did.
 
     Time in which other processes had the cores is taken out of the rate: it tells of them, not of this worker. Time in
     which a limit stopped the worker stays in. The kernel counts both as waiting (schedstat), the limit also by itself.
@@ -145,7 +145,7 @@ class Desk:
     """
 
     def start(self, cores: list[int], npu: bool, folder: str, kind: str) -> dict[str, Any]:
-        """Bind this process to cores and prepare the work. Without cores, the process stays where the host puts it."""
+        """Bind this process to cores and prepare the work. Without cores, the process is not bound."""
         if cores:
             os.sched_setaffinity(0, cores)
         from tools.doctor import measures  # NumPy's threads stay on the cores that it finds

@@ -44,7 +44,7 @@ _MEASURES = ("matmul", "memory", "disk", "bandwidth", "latency")
 
 
 def gather(patient: Patient) -> Facts:
-    """Return the facts of a host, and of the recipe and its data as that host sees them."""
+    """Return the facts of a host, and those of the recipe and its data as this host reads them."""
     facts: Facts = {"tc3": tool_version(), "code": code()}
     facts |= _python_facts(patient)
     if not patient.on_cpu:

@@ -6,10 +6,10 @@ all other changes. Their bytes are exact, except for tensors that share memory. 
 are counted in the order of the text; a device runs another order, and reuses and fragments memory, so that part is an
 estimate.
 
-A pass is also taken apart by layer, so that stages of other layers can be composed from the parts. MindSpore writes a
-pass in the order of its layers and keeps the path of cells on most operators. What comes before the first layer (the
-embedding) is `FRONT`, what comes behind the last one (the head, MTP layers, the loss) is `BACK`, and what several
-layers read but none makes for itself (the angles of rotary positions) is `COMMON`.
+A pass is also divided into layers, so that stages with other layers can be composed from the parts. MindSpore writes a
+pass in the order of its layers and keeps the path of cells on most operators. The part before the first layer (the
+embedding) is `FRONT`, the part after the last one (the head, MTP layers, the loss) is `BACK`, and the tensors that
+several layers read and none of them computes (the angles of rotary positions) are `COMMON`.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def owner_place(own: int, readers: Iterable[int]) -> str:
     """Return the part to which a kept tensor belongs: a tensor that only a later layer reads is that layer's input.
 
     Args:
-        own: place of the operator that makes it.
-        readers: places of those that read it in the forward.
+        own: the part of the operator that computes it. readers: the parts of the operators that read it in the forward
+            pass.
     """
     others = set(readers)
     later = {place for place in others if place > own}
@@ -150,8 +150,8 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return "saved", "forward" and "backward" of a chunk with these parts, in the order of its forward.
 
-    A forward piles up what its parts leave; a backward hands back what it took and adds its gradients up as it goes,
-    so that its fullest part counts.
+    A forward pass accumulates the tensors that its parts keep. A backward pass frees these tensors and accumulates its
+    gradients as it proceeds, so its fullest part counts.
     """
     most = alive = 0
     for part in parts:
@@ -173,7 +173,7 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
     alive in each of at most `POINTS` stretches of a pass. Without a pipeline the whole step counts as one "backward".
 
     Args:
-        rows: what stands for dimensions that only routing decides (see `routed_rows`).
+        rows: the size that replaces dimensions that only routing decides (see `routed_rows`).
     """
     found = []
     for name, behind in chunks_of(graph):
@@ -218,7 +218,7 @@ def curve_of(nodes: list[Node], rows: int) -> list[int]:
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Return the number of rows that a rank dispatches: the padded number that it sends, if the graph states it, else
+    """Return the number of rows that a rank dispatches: the padded number in the graph if there is one, otherwise
     `even`.
 
     `even` is tokens x top-k of a rank: what each rank gets when routing is even.
@@ -284,8 +284,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
-    """Return, for each weight, the bytes of the tensors that the root graph computes once from this weight and that the
-    passes of all micro-batches share.
+    """Return for each weight the bytes of the tensors that the root graph computes once from it, and that the passes of
+    all micro-batches share.
 
     These are the weights in compute precision, gathered from the optimizer's shards: they stay for the whole step.
     """

@@ -121,13 +121,13 @@ def dryrun(
     """Compile the training step of RECIPE for all its devices, without needing any device.
 
     MindFormers builds the step as in a training, and MindSpore's own front end shards it, for one rank of each kind of
-    pipeline stage. It says what MindSpore would do: memory of every device, collectives and their ranks, Sends and
-    Receives, or its refusal.
+    pipeline stage. The report shows the memory of every device, collectives and their ranks, Sends and Receives, or the
+    error with which MindSpore refuses the recipe.
 
-    The graph is of an even routing. What --loads add to its memory is modelled, as in tc3 memory.
+    The graph assumes even routing. The memory that --loads add is modelled, as in tc3 memory.
 
-    Exit codes: 0 it compiles, fits and runs through; 1 it does not, also only at some step of --loads, or it is not
-    known whether it fits, or --prove finds a violation; 2 a wrong input; 130 interrupted.
+    Exit codes: 0 it compiles, fits and does not hang; 1 one of these fails (also if only at some step of --loads), or
+    it is unknown whether it fits, or --prove finds a violation; 2 a wrong input; 130 interrupted.
     """
     _check_outputs(picture, time_line)
     if quick and (ranks or micro_batches):

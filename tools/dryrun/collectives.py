@@ -1,9 +1,9 @@
-"""This module reads what one rank communicates and computes from MindSpore's final graph: collectives in program order,
-and FLOPs.
+"""This module reads the communication and computation of one rank from MindSpore's final graph: collectives in program
+order, and FLOPs.
 
-The root of the graph is walked and its calls are expanded. MindSpore's backend may swap collectives that no edge
-orders, so each carries which earlier ones it waits for, and whether that takes a `Depend`. FLOPs are those of one
-micro-batch, and only of products and attention.
+The module goes through the root of the graph and expands its calls. MindSpore's backend may swap collectives without an
+edge between them, so each collective lists the earlier ones for which it waits, through data or only through a
+`Depend`. FLOPs are those of the matrix products and the attention of one micro-batch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NOT_KEPT = ("group", "group_ranks", "rank_list", "group_rank_ids", "rank_size")
 class Collective:
     """A `Collective` is one collective that one rank executes in a step.
 
-    `role` is forward, recompute (a forward one, repeated in the backward), gradient or step (around them: weights
-    gathered before the forward, gradients reduced, norms, the optimizer). `after` and `after_depend` hold places in the
-    list: collectives of the same subgraph that must end before this one starts, by the data that flows and,
-    additionally, by `Depend`. `source` is the line of Python that stands for it, of the forward for a gradient, and
-    `scope` the path of cells. MindSpore keeps both as well as it can: either may be empty, and inside a Morph the scope
-    is often cut short. What is always there is the group.
+    `role` is forward, recompute (one of the forward pass that is repeated in the backward pass), gradient, or step
+    (outside of the passes: weights gathered before the forward pass, gradients reduced, norms, the optimizer). `after`
+    and `after_depend` hold indices of collectives of the same subgraph that must end before this one starts: those
+    required by data, and those additionally required by `Depend`. `source` is its line of Python (for a gradient, that
+    of the forward pass), and `scope` the path of cells. MindSpore does not always keep these two: either may be empty,
+    and inside a Morph the scope is often truncated. The group is always known.
     """
 
     op: str
@@ -60,7 +60,7 @@ def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...]
     """Return the collectives of a graph, in program order; a subgraph called twice counts twice.
 
     Args:
-        ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
+        ranks_of: a function from a group to its global ranks, or None if they are unknown: `VirtualCluster.ranks_of`.
 
     Both branches of a condition are listed (in training steps, only the one that updates has any).
 
@@ -179,9 +179,9 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that C++ made up; only some of a group's collectives state them.
+    """Return the ranks of each group that MindSpore's C++ code created; only some of a group's collectives state them.
 
-    C++ names a group by a hash of its ranks, which tells whether `group_rank_ids` are the group's.
+    The name of such a group is a hash of its ranks, so it can be checked whether `group_rank_ids` belong to the group.
     """
     found: dict[str, tuple[int, ...]] = {}
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES):
@@ -209,7 +209,7 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
     """Return for each chunk the FLOPs of one micro-batch on this rank: "forward", "recompute" and "gradient".
 
     Args:
-        rows: what stands for dimensions that only routing decides.
+        rows: the size that replaces dimensions that only routing decides.
     """
     found = []
     for names in chunks_of(graph):

@@ -1,8 +1,8 @@
 """This module compiles the jobs of a plan, each in a separate process, and keeps the results by content.
 
-As many processes run at once as cores and free memory allow, and none outlives its parent. The same recipe, rank, code
-and versions are compiled once. A refusal by MindSpore or MindFormers is a result, too: `diagnose` finds the key of the
-recipe that caused the message.
+The number of processes at a time depends on cores and free memory, and no process outlives its parent. Each combination
+of recipe, rank, code and versions is compiled once. A refusal by MindSpore or MindFormers is a result, too: `diagnose`
+finds the key of the recipe that caused the message.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = 
     """Return the results of the plan's jobs in their order, from the cache if it has them.
 
     Args:
-        texts: the texts of the final graphs are wanted, too; they lie at `text_of`.
+        texts: whether the texts of the final graphs are kept, too, in the files `text_of`.
     """
     known = {
         place: {**found, "cached": True}
@@ -112,15 +112,16 @@ def run_jobs(
 ) -> list[dict[str, Any]]:
     """Compile all jobs; return the results in their order.
 
-    After the first refusal no further job is started: its message is the answer. Ctrl-C and SIGTERM end all processes.
+    After the first refusal no further job is started, because its message is the result. Ctrl-C and SIGTERM end all
+    processes.
 
     Args:
-        progress: is told of each job "started" and "done", and now and then of what is still "running".
-        at_once: how many run at a time, by default as many as fit.
+        progress: called when a job is "started" and "done", and from time to time for jobs that are still "running".
+        at_once: the number of jobs that run at a time; by default as many as fit.
         texts: for each job, the file for the text of its final graph; by default no text is kept.
 
     Raises:
-        ClusterError: a process died without a result (out of memory, for instance).
+        ClusterError: a process died without a result (for example because memory ran out).
     """
     results: dict[int, dict[str, Any]] = {}
     waiting, running = list(enumerate(jobs)), dict[int, _Run]()
@@ -200,7 +201,7 @@ def cache_folder() -> Path:
     """Return the folder of the results: the user's cache folder.
 
     Raises:
-        ClusterError: the user has none.
+        ClusterError: the user has no cache folder.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
@@ -294,8 +295,7 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     framework's call stacks.
 
     Args:
-        kind: class of the exception.
-        recipe: the compiled recipe; some causes show only in its keys.
+        kind: the class of the exception. recipe: the compiled recipe; some causes are visible only in its keys.
     """
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):

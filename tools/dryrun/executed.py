@@ -1,8 +1,8 @@
 """This module checks whether a rank executed the collectives that its compile reported: names, groups, bytes and order.
 
-MindSpore's backend may swap collectives that no data joins, so the order is judged by what needs whose result, and on
-each link of a pipeline by the order of its messages. Executed graphs keep operators that the last passes for Ascend
-rename, and they give routed rows their real number: neither is a difference.
+MindSpore's backend may swap collectives that do not depend on each other, so the order is judged by the dependencies,
+and on each link of a pipeline by the order of its messages. Executed graphs keep operators that the last passes for
+Ascend rename, and have the real number of routed rows: neither counts as a difference.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ class Comparison:
     """A `Comparison` holds one line for each difference between the reported and the executed collectives.
 
     Args:
-        calls: calls that one side lacks, or has more often.
-        order: calls that were executed before one whose result they need, and messages of a link in another order.
-            The order is compared only if `calls` is empty.
+        calls: calls that one side lacks, or makes more often. order: calls that were executed before a call whose
+            result they need, and messages of a link in another order. The order is compared only if `calls` is empty.
     """
 
     calls: list[str]
@@ -68,7 +67,8 @@ class Comparison:
 def calls_file(run_dir: str | Path, rank: int) -> Path:
     """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step.
 
-    {"step", "calls": `CallRecord`s, "places": {group: the place in it that MindSpore was told}}.
+    It holds {"step", "calls": `CallRecord`s, "places": {group: the rank's index in the group, as MindSpore was given
+    it}}.
     """
     return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"
 

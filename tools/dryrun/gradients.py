@@ -1,13 +1,13 @@
 """This module reads from MindSpore's final graph how each weight's gradient is summed over ranks, and judges it.
 
 Every rank that holds the same slice of a weight computes a part of that weight's gradient. These parts must be added
-over exactly those ranks, once: a sum that is missing, doubled or taken over other ranks trains wrong weights, and no
-loss says so at once. `_Walk` goes back through the graph from the optimizer's update of each weight, through clipping,
-scaling and the sums over micro-batches, to the operators that make the gradient, and collects the collectives on the
-way. `judge` compares them with the ranks that the weight's layout names (`copies_of`).
+over exactly those ranks, once: if a sum is missing, made twice or made over other ranks, the weights are trained
+wrongly, and the loss does not show it at once. `_Walk` goes back through the graph from the optimizer's update of each
+weight, through clipping, scaling and the sums over micro-batches, to the operators that make the gradient, and collects
+the collectives on the way. `judge` compares them with the ranks that the weight's layout names (`copies_of`).
 
-MindSpore seeds the backward pass with 1 / (devices of a stage) and then sums over all copies, even of equal values, so
-that the ranks of the sum follow from the weight's layout only. `tools.dryrun.scale` judges the factors on the way.
+MindSpore starts the backward pass with 1 / (devices of a stage) and then sums over all copies, even if they are equal,
+so the ranks of the sum follow only from the weight's layout. `tools.dryrun.scale` judges the factors on the way.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Way(NamedTuple):
     """A `Way` is one path of a gradient from the operator that computes it to the optimizer.
 
     Args:
-        collectives: (operator, ranks), the last one first.
-        start: the operator that makes the gradient, or what the walk does not know.
-        scale: what multiplies the gradient on this way, apart from clipping.
+        collectives: (operator, ranks), the last one first. start: the operator that computes the gradient, or the
+            operator at which the walk ends because it has no rule for it. scale: the factor of the gradient on this
+            path, without clipping.
     """
 
     collectives: tuple[tuple[str, tuple[int, ...]], ...]
@@ -72,8 +72,8 @@ def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
     """Return the global ranks that hold the slice of a weight that `rank` holds, before the optimizer shards it.
 
     Args:
-        layout: as MindSpore's `parameter_layout_dict` has it: [0] the mesh of a stage's devices, [1] for each axis of
-            the weight which axes of the mesh cut it, counted from the last, or -1.
+        layout: an entry of MindSpore's `parameter_layout_dict`: [0] the mesh of a stage's devices, [1] for each axis of
+            the weight the axes of the mesh that cut it, counted from the last, or -1.
     """
     mesh = tuple(layout[0])
     cuts = {axis for axes in layout[1] for axis in (axes if isinstance(axes, (list, tuple)) else (axes,))} - {-1}
@@ -93,9 +93,9 @@ def judge_gradients(
     {"copy_of": another rank, "summed", "norm"}. `tools.dryrun.scale.judge_scale` judges the field "scales".
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
-    other at the start of each step, and the gradient of the copy is sent back. What the optimizer makes of the copy is
-    overwritten. The gradient is summed over ranks before it is sent ("summed" of the copy), or behind ("received" of
-    the weight that is updated: the other rank, and whether the sums stand behind); `gradients_report` compares both.
+    other at the start of each step, and the gradient of the copy is sent back. The optimizer's update of the copy is
+    overwritten. The gradient is summed over ranks before it is sent ("summed" of the copy), or after that ("received"
+    of the weight that is updated: the other rank, and whether the sums follow); `gradients_report` compares both.
 
     Args:
         ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
@@ -135,7 +135,7 @@ def judge_gradients(
 
 
 def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[dict[str, Any]]:
-    """Return how the global norm counts a weight, with the divisor that MindSpore has on devices.
+    """Return the contribution of a weight to the global norm, with the divisor that MindSpore uses on devices.
 
     MindSpore divides by the size of the group over which an AllReduce sums the weight's gradient. Where the optimizer
     shards the weight over only some of its copies, MindSpore asks the devices for this size, and reads `NO_SIZE` here.
@@ -245,8 +245,8 @@ class _Walk:
         return self.used[graph][number]
 
     def norm_of(self, name: str) -> list[dict[str, Any]]:
-        """Return how the global norm counts a weight: for each square of its gradient, the "divisor" of the sum, and
-        the "ranks" over which this sum is then added, group by group.
+        """Return the contribution of a weight to the global norm: for each square of its gradient, the "divisor" of the
+        sum, and the "ranks" over which this sum is then added, group by group.
         """
         found = []
         for graph, number in self.squares(name):
@@ -444,7 +444,7 @@ def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequ
     not.
 
     Args:
-        ways: the ways of the gradient on `rank`, as `_Walk.of_weight` returns them.
+        ways: the paths of the gradient on `rank`, as `_Walk.of_weight` returns them.
         copies: the ranks of a stage that hold the same slice of the weight, `rank` among them.
         elsewhere: one rank for each other stage that holds the weight and must send its gradient here.
 
@@ -490,7 +490,7 @@ def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
     added twice.
 
     Args:
-        groups: each with `rank`. Other ranks add over groups of the same form, as on the axes of a mesh of devices.
+        groups: the groups of `rank`. Other ranks add over groups of the same form, as on the axes of a mesh of devices.
     """
     reached = [rank]
     for ranks in groups:

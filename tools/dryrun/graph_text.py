@@ -1,8 +1,9 @@
 """This module reads MindSpore's final graph from its text: the operators of each subgraph, their inputs and outputs,
 and their calls.
 
-The text lists a subgraph's operators so that each stands behind its operands, which is an order in which they can run.
-`passes_of` says in which order the root of the graph runs the forward and backward passes of a stage's micro-batches.
+In the text each operator of a subgraph comes after its operands, so it is an order in which the operators can run.
+`passes_of` returns the order in which the root of the graph runs the forward and backward passes of a stage's
+micro-batches.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class Node:
     Args:
         op: the operator's name; "" for calls.
         head: the text of the operator without attributes; `text` includes them.
-        operands: numbers of the nodes that it takes, in the order in which they stand.
-        calls: names of the subgraphs that it runs (Partial only binds one: `binds`).
+        operands: the numbers of the nodes that are its arguments, in their order.
+        calls: the names of the subgraphs that it runs (Partial only binds one: `binds`).
         types: (inputs, outputs) as text.
         scope: path of cells.
         source: innermost line of Python, "folder/file.py:line".
-        hand_written: whether a `bprop` that somebody wrote stands among its lines.
+        hand_written: whether the operator comes from a hand-written `bprop`.
     """
 
     op: str
@@ -99,7 +100,7 @@ def read_graph(file: Path) -> GraphText:
     """Parse the graph that `virtual_cluster.final_graph` finds, or one that was stored compressed (`compiles.text_of`).
 
     Raises:
-        ClusterError: it cannot be read, or is no such text.
+        ClusterError: the file cannot be read, or is not the text of a graph.
     """
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8", errors="replace") as lines:
@@ -251,17 +252,17 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the most bytes of activations that wait for their backward, if a micro-batch leaves `sizes[chunk]` bytes
-    in a chunk.
+    """Return the largest number of bytes of activations that are kept for backward passes, if a micro-batch keeps
+    `sizes[chunk]` bytes in a chunk.
     """
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of activations that wait for their backward before each pass.
+    """Return the bytes of activations that are kept for backward passes before each pass.
 
-    Where the gradients of weights are a pass of their own ("W"), they are the last to need what is kept.
+    If weight gradients are a separate pass ("W"), the activations are kept until that pass.
     """
     split = {item[1:] for item in passes if item.kind == "W"}
     now, found = 0, []

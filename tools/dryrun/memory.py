@@ -1,17 +1,17 @@
-"""This module counts the memory of one device of a compiled stage, in bytes, by owner. All bytes are exact, except the
-bytes of activations.
+"""This module counts the memory of one device of a compiled stage, in bytes and by owner. All bytes are exact, except
+those of activations.
 
-A layout is what MindSpore's front end decided for one parameter: the slice that tensor and expert parallelism leave,
-and the group over which the optimizer shards that slice again (ZeRO). Elements of a rank = slice / group. From layouts
+A layout is the decision of MindSpore's front end for one parameter: its slice under tensor and expert parallelism, and
+the group over which the optimizer shards this slice again (ZeRO). Elements of a rank = slice / group. From layouts
 follow the bytes of parameters, optimizer state and accumulated gradients.
 
-`line_of` gives the live bytes over a step, pass by pass. Which tensors there are, their bytes and what a forward
-hands to its backward are the graph's. Inside a pass operators run in the order of the graph's text and a tensor lives
-from its operator to its last reader: a device's own order, its reuse and its fragments are unknown here. Times are
-unknown, too: each pass is one long.
+`line_of` returns the live bytes over a step, pass by pass. The tensors, their bytes, and those that a forward pass
+keeps for its backward pass are read from the graph. Inside a pass, operators are assumed to run in the order of the
+graph's text, and a tensor lives from its operator to its last reader; the order on a device, its reuse of memory and
+fragmentation are unknown. Times are unknown, too: each pass has the length 1.
 
-A graph is compiled as for an even routing. `under_loads` adds what uneven loads need, which `tools.estimate` models;
-`exchange` is what moving experts takes between two steps.
+The graph assumes even routing. `under_loads` adds the memory for uneven loads, which `tools.estimate` models;
+`exchange` is the memory that moving experts needs between two steps.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Held:
     """A `Held` is one parameter as a rank holds it.
 
     Args:
-        name: MindSpore's.
-        kind: "weight", "state" (of the optimizer: moments) or "accumulated" (gradients over micro-batches).
+        name: MindSpore's name of the parameter. kind: "weight", "state" (the optimizer's moments) or "accumulated"
+            (gradients over micro-batches).
         dtype: MindSpore's name, such as "Float32".
         shape: the shape of the whole tensor.
-        slice: shape that tensor, expert and context parallelism leave on a rank.
-        shards: ranks over which the optimizer shards the slice.
+        slice: the shape on a rank under tensor, expert and context parallelism.
+        shards: the number of ranks over which the optimizer shards the slice.
         trainable: whether the optimizer updates it.
         on_host: whether it is kept in the host's memory, as the optimizer's state with `optimizer.swap`.
     """
@@ -95,7 +95,7 @@ class Held:
         return self.elements * BYTES[self.dtype] if self.on_host else 0
 
     def copies(self, ranks: int) -> float:
-        """Return how often the `ranks` devices of the stage keep each element."""
+        """Return the number of copies of each element on the `ranks` devices of the stage."""
         return self.elements * ranks / math.prod(self.shape)
 
 
@@ -127,18 +127,18 @@ def total(held: Iterable[Held], kind: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """A `Memory` holds the bytes of one device's memory, by what owns them.
+    """A `Memory` holds the bytes of one device's memory, by owner.
 
     Args:
-        weights: parameters in the type they are kept in, and buffers that no optimizer updates.
-        state: the optimizer's.
+        weights: parameters in their stored type, and buffers that no optimizer updates.
+        state: the optimizer's state.
         accumulated: gradients summed over micro-batches.
         gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
-        saved: activations that wait for their backward, at the fullest moment (estimate).
+        saved: activations that are kept for backward passes, at the fullest moment (estimate).
         working: the memory of other tensors that live inside a pass, at the moment of the largest sum (estimate).
-        update: the memory that clipping and the optimizer need after the last pass, beside weights, state and
+        update: the memory that clipping and the optimizer need after the last pass, in addition to weights, state and
             accumulated gradients (`tools.estimate.memory.model.updating`).
-        limit: `context.max_device_memory`; 0 when the recipe sets none.
+        limit: `context.max_device_memory`; 0 if the recipe does not set it.
     """
 
     weights: int
@@ -196,8 +196,8 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
     """Return the most bytes of activations at one moment: those that wait for their backward, and those alive in the
     running pass.
 
-    A forward's own part of what waits is among what is alive in it, and counts once; what it received from the stage
-    in front and keeps is there, too, though no operator of its own makes it.
+    The tensors that the running forward pass itself keeps are counted once. They include the tensors that it received
+    from the previous stage and keeps, although no operator of this stage computes them.
     """
     backward = [chunk["backward"] for chunk in chunks]  # all that counts where no passes are known
     forward = [max(chunk["forward"], chunk["saved"]) for chunk in chunks]
@@ -210,7 +210,7 @@ def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
     """Return whether a stage fits: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
 
     Args:
-        error: most that the total may be off, as a share of it; what is exact is not.
+        error: the largest relative error of the total; the total is never below the exact bytes.
     """
     if not limit:
         return NO_LIMIT
@@ -228,7 +228,7 @@ def under_loads(
 ) -> Judged:
     """Return how a report's stages, compiled for an even routing, fit under uneven loads.
 
-    What the loads add is that of `tc3 memory --loads`, and may be off by as much as modelled memory is.
+    The loads add the same bytes as in `tc3 memory --loads`, with the error of modelled memory.
 
     Args:
         error: the error of the estimate, as in `fit_of`.
@@ -238,8 +238,9 @@ def under_loads(
 
 
 def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the memory that HCCL takes on a device beside `context.max_device_memory`: the "communicators" of the
-    compiled rank that has the most (those of its sends and receives are not counted), and their "bytes" by default.
+    """Return the memory of HCCL on a device, which is not part of `context.max_device_memory`: the "communicators" of
+    the compiled rank that has the most (without those of its sends and receives), and their "bytes" with HCCL's default
+    buffer size.
     """
     every = [{tuple(group) for group in result.get("graph", {}).get("groups", ())} for result in results]
     most = max((len(groups) for groups in every), default=0)
@@ -247,11 +248,10 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
-    """Return the stage that needs the most memory while experts move between two steps: what it holds, and what the
-    move takes.
+    """Return the stage that needs the most memory while experts move between two steps.
 
     Args:
-        stages: for each stage, its number and what it holds. limit: as in `memory_of`.
+        stages: for each stage, its number and its memory. limit: as in `memory_of`.
 
     Returns:
         the stage, the bytes of the exchange, the bytes including all that a device keeps, and the fit; None without
@@ -338,8 +338,8 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
     """Return the row of a stage, whose peak is the total of `memory_of`.
 
     Args:
-        held, graph, passes, update: as `memory_of`; without known passes every chunk's backward counts
-            once, with nothing waiting.
+        held, graph, passes, update: as in `memory_of`; if the passes are unknown, the backward pass of every chunk
+            counts once, without kept activations.
     """
     constant: dict[Owner, float] = defaultdict(float)
     for part, name, size in (

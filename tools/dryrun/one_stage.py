@@ -1,9 +1,9 @@
 """This module cuts one pipeline stage out of a recipe: the layers of its fullest stage, at the recipe's own sizes, on
 as many devices as a stage has.
 
-A cluster's first hour trains the result to measure a real stage. The cut recipe has the embedding and the head around
-the stage's layers, and one micro-batch a step; tensor, context, data and expert parallelism and what is recomputed in
-these layers stay as they are. MTP layers and what belongs to the pipeline are left out.
+A cluster's first hour trains the result to measure a real stage. The new recipe has the embedding and the head around
+the stage's layers, and one micro-batch a step. Tensor, context, data and expert parallelism, and the recomputation of
+these layers, are unchanged. MTP layers and the settings of the pipeline are left out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SCHEDULE = ("pipeline_config",)
 
 
 def one_stage(recipe: Recipe, devices: int) -> Recipe:
-    """Return the recipe of one stage, for at most `devices` devices; fewer than a stage has are fewer data-parallel
-    ranks.
+    """Return the recipe of one stage, for at most `devices` devices; with fewer devices than a stage has, it has fewer
+    data-parallel ranks.
 
     Args:
-        recipe: resolved, for Ascend.
+        recipe: a resolved recipe for Ascend.
 
     Raises:
         RecipeError: the recipe swaps layers by their numbers, or `devices` are fewer than its tensor, context and

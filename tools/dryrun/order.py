@@ -1,15 +1,15 @@
 """This module checks whether the compiled ranks can run together: equal calls in equal order on every group, and no
 cycle of waits.
 
-A collective starts when all its members have come to it. Ranks that call a group's collectives in different orders, or
-that pass each other Sends without Receives, wait for ever: on thousands of devices this shows as a time-out without a
+A collective starts when all its members have called it. Ranks that call a group's collectives in different orders, or
+whose Sends have no matching Receives, wait for ever; on thousands of devices this is seen as a time-out without a
 reason. This module compares the programs of the compiled ranks with each other. Ranks that were not compiled are
 assumed to arrive when they are needed.
 
-Of a pipeline link whose ends were not both compiled, the ranks that stand for its ends are compared: what one sends a
-stage on must be what the other receives from a stage back, and the reverse. Tags contain the numbers of the stages and
-are not compared. In zero_bubble_v each stage has its own order of a link's chunks, so there a stage cannot represent
-another.
+If the two ends of a pipeline link were not both compiled, the ranks that represent these ends are compared: the Sends
+of one to the next stage must match the Receives of the other from the previous stage, and the reverse. Tags contain the
+numbers of the stages and are not compared. With zero_bubble_v each stage has its own order of a link's chunks, so no
+stage can represent another.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Call:
     """A `Call` is one collective that one rank calls.
 
     Args:
-        op: "AllGather"...; "p2p" for a Send and its Receive.
+        op: the operator, such as "AllGather"; "p2p" for a Send and its Receive.
         members: the group's ranks; (source, destination) of a p2p.
-        what: the values in which the calls of all members must agree: shape, type, tag.
-        where: the place of the call, for messages.
+        what: the values that must be equal in the calls of all members: shape, type, tag. where: the position of the
+            call, for messages.
     """
 
     op: str
@@ -68,7 +68,7 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return what would hang or mix up messages, one line for each error; the list is empty if the compiled ranks can
+    """Return one line for each error that would hang or mix up messages; the list is empty if the compiled ranks can
     run together.
     """
     found: list[str] = []
@@ -145,13 +145,12 @@ def _name(members: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """A `Links` says how the pairs of stages that send to each other were compared.
+    """A `Links` holds the result of comparing the pairs of stages that send to each other.
 
     Args:
-        exact: pairs of which both ends were compiled.
-        alike: pairs that other stages stand for.
-        unknown: pairs that nothing was compiled for.
-        problems: what does not meet, one line each.
+        exact: the number of pairs of which both ends were compiled. alike: the number of pairs that other stages
+            represent. unknown: the number of pairs that no compile covers. problems: one line for each Send or Receive
+            without a match.
     """
 
     exact: list[tuple[int, int]]
@@ -160,7 +159,7 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Return for each way of comparing how many pairs of stages were compared in that way."""
+        """Return the number of pairs of stages for each way of comparing."""
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 
@@ -190,7 +189,7 @@ def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int
     Args:
         results: the results of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.
         per_stage: devices of a stage.
-        alike: whether a stage may stand for another.
+        alike: whether a stage may represent another one.
     """
     ranks = [_Rank(result, per_stage) for result in results] if plan.job_of else []
     links = Links([], [], [], [])

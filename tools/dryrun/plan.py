@@ -1,9 +1,9 @@
 """This module plans a dry run: which ranks of a recipe to compile, and which pipeline stages each rank represents.
 
-Stages that hold the same layers, chunk by chunk, recomputed and swapped alike have the same graph. One rank of each
-such kind of stage is compiled, with two micro-batches a stage. A `Job` is one compile in a process of its own, and a
-`Plan` holds all of them. `resized` and `without_files` prepare the recipe: another number of devices, and nothing that
-names files of a host.
+Stages that hold the same layers in each chunk, with the same recomputation and swapping, have the same graph. One rank
+of each such kind of stage is compiled, with two micro-batches a stage. A `Job` is one compile in its own process, and a
+`Plan` holds all of them. `resized` and `without_files` prepare the recipe: they set another number of devices, and
+remove the keys that name files of the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Job:
     """A `Job` is what one process compiles.
 
     Args:
-        recipe: flat; with the number of micro-batches (and in a quick run the layers) to compile.
+        recipe: the flat recipe, with the number of micro-batches (and in a quick run the layers) to compile.
         rank: global rank.
         stage: the pipeline stage of the rank.
     """
@@ -47,10 +47,9 @@ class Stage:
     """A `Stage` describes one pipeline stage.
 
     Args:
-        number: place in the pipeline.
-        chunks: for each chunk its layers as (first layer, kinds of its layers).
-        ends: what it holds beside layers: "embedding", "head" (with the MTP layers).
-        recompute: what the recipe's settings of recomputation and swapping say of this stage.
+        number: its position in the pipeline. chunks: for each chunk (first layer, kinds of its layers). ends: its parts
+            other than layers: "embedding", "head" (with the MTP layers). recompute: the recipe's settings of
+            recomputation and swapping for this stage.
     """
 
     number: int
@@ -75,7 +74,7 @@ def stages_of(view: View) -> list[Stage]:
     """Return the pipeline's stages in order.
 
     Raises:
-        RecipeError: the offset does not fit the layers; `tc3 check` says how.
+        RecipeError: the offset does not fit the layers; `tc3 check` shows the reason.
     """
     built = convert(view, load_schema())
     layers = layers_of(view, built)
@@ -144,13 +143,12 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` says which ranks are compiled.
+    """A `Plan` holds the ranks that are compiled.
 
     Args:
         stages: the stages of the pipeline.
-        jobs: compiles, by stage and rank.
-        job_of: stage -> the job that stands for it.
-        micro_batches: compiled, of those of a step.
+        jobs: the compiles, ordered by stage and rank. job_of: stage -> the job that represents it. micro_batches: the
+            number of micro-batches that are compiled.
     """
 
     stages: list[Stage]
@@ -165,11 +163,11 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
     Args:
         ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last
             stage, whose schedule differs most from the first's.
-        micro_batches: how many to compile; by default `ROUNDS` for each stage. A pass through a chunk is one subgraph
-            that each micro-batch calls, so that a step of more repeats what a step of few does.
+        micro_batches: the number of micro-batches to compile; by default `ROUNDS` for each stage. A pass through a
+            chunk is one subgraph that each micro-batch calls, so a few micro-batches are enough.
 
     Raises:
-        RecipeError: the recipe has no such rank.
+        RecipeError: the recipe does not have this rank.
     """
     view = View(recipe)
     stages = stages_of(view)
@@ -219,8 +217,9 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
 def without_files(recipe: Recipe) -> Recipe:
     """Return the recipe without the keys that name files of the host.
 
-    That is where graphs are dumped, which the dry run decides, and the settings file of Ascend hosts, which
-    MindFormers' public recipes name and do not ship: of what it sets, the graph knows the data's broadcast level only.
+    These are the folder for graph dumps, which the dry run sets itself, and the settings file of Ascend hosts, which
+    MindFormers' public recipes name and do not ship; of its settings only the broadcast level of the data affects the
+    graph.
     """
     context = recipe.get("context") or {}
     for key in ("save_graphs", "save_graphs_path"):

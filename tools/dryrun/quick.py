@@ -1,15 +1,15 @@
 """This module makes the quick dry run: it compiles each kind of layer once, on few stages, and composes the real stages
 from the results.
 
-A kind of layer is dense or MoE, with how it is recomputed and how it is swapped. What a recipe says by stage, by chunk
-or by number of layer (`recompute`, `select_recompute`, `select_comm_recompute`, what is excluded of them, `layer_swap`,
-`op_swap`) becomes, for each such setting, the set of layers for which it is on. Two layers of which the same settings
-are on compile to the same operators.
+A kind of layer is dense or MoE, with how it is recomputed and how it is swapped. Each setting that a recipe states by
+stage, by chunk or by number of layer (`recompute`, `select_recompute`, `select_comm_recompute`, their exclusions,
+`layer_swap`, `op_swap`) becomes the set of layers for which it is on. Two layers with the same active settings compile
+to the same operators.
 
-Sharding depends on the devices of a stage, not on how many stages there are or how deep they are: a layer of each
-kind, the embedding, the head and the MTP layers on stages of the same size have the layouts of the whole model. What
-adds up by layers is exact (weights, optimizer state, gradients, gathered weights); activations are added up from the
-parts of the compiled passes, and differ from those of full depth by at most `ERROR`; traffic is not given.
+Sharding depends on the devices of a stage, not on how many stages there are or how deep they are: a layer of each kind,
+the embedding, the head and the MTP layers on stages of the same size have the layouts of the whole model. Sums over
+layers are exact (weights, optimizer state, gradients, gathered weights). Activations are added up from the parts of the
+compiled passes, and differ from those of full depth by at most `ERROR`. Traffic is not reported.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Setting:
 
     Args:
         path: the keys, and the places in lists, that lead to the value.
-        layers: numbers of the layers for which it is on.
-        numbered: whether the recipe lists numbers of layers (under swapping), not how many layers of each stage.
+        layers: the numbers of the layers for which it is on. numbered: whether the recipe lists the numbers of layers
+            (with swapping) instead of counting layers for each stage.
     """
 
     path: tuple[str | int, ...]
@@ -126,7 +126,7 @@ def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
     setting is off for a layer, it is off for the layers after it on that stage.
 
     Args:
-        numbered: settings list numbers of layers, so that one stage can hold any of them.
+        numbered: whether settings list the numbers of layers, so that one stage can hold any of them.
     """
     groups: list[list[Kind]] = [[]]
     for kind in sorted(dict.fromkeys(kinds), key=_order):
@@ -149,7 +149,7 @@ def _falls(group: Sequence[Kind]) -> bool:
 
 
 def write_settings(recipe: Recipe, settings: Sequence[Setting], groups: Sequence[Sequence[Kind]]) -> None:
-    """Write into the recipe the settings of its layers, which are now `groups` by stage."""
+    """Write the settings of the layers `groups` (by stage) into the recipe."""
     layers = [kind for group in groups for kind in group]
     for place, setting in enumerate(settings):
         value: list[int] = [sum(kind.on[place] for kind in group) for group in groups]
@@ -241,7 +241,7 @@ def compose(
     """Return for each stage of the real pipeline its memory, and a graph's summary without traffic.
 
     Args:
-        recipe: the real one.
+        recipe: the real recipe.
         results: the results of `quick_plan`'s jobs.
     """
     small = small_of(recipe)

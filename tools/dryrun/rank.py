@@ -1,7 +1,7 @@
-"""This module compiles one rank's training step by MindSpore's own front end in this process, and reports what the
-graph says.
+"""This module compiles one rank's training step with MindSpore's own front end in this process, and returns a report on
+the graph.
 
-`python -m launch.workers.dryrun_rank` runs it: a process compiles once. MindFormers' Trainer runs as in a real
+`python -m launch.workers.dryrun_rank` runs it; a process compiles only once. MindFormers' Trainer runs as in a real
 training, from `build_context` to the call of `Model.train`, where the step is taken from it: model, loss, wrappers,
 recompute, clipping, learning-rate groups and optimizer are its own. Data loading, callbacks and checkpoints are left
 out, because they need data or a file system and add nothing to the graph. Parameters have shapes but no memory, and the
@@ -59,8 +59,8 @@ def compile_job(
         text: the file for the compressed text of the final graph.
 
     Returns:
-        {"rank", "stage"} with {"error"} (and "of_the_host", where another try may end otherwise), or with {"seconds",
-        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "gradients", "layouts",
+        {"rank", "stage"} with {"error"} (and "of_the_host" if a second try may succeed), or with {"seconds", "held"}
+            for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "gradients", "layouts",
         "seeds", "graph"}.
     """
     report: dict[str, Any] = {"rank": job.rank, "stage": job.stage}
@@ -210,8 +210,9 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
 
     Args:
         recipe: flat; for Ascend or for CPU. It is not changed.
-        folder: an empty one for what MindFormers insists on writing.
-        enable_plugins: switches on the recipe's plugins, given the MindFormerConfig (tools never import adapters).
+        folder: an empty folder for the files that MindFormers always writes.
+        enable_plugins: a function that enables the recipe's plugins, given the MindFormerConfig (tools never import
+            adapters).
     """
     os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
     plain = _without_files(recipe, folder)
@@ -303,7 +304,7 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     (gpt_dataset.py and causal_language_model_dataset.py of 1.9.0).
 
     Raises:
-        RecipeError: a column of which the shape is not known here.
+        RecipeError: the shape of a column is unknown to this module.
     """
     batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
     length = model_number(view, "seq_length")
@@ -330,9 +331,9 @@ def report_graph(
     """Return the collectives in program order, the order of the passes, the activations and FLOPs of each chunk, and
     what all passes share.
 
-    "groups" are lists of ranks; a collective names its group by place. "routed" marks bytes that depend on routing and
-    stand for an even one. "after" are places of those, of the same subgraph, whose results a collective needs: no
-    backend can swap these.
+    "groups" are lists of ranks, and a collective names its group by index. "routed" marks bytes that depend on routing,
+    and that were computed for even routing. "after" are the indices of the collectives of the same subgraph whose
+    results a collective needs, so that no backend can swap these.
 
     Args:
         even_rows: tokens x top-k of a rank.

@@ -82,9 +82,9 @@ def report_of(
     Args:
         results: the results of the plan's jobs, none of them refused.
         node: devices of a node, for links inside and between nodes.
-        lines: takes the time line of each stage.
-        loads: the loads of devices that share experts, as `loads_asked` returns them; None: no others than even ones.
-        reserve: bytes of the limit that a first hour measured beside the model.
+        lines: a mapping to which the time line of each stage is added.
+        loads: the loads of the devices that share experts, as `loads_asked` returns them; None: only even loads.
+        reserve: the bytes of the limit that are not available to the model, as measured in a first hour.
     """
     view = View(recipe)
     quick = not plan.job_of
@@ -153,7 +153,7 @@ def loads_asked(text: str, recipe: Recipe) -> Loads:
     """Return the loads that `--loads` names, for a recipe in which no value is `auto`.
 
     Raises:
-        RecipeError: nothing is known of the recipe's memory; or as `loads_of`. DataError: as `loads_of`.
+        RecipeError: the model cannot predict the recipe's memory; or as for `loads_of`. DataError: see `loads_of`.
     """
     if View(recipe).on_cpu:
         raise RecipeError(
@@ -413,12 +413,13 @@ def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) ->
     """Return the calls and bytes of a step by operator, role, size of group and link, the largest first.
 
     "bytes" is what leaves the device, by the textbook volume of each operator: for a tensor of B bytes on its larger
-    side and n ranks, AllGather and ReduceScatter B (n - 1) / n, AllReduce twice that, All-to-All B (n - 1) / n,
-    Send B. "routed" says that some sizes are those of an even routing.
+    side and n ranks, AllGather and ReduceScatter B (n - 1) / n, AllReduce twice that, All-to-All B (n - 1) / n, Send B.
+    "routed" marks rows with sizes that assume even routing.
 
     Args:
-        step, compiled: micro-batches of a step, and those of the graph: what each of them repeats is multiplied.
-        node: devices of a node: a group of ranks of one node uses its links only.
+        step, compiled: the numbers of micro-batches of a step and of the graph; calls that each micro-batch repeats are
+            multiplied.
+        node: the number of devices of a node; a group inside one node uses only the node's links.
     """
     found: dict[tuple[str, str, int, str], dict[str, Any]] = {}
     micros = _micros(graph["collectives"])

@@ -1,14 +1,14 @@
-"""This module reads from MindSpore's final graph what a gradient is multiplied by, outside the forward and backward
-pass of a micro-batch, and judges it.
+"""This module reads from MindSpore's final graph the factor of each gradient outside of the forward and backward pass
+of a micro-batch, and judges it.
 
 The backward pass starts with a seed: the loss scale, divided by the number of micro-batches and by the devices of a
-stage. Behind the sums, the gradient is divided by the loss scale. A divisor that is left out or applied twice trains
-with another learning rate, or with another weight of the auxiliary loss; Adam hides it, because it divides by the size
-of the gradient, and only clipping shows it. `Numbers` reads both ends, and `judge_scale` compares their product with 1
-/ (micro-batches x devices of a stage).
+stage. After the sums, the gradient is divided by the loss scale. If a divisor is left out or applied twice, the run
+trains with another learning rate, or with another weight of the auxiliary loss. Adam hides this fault, because it
+divides by the size of the gradient, and only clipping shows it. `Numbers` reads both ends, and `judge_scale` compares
+their product with 1 / (micro-batches x devices of a stage).
 
-What this does not see: factors inside the pass of a micro-batch (the mean over tokens, the loss's coefficients), and
-that of clipping, which is one for all weights.
+This module does not check factors inside the pass of a micro-batch (the mean over tokens, the loss's coefficients), or
+the factor of clipping, which is the same for all weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scale(NamedTuple):
     Args:
         by: the number.
         senses: the power of the loss scale.
-        unread: the first operator of which it is not known what it multiplies by, "" if all is known.
+        unread: the first operator whose factor is unknown; "" if all factors are known.
     """
 
     by: float = 1.0
@@ -74,7 +74,7 @@ class Numbers:
     def factor(self, graph: str, node: Node, whole: str) -> Scale:
         """Return the factor by which a product or quotient multiplies its argument `whole`.
 
-        The factor of clipping is one for all weights and depends on their gradients: it is left out.
+        The factor of clipping is left out, because it is the same for all weights and depends on their gradients.
         """
         arguments = arguments_of(node.head)
         first = arguments[0] == whole
@@ -141,15 +141,16 @@ def _named(node: Node) -> str:
 
 
 def judge_scale(ways: Iterable[Scale], seeds: Iterable[Scale], micro_batches: int, devices: int) -> tuple[bool, str]:
-    """Return whether a gradient is the mean over micro-batches of what the devices of a stage add up, and why not.
+    """Return whether a gradient is the mean over micro-batches of the sum over the devices of a stage, and the reason
+    if not.
 
     Args:
-        ways: what multiplies the gradient between the backward pass and the optimizer, on each way there.
+        ways: the factors of the gradient between the backward pass and the optimizer, one for each path.
         seeds: the seeds of the stage that has the losses.
         devices: the number of devices of one stage.
 
     Returns:
-        (True, "") if it is right, (False, why) if it is wrong, and (True, why) if it is not known.
+        (True, "") if it is right, (False, reason) if it is wrong, and (True, reason) if it is unknown.
     """
     wanted = 1 / (micro_batches * devices)
     pairs = [(way, seed) for way in dict.fromkeys(ways) for seed in dict.fromkeys(seeds)]

@@ -47,8 +47,8 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
         rank: the rank whose graph is compiled.
         graphs: an empty folder for the text of the final graph (see `final_graph`); nothing is written without it.
 
-    Everything is restored on exit, except that the auto-parallel context is reset to its defaults: enter before
-    setting it. Compiles leave caches in MindSpore's C++ behind: one compile a process.
+    Everything is restored on exit, except that the auto-parallel context is reset to its defaults, so set this context
+    only inside. A compile leaves caches in MindSpore's C++ code, so compile only once in a process.
 
     Raises:
         VersionError: MindSpore or MindFormers is not of the verified version.
@@ -67,10 +67,11 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
 
 
 def final_graph(graphs: Path) -> Path:
-    """Return the one dump that a compile with ``graphs=`` leaves for `collectives`: the front end's last stage.
+    """Return the file that a compile with ``graphs=`` writes for `collectives`: the graph after the front end's last
+    stage.
 
     Raises:
-        ClusterError: no compile finished there, or several did.
+        ClusterError: no compile has finished in the folder, or more than one has.
     """
     found = sorted(graphs.glob(f"[0-9]*_{FINAL_PASS}_*.ir"))  # its sub-steps' names begin with a word
     if len(found) != 1:

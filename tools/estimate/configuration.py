@@ -6,16 +6,16 @@ A `Configuration` is made from a MindFormers recipe (`tools.estimate.from_recipe
 MindFormers recomputes groups of a layer's operators by pattern (`recompute_config.select_recompute`).
 
 Which operators a pattern must name for memory to be freed was found by compiling (`tc3 dryrun --quick` of the 105B,
-MindFormers 1.9.0). A cell's name recomputes what is inside of it and keeps its result, so that a projection's own name
-frees nothing; operators are named one by one, the last one whose result attention or activation keeps included. An
-operator that two patterns name, or that MindFormers recomputes anyway (`reshape` of linear layers), ends the build with
-"'bool' object is not callable".
+MindFormers 1.9.0). A pattern that names a cell recomputes the operators inside of it and keeps the cell's result, so
+the name of a projection frees nothing. Operators must therefore be named one by one, up to the last one whose result
+attention or the activation function would keep. If two patterns name one operator, or a pattern names an operator that
+MindFormers recomputes anyway (`reshape` of linear layers), the build ends with "'bool' object is not callable".
 
-`Recompute.select` with "norms" is a group of its own; the groups here come beside it. An option that a layer has is
-the names that apply to it, joined: "select+attention".
+`Recompute.select` with "norms" is a group of its own, to which the groups here are added. The recompute option of a
+layer joins the names that apply to it, for example "select+attention".
 
-`weight_cut` and the functions beside it say how a run cuts one weight over its devices, and which of them share the
-optimizer's state for it.
+`weight_cut` and the functions after it compute how a run cuts one weight over its devices, and which devices share the
+optimizer's state of the weight.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """A `Cut` says into how many chunks `plugins.ep_overlap` cuts a micro-batch, and in which order it issues their
-    steps.
+    """A `Cut` holds the number of chunks into which `plugins.ep_overlap` cuts a micro-batch, and the order in which it
+    issues their steps.
 
     Args:
-        chunks: parts of the batch and of a sequence; None: the best that fit, as `chunks: auto` asks for.
-        stride: the order of issue; None: the best.
+        chunks: the number of parts of the batch and of a sequence; None: the fastest numbers that divide them, as with
+            `chunks: auto`.
+        stride: the order in which steps are issued; None: the fastest.
     """
 
     chunks: tuple[int, int] | None = None
@@ -50,16 +51,16 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """A `Recompute` says how many layers of each chunk and stage, [chunks][stages], the backward pass recomputes, and
-    which part of them; None means no layers.
+    """A `Recompute` holds the number of layers of each chunk and stage, [chunks][stages], that the backward pass
+    recomputes, for each kind of recomputation; None means no layers.
 
     Args:
         full: whole layers.
         select: some operators, by `selective`: "norms" and activation functions (MindFormers' `select_recompute`),
             the core of "attention" (Megatron's), or half of all "operators" (torchtitan's).
-        communication: what tensor-parallel AllGathers made (`select_comm_recompute`).
-        replay_tp: full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
-        operators: groups of `PATTERNS` beside norms, each with its layers.
+        communication: the results of tensor-parallel AllGathers (`select_comm_recompute`).
+        replay_tp: whether full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
+        operators: the groups of `PATTERNS` other than norms, each with its layers.
     """
 
     full: Table | None = None
@@ -80,48 +81,61 @@ class Configuration:
     """A `Configuration` is one training run; RecipeError is raised if its degrees or layers do not fit together.
 
     Args:
-        layers: [chunks][stages] layers of each chunk on each stage.
-        batch: samples of a micro-batch on a data-parallel rank.
-        micro_batches: runs of the pipeline, or accumulation steps, in a step.
-        dtype: the dtype of the matmuls: "bf16", "fp16", "fp32", "fp8", or in blocks with a scale each "mxfp8", "nvfp4".
-        weight_item: bytes of an element of a weight as the optimizer updates it (MindFormers' params_dtype); the
-            accumulated gradient of a MindFormers recipe has them as well.
-        state_item: bytes of optimizer state for such an element; matrix_state_item: for one of a layer's matrices,
-            where that is another number (Muon).
-        ep_mode: a mode of `plugins.hierarchical_ep`; or "deepep": deduplicated inside nodes, too; or "hybridep": that,
-            and its kernels sort the rows by expert on the way.
+        layers: [chunks][stages] the number of layers of each chunk on each stage.
+        batch: the number of samples in a micro-batch of one data-parallel rank.
+        micro_batches: the number of micro-batches in a step of one data-parallel rank (with pipeline parallelism or
+            gradient accumulation).
+        dtype: the dtype of the matmuls: "bf16", "fp16", "fp32", "fp8", or "mxfp8" and "nvfp4" (blocks that have a scale
+            each).
+        weight_item: the bytes of an element of the weight that the optimizer updates (MindFormers' params_dtype); the
+            accumulated gradients of a MindFormers recipe have the same type.
+        state_item: the bytes of optimizer state for such an element; matrix_state_item: the same for the matrices of
+            layers, if they need another number of bytes (Muon).
+        ep_mode: a mode of `plugins.hierarchical_ep`; or "deepep" (tokens are also deduplicated inside nodes); or
+            "hybridep" (like deepep, and its kernels also sort the rows by expert).
         expert_tp: expert weights are also cut over tp (without it the EP group takes tp ranks in).
         shard_optimizer: fp32 weights and moments are sharded over the ranks that hold copies (ZeRO-1, MindFormers'
             enable_parallel_optimizer); shard_gradients: accumulated gradients, too; shard_weights: and the weights
             that compute (FSDP).
         shard_threshold: bytes below which a weight is not sharded.
-        shard_size: copies that share one weight's shards (optimizer_weight_shard_size); 0: all of them.
-        wide_gradients: gradients are reduced and summed in fp32.
-        flash: attention is one fused kernel; fused: elementwise operators are fused (a compiler or fused kernels).
-        ep_cut: chunks and order of `plugins.ep_overlap`; None: nothing is cut.
-        shared_beside: the shared expert runs beside communication without chunks (moe_shared_expert_overlap).
-        skew: load of the busiest rank of an EP group over the mean.
-        overlap_tp, overlap_dp, overlap_pp, overlap_ep: this communication runs beside computation; of expert
-            parallelism a fitted share, where chunks are not known (`ep_cut`).
+        shard_size: the number of ranks over which one weight is sharded (optimizer_weight_shard_size); 0: all ranks
+            that hold a copy.
+        wide_gradients: whether gradients are reduced and summed in fp32.
+        flash: whether attention is one fused kernel; fused: whether elementwise operators are fused (by a compiler or
+            by fused kernels).
+        ep_cut: the chunks of `plugins.ep_overlap` and their order; None: tokens are not cut into chunks.
+        shared_beside: whether the shared expert runs during the communication of experts, without chunks
+            (moe_shared_expert_overlap).
+        skew: the load of the busiest rank of an EP group, divided by the mean.
+        overlap_tp, overlap_dp, overlap_pp, overlap_ep: whether this communication overlaps with computation; for expert
+            parallelism a fitted share of it does, unless the chunks are known (`ep_cut`).
         overlap_tp_backward: gradients of weights hide the reduction of gradients of inputs (Megatron).
-        shared_whole: router, shared experts and MTP projection are whole on every tp rank (MindFormers' graph mode).
-        keep_gathered: what tensor-parallel AllGathers made is kept for backward, not gathered again (MindFormers).
-        training_graph: activations as MindFormers' training_graph models keep them, see `activations_graph`.
-        fp32_residual: the residual stream is kept in fp32.
-        ulysses: parts of the heads that MindFormers' ulysses_degree_in_cp cuts. MindFormers 1.9.0 exchanges heads for
-            it, but does not tell its flash attention (flash_attention.py:384), which gathers keys and values over the
-            whole of cp all the same: compiled graphs hold as much memory as without it, to the byte.
-        contiguous: context parallelism cuts a sequence into parts that follow each other, and all ranks wait for the
-            last one, which attends to everything before it (else each rank has a part of both ends).
-        graphs: what the host does not launch operator by operator: "" nothing, "layers" attention and routers of each
-            layer (CUDA graphs by scope), "step" all of it, in one graph of fused operators.
-        logit_bytes: for each logit while the loss runs: compute precision and fp32, in which Megatron's cross entropy
-            makes the softmax and its gradient in place.
-        spare_gradients: Transformer Engine keeps a gradient of every weight's shape (`memory.megatron`).
-        cp_exchanges_heads: context parallelism exchanges heads and sequences (Transformer Engine's a2a), not keys.
-        layer_only: only one MoE layer's MLP (a layer benchmark), no model around it.
-        adapters: the adapters of `plugins.lora`; None trains all weights.
-        attended: pairs of tokens that attend to each other over those of samples of one document.
+        shared_whole: whether router, shared experts and MTP projection are replicated on every tp rank (MindFormers'
+            graph mode).
+        keep_gathered: whether the results of tensor-parallel AllGathers are kept for the backward pass and not gathered
+            again (MindFormers).
+        training_graph: whether a layer keeps the activations of MindFormers' training_graph models
+            (`tools.estimate.memory.training_graph`).
+        fp32_residual: whether the residual stream is kept in fp32.
+        ulysses: the number of parts into which MindFormers' ulysses_degree_in_cp cuts the heads. MindFormers 1.9.0
+            exchanges heads for it, but does not pass it to flash attention (flash_attention.py:384), which still
+            gathers keys and values over all ranks of cp. Compiled graphs therefore need exactly as much memory as
+            without it.
+        contiguous: whether each rank of context parallelism has one contiguous part of the sequence; all ranks then
+            wait for the last one, whose tokens attend to everything before them. Otherwise each rank has a part from
+            both ends.
+        graphs: which operators run as captured graphs: "" none, "layers" attention and router of each layer (CUDA
+            graphs by scope), "step" all operators, in one graph of fused operators.
+        logit_bytes: the bytes for each logit while the loss is computed: its copy in the compute precision, and one in
+            fp32, in which Megatron's cross entropy computes the softmax and its gradient in place.
+        spare_gradients: whether Transformer Engine keeps a spare gradient for each shape of a weight
+            (`tools.estimate.memory.activations`).
+        cp_exchanges_heads: whether context parallelism exchanges heads for parts of the sequence (Transformer Engine's
+            a2a), and does not send keys and values.
+        layer_only: whether only the MLP of one MoE layer runs (a layer benchmark), without a model around it.
+        adapters: the adapters of `plugins.lora`; None: all weights are trained.
+        attended: the number of token pairs that attend to each other, divided by the number in samples that are one
+            document.
     """
 
     model: Model
@@ -217,10 +231,11 @@ class Configuration:
     def copies_weights(self) -> bool:
         """Return whether each pass makes its own copy of weights in the computing type.
 
-        MindFormers' graphs make a narrower one once for the whole step if the optimizer is sharded; in a pipeline
-        without shards, and of what is narrower itself, each pass makes its own. What is as wide already is gathered
-        once from the optimizer's shards; where there are none, a pipeline's passes copy it (TensorMove, which MindSpore
-        puts where a subgraph reads a parameter).
+        If the computing type is narrower than the weight and the optimizer is sharded, MindFormers' graphs make one
+        copy for the whole step. In a pipeline without shards, and for weights that are narrower than the computing
+        type, each pass makes its own copy. Weights that already have the computing type are gathered once from the
+        optimizer's shards; without shards the passes of a pipeline copy them (TensorMove, which MindSpore inserts where
+        a subgraph reads a parameter).
         """
         narrower, as_wide = self.weight_item < self.item, self.weight_item == self.item
         return self.training_graph and (narrower or (self.pp > 1 and (as_wide or not self.shard_optimizer)))
@@ -276,7 +291,7 @@ def _kinds(model: Model, layers: Table, schedule: str) -> tuple[tuple[tuple[str,
 
 @lru_cache(maxsize=1024)
 def _first_layers(layers: Table, schedule: str) -> Table:
-    """Return [chunks][stages] the number of the first layer there."""
+    """Return the number of the first layer of each chunk and stage, [chunks][stages]."""
     found = [[0] * len(row) for row in layers]
     first = 0
     for chunk, row in enumerate(layers):
@@ -292,8 +307,8 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
     the last chunk of the model gets one layer less, then the first chunk, then the last but one, and so on.
 
     The ends hold the embedding and the head, so frameworks leave them the fewer layers (Llama 3: 126 on 16 stages).
-    With MTP the last chunk is emptied for the head, where that is possible, and then the one before for MTP; else all
-    that is missing is missing at the last chunk (so does Megatron-Bridge for DeepSeek-V3: 15 times 4 layers, then 1).
+    With MTP the last chunk is left to the head, and the one before to MTP, if that is possible. Otherwise only the last
+    chunk gets fewer layers (as in Megatron-Bridge for DeepSeek-V3: 15 chunks of 4 layers, then one of 1).
     """
     places = stages * chunks
     most = -(-total // places)
@@ -314,8 +329,9 @@ def spread(value: Any, layers: Table) -> Table | None:
     """Return numbers of layers [chunks][stages] for a recompute value, which is a flag, numbers of layers by stage, or
     numbers by chunk and stage.
 
-    One number a stage is dealt to its chunks in turns, chunk 0 first, as MindFormers does (LayerSetting). A list of
-    operators counts as all layers, a mapping of operators as the most layers that one of them names. True is all.
+    A single number for a stage is distributed over its chunks in turns, beginning with chunk 0, as in MindFormers
+    (LayerSetting). A list of operators counts as all layers, and a mapping of operators as the largest number of layers
+    that one of them names. True means all layers.
     """
     if isinstance(value, dict):
         tables = [table for table in (spread(inner, layers) for inner in value.values()) if table]
@@ -377,8 +393,9 @@ PATTERNS = {
 def offered(config: Configuration) -> tuple[str, ...]:
     """Return the groups of operators that a run could recompute and whose activation bytes are known.
 
-    None outside of MindFormers' training_graph. Attention's are those of MLA without context parallelism, which keeps
-    keys and values as gathered; the MLP's those of gated ones; experts' those that `plugins.ep_overlap` does not cut.
+    There are none outside of MindFormers' training_graph. The group of attention needs MLA without context parallelism
+    (which keeps the gathered keys and values), the group of the MLP needs a gated one, and the group of the experts is
+    offered only without chunks of `plugins.ep_overlap`.
     """
     model = config.model
     if not config.training_graph:
@@ -420,8 +437,8 @@ _UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return how many of the ranks with the same part of the weight share its shards; MindSpore shards nothing if
-    `shard_size` does not divide their number.
+    """Return the number of ranks over which the weight is sharded, out of the ranks that hold the same part of it;
+    MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
     """
     if config.muon and weight.name in _UNSHARDED:
         return 1
@@ -430,8 +447,8 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return over how many ranks the optimizer spreads the weight: the ranks of its group, or 1 if their number does
-    not divide the weight or the weight is small.
+    """Return the number of ranks over which the optimizer shards the weight: the ranks of its group, or 1 if their
+    number does not divide the weight or the weight is small.
     """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))

@@ -38,25 +38,28 @@ class Efficiency:
     Args:
         matmul: share of the peak that a large matmul reaches.
         matmul_fp8: the same of the fp8 peak, casts included.
-        blocks: share of that which is left where every 32 numbers have a scale of their own (MXFP8).
+        blocks: the share of `matmul_fp8` that remains if every 32 elements have a scale of their own (MXFP8).
         matmul_fp4: share of the fp4 peak (NVFP4), casts included.
-        half_size: smallest dimension of a matmul at which it reaches half of that.
+        half_size: the smallest dimension with which a matmul reaches half of `matmul`.
         attention: share of the peak that fused attention reaches.
         memory: share of HBM bandwidth that elementwise operators reach.
         unfused: the factor by which unfused elementwise operators move more bytes.
-        link: factor on the share of link bandwidth that the hardware file states, inside a node.
+        link: a factor on the share of the link bandwidth that the hardware file states, for links inside a node.
         network: the same between nodes.
-        hidden: share of tensor-parallel communication that overlap hides, where a run overlaps it.
-        hidden_ep: the same of expert-parallel communication, of published runs of others; a recipe's comes from the
-            plan of plugins/ep_overlap.
-        layer_s: seconds of host and launches for each layer, forward; backward twice that.
-        moe_s: the same for what only MoE layers have: routing, sorting, many small kernels.
-        burst: factor on `matmul` where only one layer runs, before clocks fall under load.
-        step_s: seconds of a step beside all that is computed here.
-        graphed: elementwise traffic that fused operators leave, where the whole step is one CUDA graph.
-        mesh: devices of a node are joined pair by pair, so a group uses only the links among its members.
-        update: factor on `memory` for the optimizer and the norm of gradients, where these reach another share.
-        weight_s: host's seconds of the update for each weight (tensor), once a step; 0 where one kernel updates many.
+        hidden: the share of tensor-parallel communication that overlap hides, in runs that overlap it.
+        hidden_ep: the same for expert-parallel communication in published runs of other software; for a recipe the plan
+            of plugins/ep_overlap computes it.
+        layer_s: the seconds that host and launches add to the forward pass of each layer; the backward pass takes twice
+            as long.
+        moe_s: the same for the additional operators of MoE layers: routing, sorting, many small kernels.
+        burst: a factor on `matmul` for runs of a single layer, in which clocks have not yet fallen under load.
+        step_s: the seconds of a step that no other parameter covers.
+        graphed: the share of elementwise traffic that remains with fused operators, if the whole step is one CUDA
+            graph.
+        mesh: whether the devices of a node are connected pair by pair, so that a group uses only the links among its
+            members.
+        update: a factor on `memory` for the optimizer and the norm of gradients, if they reach a different share.
+        weight_s: the host's seconds to update each weight (tensor), once a step; 0 if one kernel updates many weights.
     """
 
     matmul: float
@@ -87,7 +90,8 @@ class KnownError:
     left out the run's whole group.
 
     Args:
-        groups: models on one cluster; each was predicted by a fit to all others.
+        groups: the number of groups of runs (a group is one model on one cluster); each group was predicted by a fit to
+            all others.
         mean, worst: the mean and the largest |predicted / measured - 1|.
     """
 

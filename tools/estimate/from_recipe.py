@@ -1,14 +1,14 @@
 """This module reads the run that a MindFormers recipe describes as a `Configuration`, and reads and writes a recipe's
 recompute keys.
 
-`recompute_config` has flags, counts of layers, and either of them for patterns of operators. Where activations are
-swapped (`model_config.swap`), MindFormers wants the numbers of the layers in the place of counts.
+`recompute_config` holds flags or counts of layers, for whole layers or for patterns of operators. A table
+[chunks][stages] counts layers from the first one of a chunk. If activations are swapped (`model_config.swap`),
+MindFormers expects the numbers of single layers instead of counts: `LayerSetting`
+(parallel_core/training_graph/transformer/utils.py) takes a flag or a list of layers, or a mapping from operator
+patterns to these; it refuses a list of patterns.
 
-`LayerSetting` (parallel_core/training_graph/transformer/utils.py) takes a flag or a list of layers, by operator pattern
-in a mapping; a list of patterns is refused. Elsewhere a table [chunks][stages] counts layers from a chunk's first one.
-
-Context parallelism by exchanging heads (`ulysses_degree_in_cp`) is compiled by MindFormers 1.9.0 for some models
-only; `require_ulysses` refuses the others.
+MindFormers 1.9.0 compiles context parallelism by exchanging heads (`ulysses_degree_in_cp`) only for some models;
+`require_ulysses` refuses the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """Return the numbers of the layers that a table [chunks][stages] of counts stands for: the first ones of each chunk
+    """Return the numbers of the layers that a table [chunks][stages] of counts selects: the first layers of each chunk
     and stage.
     """
     if table is None:
@@ -57,7 +57,7 @@ def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
 
 
 def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Table:
-    """Return a table [chunks][stages] that says how many of the layers in `numbers` each chunk and stage holds.
+    """Return a table [chunks][stages] with the number of layers of `numbers` that each chunk and stage holds.
 
     Raises:
         ValueError: one of them is not a layer of the model.
@@ -100,7 +100,8 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     """Return the run that a MindFormers recipe describes.
 
     Args:
-        ep_mode: a dispatch mode to look at instead of the recipe's own, uncut; then `auto` there may stay unresolved.
+        ep_mode: a dispatch mode that replaces the recipe's own, without chunks; the recipe's own mode may then still be
+            `auto`.
 
     Raises:
         RecipeError: the recipe has no model, or a model of impossible sizes; a key or value is unknown to MindFormers;
@@ -181,7 +182,7 @@ def adapters_of(view: View, fields: Mapping[str, Any]) -> Adapters | None:
     """Return what `plugins.lora` trains; None if all weights are trained.
 
     Raises:
-        RecipeError: its settings cannot be.
+        RecipeError: the settings of the plugin are not allowed.
     """
     written = view.get(("plugins", "lora"), False)
     if written is False:
@@ -194,10 +195,10 @@ def _stored(view: View, fields: Mapping[str, Any]) -> tuple[int, int, int | None
     """Return (`weight_item`, `state_item`, `matrix_state_item`) of a `Configuration`, by `params_dtype` and
     `optimizer`.
 
-    AdamW and PmaAdamW have their state in fp32, whatever the weights are in: two moments, one tensor more with the
-    fused operator's amsgrad, and one for PmaAdamW's averages; with `swap` none of it is on the device
-    (core/optim/adamw.py, fused_adamw.py, pma_adamw.py). Muon's state is cloned from the weights: a moment for each
-    matrix of a layer, two for the others (core/optim/muon.py).
+    AdamW and PmaAdamW keep their state in fp32, whatever the type of the weights: two moments, one more tensor with
+    amsgrad of the fused operator, and one for PmaAdamW's averages. With `swap` the state is not on the device
+    (core/optim/adamw.py, fused_adamw.py, pma_adamw.py). Muon's state has the type of the weights: one moment for each
+    matrix of a layer, and two for other weights (core/optim/muon.py).
     """
     item = 4 if short_dtype(fields.get("params_dtype"), "fp32") == "fp32" else 2
     kind = view.get((*_OPTIMIZER, "type"))
@@ -209,10 +210,10 @@ def _stored(view: View, fields: Mapping[str, Any]) -> tuple[int, int, int | None
 
 
 def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
-    """Return how tokens travel, and in which chunks: the plugins' where the recipe has them.
+    """Return the dispatch mode and the chunks of the plugins, if the recipe has these plugins.
 
     Raises:
-        RecipeError: either is `auto` still, or overlap has settings that it cannot have.
+        RecipeError: one of the two is still `auto`, or the settings of ep_overlap are not allowed.
     """
     mode, overlap = view.get(MODE), view.get(OVERLAP)
     if mode is None:
@@ -229,8 +230,9 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
 def shards_gradients(view: View) -> bool:
     """Return whether accumulated gradients are sharded.
 
-    `optimizer_level: level2` has it so, whatever the flag says (MindSpore 2.9.0, set_parallel_optimizer_config); level1
-    and level3 have it off, and MindSpore refuses the flag beside them.
+    With `optimizer_level: level2` they are sharded, whatever the flag says (MindSpore 2.9.0,
+    set_parallel_optimizer_config). With level1 and level3 they are not, and MindSpore refuses the flag together with
+    these levels.
     """
     level = view.get(LEVEL)
     return view.flag(GRADIENTS) if level is None else level == "level2"
@@ -239,9 +241,9 @@ def shards_gradients(view: View) -> bool:
 def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
     """Return whether MindSpore 2.9.0 is known to finish compiling a layout with sharded gradients (docs/memory.md).
 
-    In a pipeline it looks for a micro-batch along every path of a subgraph that has none; the paths grow exponentially
-    with the layers, and three layers do not end. Without lazy inline operators name their micro-batch: that was not
-    seen to go on for ever.
+    In a pipeline MindSpore searches for a micro-batch along every path of a subgraph that has none. The number of paths
+    grows exponentially with the layers, and with three layers the compile does not end. Without lazy inline the
+    operators name their micro-batch, and no endless compile was seen.
     """
     return pp == 1 or not lazy_inline
 
@@ -255,14 +257,14 @@ def _shard_size(view: View) -> int:
 
 
 def _shard_threshold(view: View) -> int:
-    """Return KiB below which the optimizer shards no weight; 0 shards all of them."""
+    """Return the size in KiB below which the optimizer does not shard a weight; with 0 all weights are sharded."""
     value = view.get((*_SHARD, "parallel_optimizer_threshold"))
     return value if type(value) is int and value >= 0 else 64
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return what `recompute_config` of a recipe recomputes, as numbers of layers [chunks][stages]. A table of zeros
-    recomputes nothing, as False does.
+    """Return the recomputation of a recipe's `recompute_config`, with the number of layers [chunks][stages] of each
+    kind. A table of zeros recomputes nothing, as False does.
     """
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
@@ -275,8 +277,8 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return the function that reads recompute keys: as counts of layers, or as numbers of single layers if activations
-    are swapped.
+    """Return the function that reads recompute keys: it reads counts of layers, or the numbers of single layers if
+    activations are swapped.
     """
     if not swaps(view):
         return spread
@@ -284,11 +286,11 @@ def reader_of(view: View) -> Reader:
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return in how many layers [chunks][stages] a `select_recompute` saves memory; it saves memory where it recomputes
-    norms.
+    """Return the number of layers [chunks][stages] in which a `select_recompute` saves memory; these are the layers
+    whose norms it recomputes.
 
-    A flag or numbers stand for MindFormers' default operators, the multiplication and the activation function of an
-    MLP, which a fused SwiGLU has not: `tc3 dryrun` sees no byte less.
+    A flag or a number of layers selects MindFormers' default operators: the multiplication and the activation function
+    of an MLP. With a fused SwiGLU these operators do not exist, and `tc3 dryrun` finds that no memory is saved.
     """
     if isinstance(value, dict):
         return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
@@ -299,7 +301,7 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
     """Return the groups of operators of which a `select_recompute` names all patterns, with the layers for which it
     names them.
 
-    A group of which a pattern is missing, or spelt otherwise, counts as none: it may free nothing.
+    A group counts only if all of its patterns are present in the same spelling, because otherwise it may free nothing.
     """
     if not isinstance(value, dict):
         return ()
@@ -353,7 +355,7 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
     """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
     each operator pattern in the key's present value `now`.
 
-    Patterns stand in a mapping: MindFormers refuses a list of them then, and False for one of them.
+    The patterns are written as a mapping, because MindFormers then refuses a list of patterns, and the value False.
     """
     layers = config.layers
     value: Any = True if table == layers else numbers_of(table, layers, config.schedule)
@@ -397,8 +399,9 @@ def with_patterns(key: str, value: Any, now: Any) -> Any:
     """Return the value to write to a recompute key: `value`, for each operator pattern in the key's present value
     `now`.
 
-    A `select_recompute` whose patterns, or MindFormers' own, would save nothing gets those that do. Patterns of all
-    layers stay, or become, a list where there is no mapping: a child cannot turn a plain value into one.
+    If the patterns of a `select_recompute`, or MindFormers' own, would save nothing, they are replaced by patterns that
+    do. Patterns that apply to all layers are written as a list if there is no mapping yet, because a child recipe
+    cannot replace a plain value by a mapping.
     """
     patterns = patterns_of(now)
     if key == _SELECT and value and not any(map(of_norms, patterns)):
@@ -412,8 +415,8 @@ def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any]
     """Return the new value of `select_recompute` if it names groups of operators, now or afterwards; None if nothing
     changes.
 
-    Every other pattern but those of the norms is switched off, not left out (a child's mapping is merged with its
-    base's): MindFormers cannot build an operator that two patterns name.
+    Every other pattern except those of the norms is switched off, because MindFormers cannot build an operator that two
+    patterns name. It is not enough to leave them out, because a child's mapping is merged with that of its base.
     """
     select = not_empty(recompute.select)
     same = (not_empty(select_of(now, layers)), operators_of(now, layers)) == (select, recompute.operators)
@@ -437,8 +440,8 @@ def names_groups(value: Any) -> bool:
 
 
 def without_counts(value: Any) -> Any:
-    """Return a recompute key's value without numbers of layers, which were counted for other stages: all of its
-    patterns are switched off.
+    """Return a recompute key's value with all of its patterns switched off; its numbers of layers were counted for
+    another number of stages.
     """
     return dict.fromkeys(patterns_of(value), False) if has_counts(value) else value
 
@@ -447,8 +450,8 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
-    """Return why a degree above 1 does not compile for a model, and the rule that cites MindFormers' line; None if it
-    compiles.
+    """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the rule that cites
+    MindFormers' line; return None if it compiles.
     """
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
@@ -459,10 +462,10 @@ def not_compiled(model: Model) -> tuple[str, str] | None:
 
 
 def require_ulysses(recipe: Recipe, model: Model, degree: int) -> None:
-    """Refuse a degree above 1 if MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
+    """Refuse a `ulysses_degree_in_cp` above 1 if MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
 
     Raises:
-        RecipeError: heads are cut, and the attention has other widths for queries and values, or is not MLA.
+        RecipeError: heads are cut, and the attention is not MLA, or its queries and values have different widths.
     """
     if degree > 1 and (refused := not_compiled(model)):
         why, rule = refused

@@ -1,8 +1,8 @@
 """This module lists the collectives of a run that the estimator predicts: for each group of the mesh (tp, cp, ep, dp,
 pp) the operator, the bytes of its largest call, the ranks, and the predicted seconds.
 
-There is no second formula here. `Noted` is the estimator itself, which notes each call of its functions that predict
-communication (`DeviceTimes._collective`, `DeviceTimes.sending`, `ExpertTimes._step`).
+This module has no formulas of its own. `Noted` is the estimator itself, and records each call of its functions that
+predict communication (`DeviceTimes._collective`, `DeviceTimes.sending`, `ExpertTimes._step`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Collective:
 
     Args:
         group: tp, cp, ep, dp or pp. operator: AllGather (a ReduceScatter takes as long), AlltoAll, or Send.
-        bytes: the bytes of the whole tensor (AllGather), or what one rank sends (AlltoAll, Send).
-        ranks: the ranks of a group. stride: the distance of two neighbours in it. seconds: predicted.
+        bytes: the bytes of the whole tensor (AllGather), or the bytes that one rank sends (AlltoAll, Send).
+        ranks: the number of ranks of a group. stride: the distance of two neighbouring ranks. seconds: the predicted
+            time.
     """
 
     group: str

@@ -1,4 +1,5 @@
-"""This module computes what one device computes and moves in a layer of each kind (see `tools.model.KINDS`).
+"""This module computes the FLOPs and the memory traffic of one device in a layer of each kind (see
+`tools.model.KINDS`).
 
 Elementwise traffic is counted from the tensors that operators read and write, with fused norms, rotations and
 activations.
@@ -28,7 +29,7 @@ class Matmul:
     """A `Matmul` stands for `times` matrix products of [rows, depth] and [depth, columns] in the forward pass; the
     backward pass computes twice as much.
 
-    `high`: in bf16 also where the run's matmuls are in fp8 or fp4 (logits, routers).
+    With `high` they are in bf16, even if the run's matmuls are in fp8 or fp4 (logits, routers).
     """
 
     rows: float
@@ -60,15 +61,16 @@ class Work:
     """A `Work` is the work of one layer on one device for one micro-batch's forward pass.
 
     Args:
-        attention: FLOPs of scores and their product with the values.
+        attention: the FLOPs of the scores and of their product with the values.
         elementwise: bytes that operators other than matmuls read and write.
-        gathered: bytes of the whole activation that a tensor-parallel AllGather or ReduceScatter makes or takes.
-        collectives: such AllGathers and ReduceScatters, forward.
+        gathered: the bytes of the whole activation, which is the output of a tensor-parallel AllGather or the input of
+            a ReduceScatter.
+        collectives: the number of these AllGathers and ReduceScatters in the forward pass.
         moved_keys: bytes of keys and values of the device's part of the sequence, for context parallelism.
-        turned_heads: bytes of its queries, keys, values and results, which Ulysses sends to the ranks of their heads.
-        sorting: the part of `elementwise` that moves rows into their experts' order and back; backward moves rows once,
+        turned_heads: the bytes of queries, keys, values and results, which Ulysses sends to the ranks of their heads.
+        sorting: the part of `elementwise` that sorts rows by expert and back; the backward pass moves rows only once,
             too.
-        copies: rows that a device hands to experts; 0 without experts.
+        copies: the number of rows that a device sends to experts; 0 without experts.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -89,7 +91,7 @@ class Work:
 
 @lru_cache(maxsize=8192)
 def work(config: Configuration, kind: str) -> Work:
-    """Return what a device does in one layer of a kind for one micro-batch."""
+    """Return the work of a device in one layer of a kind for one micro-batch."""
     model, tokens = config.model, config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     h = model.hidden
@@ -131,9 +133,10 @@ def work(config: Configuration, kind: str) -> Work:
 def mixing_part(config: Configuration, held: float) -> Part:
     """Return the work of both hyper-connections of a layer; nothing with one residual stream.
 
-    Counted by what each operator of `plugins/hyper_connections` reads and writes, none of them fused: to fp32, square,
-    mean, H_pre x, to the type of the residual, H_res x, H_post y, their sum and the cast of it; for each division of
-    Sinkhorn a sum, epsilon and the division. The products with the gates are narrow, and as fast as their bytes.
+    The traffic is the sum over the operators of `plugins/hyper_connections`, none of which is fused: the cast to fp32,
+    square, mean, H_pre x, the cast to the type of the residual, H_res x, H_post y, their sum and its cast; and for each
+    division of Sinkhorn a sum, the addition of epsilon and the division. The products with the gates are narrow, so
+    they take the time to move their operands.
     """
     model, n = config.model, config.model.streams
     if n == 1:
@@ -182,7 +185,8 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     """Return the bytes that are moved when one micro-batch's gradient of a matmul's weights is added to the accumulated
     sum, which is read and written.
 
-    FSDP reduces them as they come. Sets fitted to MindFormers' runs hold it in their other efficiencies.
+    FSDP reduces gradients as they are computed. For MindFormers the fitted efficiencies of other operators include this
+    time.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
@@ -193,7 +197,7 @@ def sorted_once(config: Configuration, done: Work) -> float:
     """Return by how many bytes the backward pass moves less than twice the bytes of the forward pass, because it sorts
     gradients only once.
 
-    Sets fitted to MindFormers' runs hold it in their other efficiencies.
+    For MindFormers the fitted efficiencies of other operators include this difference.
     """
     return 0.0 if config.keep_gathered else done.sorting
 
@@ -212,7 +216,7 @@ def score_passes(config: Configuration) -> float:
     """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by those of the
     forward pass.
 
-    The gradients of dropout and softmax are read and written with what they kept.
+    The gradients of dropout and softmax also read the tensors that their forward passes kept.
     """
     return (6 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 6 / _SCORE_BYTES
 
@@ -221,7 +225,7 @@ def pairs(config: Configuration, causal: bool = True) -> float:
     """Return the number of query-key pairs of a device's micro-batch for one head; a window applies to every other
     layer.
 
-    What is masked between documents (`attended`) costs a causal kernel nothing.
+    Pairs of tokens in different documents (`attended`) are masked, and cost a causal kernel nothing.
     """
     sequence, window = config.sequence, config.model.window
     whole = sequence / 2 * config.attended if causal else sequence

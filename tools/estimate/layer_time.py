@@ -8,22 +8,23 @@ Forward:
     cp            keys and values once round the group; with Ulysses an All-to-All of queries, keys, values and results
                   beside it, which is the least of what compiled graphs show; logits on their way to the loss
                   (`logit_exchanges`)
-    ep            dispatch and combine, as far as they are waited for (above)
-    fixed         host and launches, more for MoE layers
+    ep            dispatch and combine, as far as the device waits for them (below) fixed         host and launches,
+    more for MoE layers
 
-Backward is twice the matmuls, elementwise traffic (but rows are sorted once each way) and fixed time, 2.5 times fused
-attention (it computes scores again) and the same communication (keys and values are sent again, but for MindFormers'
-training_graph, which keeps them); recomputation adds forward.
+The backward pass takes twice the time of the matmuls, of elementwise traffic (except that rows are sorted once in each
+direction) and the fixed time, 2.5 times the time of fused attention (which computes the scores again), and the same
+communication (keys and values are sent again, except with MindFormers' training_graph, which keeps them). Recomputation
+adds the time of the forward pass.
 
 Expert-parallel communication is what a device waits for in one MoE layer and micro-batch.
 
-Bytes are the planner's expected ones (`plugins.hierarchical_ep.traffic`). Every step of dispatch and combine takes a
-launch, a latency and its bytes over the slower of its links. Where `plugins.ep_overlap` cuts the layer, its own plan
-says what of that is hidden, from the seconds of a chunk's steps that stand here; of published runs of others, which
-have no such plan, the share `Efficiency.hidden_ep` is taken as hidden.
+The bytes are the expected bytes of `plugins.hierarchical_ep.traffic`. Every step of dispatch and combine takes a
+launch, a latency and the time of its bytes over the slower of its links. If `plugins.ep_overlap` cuts the layer into
+chunks, its plan computes the hidden part from the seconds of the steps of a chunk. Published runs of other software
+have no such plan; the share `Efficiency.hidden_ep` is assumed to be hidden.
 
 A layer that is recomputed sends its tokens again. MindFormers' graphs then repeat dispatch and the part of combine
-inside a node (found by compiling); an eager framework repeats all.
+inside a node, as compiled graphs show; an eager framework repeats both as a whole.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Exposed:
     """An `Exposed` holds the seconds that expert-parallel communication costs one MoE layer and micro-batch.
 
     Args:
-        waited: nothing is computed, for communication is not there yet.
-        cutting: computation takes longer in chunks.
+        waited: the seconds in which the device waits for communication and computes nothing.
+        cutting: the seconds by which computation takes longer because it runs in chunks.
     """
 
     waited: Passes[float]
@@ -121,10 +122,12 @@ class ExpertTimes(DeviceTimes):
         return Exposed(Passes(forward, back, back + recomputed), NOTHING.cutting)
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-        """Return an MoE layer without chunks and with the best number of chunks, as `plugins.ep_overlap` runs it.
+        """Return the schedule of an MoE layer without chunks, and with the fastest number of chunks, as
+        `plugins.ep_overlap` runs it.
 
         Args:
-            cuts: (b, s) to choose from; all that fit where none are given. stride: of the order; None: the best.
+            cuts: the pairs (b, s) among which to choose; all that divide batch and sequence if none are given. stride:
+                the stride of the order of issue; None: the fastest.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.
@@ -236,7 +239,7 @@ class Parts:
     """A `Parts` holds the seconds that one layer takes for one micro-batch on a device; communication counts only while
     the device waits for it.
 
-    `cut` is what chunks of `plugins.ep_overlap` add to the experts' own time.
+    `cut` is the time that chunks of `plugins.ep_overlap` add to the time of the experts.
     """
 
     matmul: float = 0.0

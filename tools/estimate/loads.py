@@ -1,18 +1,20 @@
 """This module describes how unevenly a router loads the devices of an expert-parallel group, for time and for memory.
 
-There is one description, `Loads`: the load of each device over the mean, by step, micro-batch and MoE layer. It is
+A `Loads` holds the load of each device divided by the mean, by step, micro-batch and MoE layer. There are four kinds:
 
-* even (`EVEN`), as every prediction was before there were loads, or one max/mean everywhere (`uniform`);
-* a spread: loads of devices are drawn log-normally for each step and layer, with the standard deviation of their
-  logarithm (`spread`). `PUBLISHED_SPREAD` is fitted to published pairs of steps with forced and with natural routing
-  (`published/pairs.yaml`);
-* those of a trained router: loads of experts are drawn, as unevenly as a published study of trained models counted them
-  (`published/loads.yaml`), and dealt to the devices (`trained`);
-* recorded: a run's `metrics/expert_load.jsonl`, or a routing log of other software, as JSONL or CSV (`read_loads`).
+* even loads (`EVEN`), or one max/mean everywhere (`uniform`);
+* drawn loads (`spread`): the loads of devices are drawn log-normally for each step and layer, with a given standard
+  deviation of their logarithm. `PUBLISHED_SPREAD` is fitted to published pairs of steps with forced and with natural
+  routing (`published/pairs.yaml`);
+* loads of a trained router (`trained`): loads of experts are drawn with the unevenness that a published study of
+  trained models found (`published/loads.yaml`), and the experts are assigned to the devices;
+* recorded loads (`read_loads`): a run's `metrics/expert_load.jsonl`, or a routing log of other software, as JSONL or
+  CSV.
 
-A layer waits for its fullest device, so time follows max/mean of each layer. Memory follows one device through all its
-layers: it needs the loads of every device. What a log does not tell is not made up: a log that sums the micro-batches
-of a step, or several expert-parallel groups, gives each of them the load of the sum, and single ones are more uneven.
+A layer waits for its fullest device, so the time depends on max/mean of each layer. The memory of a device depends on
+its loads in all layers, so the loads of every device are needed. If a log holds only sums over the micro-batches of a
+step, or over several expert-parallel groups, each of them gets the load of the sum, although single ones are more
+uneven.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Counted(NamedTuple):
     """A `Counted` holds the tokens of each expert in a log of expert loads.
 
     Args:
-        tokens: [steps, layers, experts], the sums of the micro-batches, by logical expert.
-        slots: [steps, layers, experts], the placement during each step, as `plugins.expert_balance.plan` has it.
+        tokens: [steps, layers, experts], the tokens of each logical expert, summed over the micro-batches.
+        slots: [steps, layers, experts], the placement during each step, in the form of `plugins.expert_balance.plan`.
     """
 
     tokens: np.ndarray
@@ -69,12 +71,12 @@ class Loads:
 
     Args:
         shares: [steps, micro-batches, layers, devices]. The layers are the decoder's MoE layers in their order, then
-            those of MTP; where the latter are missing they are taken as the last one. An axis of 1 stands for all: one
-            micro-batch is the sum of a step's, one layer is every layer, and one device is the fullest of a group whose
-            others are not described.
-        steps: [steps] the numbers of the steps, for reports.
-        source: where the loads come from, as a part of a sentence.
-        counted: the tokens of each expert, where a log tells them.
+            those of MTP; if those of MTP are missing, they are assumed to be the same as those of the last layer. An
+            axis of length 1 applies to all: one micro-batch stands for all micro-batches of a step together, one layer
+            for every layer, and one device for the fullest device of a group if the loads of the others are unknown.
+        steps: [steps], the numbers of the steps, for reports.
+        source: the source of the loads, in words.
+        counted: the tokens of each expert, if a log has them.
     """
 
     shares: np.ndarray
@@ -96,7 +98,7 @@ class Loads:
 
     @property
     def words(self) -> str:
-        """Return in words what the loads are, with the distribution of max/mean where it is one."""
+        """Return a description of the loads in words, with the distribution of max/mean if it varies."""
         ratios = self.ratios
         if ratios.min() == ratios.max():
             return f"{self.source}: busiest rank {ratios.max():g} x the mean"
@@ -130,8 +132,8 @@ EVEN = uniform(1.0)
 
 
 def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
-    """Return loads of which only `ratios` [steps, layers] is known: the tokens of the fullest device over the mean.
-    Nothing is said about the loads of the other devices.
+    """Return loads of which only `ratios` [steps, layers] is known: the tokens of the fullest device, divided by the
+    mean. The loads of the other devices are unknown.
     """
     return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
 
@@ -143,8 +145,8 @@ def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loa
     Micro-batches of a step have one load, because the experts that a router prefers stay the same for many steps.
 
     Args:
-        deviation: standard deviation of the logarithm of a device's load. layers, devices: what is drawn.
-        source: where the deviation comes from.
+        deviation: the standard deviation of the logarithm of a device's load. layers, devices: the number of layers and
+            devices for which loads are drawn. source: the source of the deviation, in words.
     """
     drawn = np.exp(deviation * np.random.default_rng(0).standard_normal((DRAWN, 1, layers, devices)))
     shares = drawn / drawn.mean(axis=-1, keepdims=True)
@@ -152,7 +154,7 @@ def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loa
 
 
 def family_of(config: Configuration) -> str:
-    """Return the kind of attention by which `published/loads.yaml` tells trained models apart: mla, mha or gqa."""
+    """Return the kind of a model's attention (mla, mha or gqa), by which `published/loads.yaml` groups models."""
     model = config.model
     return "mla" if model.latent is not None else "mha" if model.kv_heads == model.heads else "gqa"
 
@@ -163,7 +165,8 @@ def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
     with the published Gini coefficient of the family, and the experts are dealt to the devices in their order.
 
     Args:
-        family: as `family_of` returns it. layers, experts, devices: what is drawn.
+        family: the kind of attention, as `family_of` returns it. layers, experts, devices: the numbers of layers,
+            experts and devices.
     """
     found = yaml.safe_load(TRAINED.read_text("utf-8"))["families"][family]
     # of a log-normal distribution Gini = 2 Phi(deviation / sqrt 2) - 1
@@ -175,7 +178,7 @@ def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
 
 
 def moe_layers(config: Configuration) -> tuple[int, ...]:
-    """Return which layers of the decoder are MoE layers, as numbers from 0."""
+    """Return the numbers of the decoder's MoE layers, counted from 0."""
     return tuple(number for number, kind in enumerate(config.model.pattern) if kind == "moe")
 
 
@@ -183,10 +186,10 @@ def loads_of(text: str, config: Configuration) -> Loads:
     """Return the loads that `--loads` asks for, on the devices of a run.
 
     Args:
-        text: one of `FORMS`; a file is as in `read_loads`.
+        text: the value of `--loads`, in one of `FORMS`; a file has a form that `read_loads` reads.
 
     Raises:
-        RecipeError: the run has no experts, or the number is out of range. DataError: as `read_loads`.
+        RecipeError: the run has no experts, or the number is out of range. DataError: see `read_loads`.
     """
     if not config.model.experts:
         raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
@@ -233,7 +236,8 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     Three forms are read: a run (its folder, or its `metrics/expert_load.jsonl`) with the placement of each step; JSONL
     with a line for each step, or for each micro-batch of it, ``{"step": 1, "micro_batch": 0, "tokens": [[...], ...]}``
     with the tokens [layers, experts]; and CSV with the columns ``step,layer,expert,tokens`` and, where it is known,
-    ``micro_batch``. The last two have experts in the order of their devices. A log may be of another `expert_parallel`.
+    ``micro_batch``. In the last two forms, experts are in the order of their devices. A log may come from a run with
+    another `expert_parallel`.
 
     The last line of a run's record may be unfinished, because the run is writing it or was killed: it is left out, and
     `source` says so. Every other line must be whole.
@@ -409,7 +413,7 @@ def require_of(config: Configuration, layers: int, experts: int, place: str) -> 
     """Refuse a log whose experts or layers are not those of the recipe's model.
 
     Args:
-        layers, experts: of the log. place: file and line, for the message.
+        layers, experts: the numbers of layers and experts in the log. place: file and line, for the message.
 
     Raises:
         DataError: the run has other experts or MoE layers.

@@ -1,10 +1,11 @@
-"""This module counts what MindFormers' Muon computes and gathers in the update of a step (core/optim/muon.py of 1.9.0).
+"""This module counts the FLOPs and the AllGathers of MindFormers' Muon in the update of a step (core/optim/muon.py of
+1.9.0).
 
-Muon makes the momentum of each matrix of a layer nearly orthogonal, by five Newton-Schulz steps in bfloat16; embedding,
-output layer, norms and biases have AdamW. What is fused in one weight is taken apart first: the two parts of the latent
-projections, gate and up, and the experts, each of which is a matrix by itself.
+Muon makes the momentum of each matrix of a layer nearly orthogonal, by five Newton-Schulz steps in bfloat16; AdamW
+updates embedding, output layer, norms and biases. Fused weights are split into their matrices first: the two parts of
+the latent projections, gate and up, and the experts.
 
-A rank that holds a part of a matrix gathers all of it, first over the optimizer's shards, then over tensor
+A rank that holds a part of a matrix gathers the whole matrix, first over the optimizer's shards, then over tensor
 parallelism; each rank of the group then computes the whole matrix, and keeps its part. Experts are never gathered:
 tensor parallelism does not cut them in this model, and shards hold whole experts.
 """
@@ -44,7 +45,7 @@ class Matrix:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of all steps: for each 4 m^2 n + 2 m^3, m being the shorter side."""
+        """Return the FLOPs of all steps: each takes 4 m^2 n + 2 m^3, where m is the shorter side."""
         return sum(matmul.flops for matmul in self.matmuls)
 
 
@@ -81,7 +82,9 @@ def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
 
 
 def gathers(weight: Weight, config: Configuration) -> Iterator[tuple[float, int, int]]:
-    """Return the AllGathers of a weight's momentum: (bytes of what is gathered, ranks, how far apart they are)."""
+    """Return the AllGathers of a weight's momentum, each as (bytes of the gathered tensor, number of ranks, distance
+    between neighbouring ranks).
+    """
     if not orthogonal(weight, config) or weight.split == "experts":
         return
     cut, shards = weight_cut(weight, config), weight_shards(weight, config)

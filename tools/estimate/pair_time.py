@@ -6,8 +6,9 @@ A pair is the forward of one micro-batch and the backward of another, run togeth
 An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
 runs through it the other way round. By itself, each pass waits for its own communication. Together, the communication
 of one runs under the computation of the other (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra
-MoE's adaptive pipe overlap). Two streams, each in its order of issue, as in `plugins.ep_overlap.timeline`: the two
-passes take turns, and weight gradients, on which no other operator waits, come last.
+MoE's adaptive pipe overlap). Computation and communication are two streams, each with its own order of issue, as in
+`plugins.ep_overlap.timeline`: the two passes take turns, and weight gradients, for which no other operator waits, come
+last.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ class LayerSeconds:
     """A `LayerSeconds` holds the seconds of one micro-batch's forward, or backward, through one MoE layer.
 
     Args:
-        attention: all computation before dispatch, the router included; of a backward its input gradients.
-        dispatch: communication that brings tokens to their experts; of a backward that takes their gradients back.
-        experts: computation of the experts; of a backward the input gradients, recomputation included.
-        combine: communication that brings results back; of a backward that takes their gradients to the experts.
-        weights: weight gradients of attention and experts (a backward's).
+        attention: all computation before dispatch, including the router; for a backward pass, its input gradients.
+        dispatch: the communication that brings tokens to their experts; for a backward pass, the communication that
+            returns their gradients.
+        experts: the computation of the experts; for a backward pass, the input gradients, including recomputation.
+        combine: the communication that returns results; for a backward pass, the communication that brings their
+            gradients to the experts.
+        weights: the weight gradients of attention and experts (only in a backward pass).
     """
 
     attention: float
@@ -61,8 +64,8 @@ class LayerSeconds:
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
     """Return the seconds of a pair, a forward and a backward that run together, through `layers` layers.
 
-    At least the longer of both computations, both communications, and each of the two alone but for weight gradients;
-    at most both one after the other.
+    The result is at least the largest of these: the computation of both passes, the communication of both, and the
+    serial time of each pass without weight gradients. It is at most the sum of both serial times.
     """
     return pair_of([forward] * layers, [backward] * layers)
 
@@ -95,7 +98,7 @@ def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.nda
     """Return the seconds that pairs save, [chunks, chunks, stages] as for `Durations.hidden`, where `layers` [chunks,
     stages] are the numbers of MoE layers.
 
-    Of two chunks with unequally many layers the fewer are paired.
+    If two chunks have different numbers of layers, only as many layers are paired as the smaller chunk has.
     """
     fewer = np.minimum(layers[:, None], layers[None])
     saved = [0.0]

@@ -3,23 +3,24 @@
 This is the only model of a step's time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all use
 it.
 
-A stage's micro-batch is the sum over its layers (`layer_time`); the step is the slowest stage's work for all
-micro-batches, filling and draining by schedule, then gradients and weights as far as nothing hides them
-(below), and the optimizer, with Muon also its matmuls and AllGathers (`muon`). `simulated` replays the schedule
-instead. Data stalls are taken as zero.
+The time of a stage's micro-batch is the sum over its layers (`layer_time`). The time of a step is the sum of the
+slowest stage's work for all micro-batches, the filling and draining of the schedule, the communication of gradients and
+weights that nothing hides (below), and the optimizer, including the matmuls and AllGathers of Muon (`muon`).
+`simulated` replays the schedule instead. Data stalls are assumed to be zero.
 
 Devices of an expert-parallel group wait for each other in dispatch and combine of every MoE layer, so a layer takes as
-long as on its fullest device. `TimeModel.step` takes max/mean by micro-batch and layer, and `TimeModel.under` the mean
-step of loads (`tools.estimate.loads`). What a group waits for in one micro-batch is not made good in the next.
+long as on its fullest device. `TimeModel.step` takes max/mean by micro-batch and layer, and `TimeModel.under` averages
+over the steps of loads (`tools.estimate.loads`). A group does not make up in one micro-batch for time that it lost in
+an earlier one.
 
 Gradients and weights are sent once a step, and the optimizer runs once a step.
 
 Weights are sent during the first forward and gradients during the last backward; with FSDP they are sent in every pass.
 With `gradient_accumulation_shard` every micro-batch's gradients are reduced to the shards as they are added up
 (MindSpore's documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the
-gradients"), not once a step, as published runs of others are taken to. As of other communication that overlaps, the
-share `Efficiency.hidden` of it is taken to run beside the micro-batch that made them (assumed: no published run has
-it). Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
+gradients"), not once a step, as in published runs of other software. The share `Efficiency.hidden` of this
+communication is assumed to overlap with the micro-batch that computed the gradients, as for other communication (no
+published run measures it). Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
 """
 
 from __future__ import annotations
@@ -63,13 +64,14 @@ class StepTime:
     """A `StepTime` holds the predicted seconds of a step, by part.
 
     Args:
-        pipeline: all micro-batches through the pipeline.
+        pipeline: the seconds of all micro-batches in the pipeline.
         bubble: the share of `pipeline` in which the slowest stage waits.
-        data_parallel: gradients and weights that nothing hides.
+        data_parallel: the communication of gradients and weights that nothing hides.
         optimizer: the update.
-        fixed: beside all that.
-        parts: the slowest stage's work by kind.
-        sending: what a stage's sends to its neighbours take; in a tight schedule some fall into the waiting.
+        fixed: the seconds that belong to no other part.
+        parts: the slowest stage's work, by kind.
+        sending: the seconds in which a stage sends to its neighbours; in a tight schedule some of them are part of the
+            waiting.
     """
 
     pipeline: float
@@ -120,7 +122,7 @@ class GradientTimes(LayerTimes):
         """Return the seconds in which a stage communicates its weights and gradients: once in a step, and for each
         micro-batch.
 
-        FSDP's weights, which travel for each pass, count to the first.
+        The weights of FSDP, which are sent for each pass, are part of the first number.
         """
         runs = config.micro_batches if config.shard_weights else 1
         gather = 2 * (2 * runs if config.shard_weights else 1) if config.shard_optimizer else 0
@@ -144,8 +146,8 @@ class GradientTimes(LayerTimes):
         """Return the seconds of `once_and_each` that computation does not hide, as numbers or arrays.
 
         Args:
-            work: seconds of a micro-batch on the stage, beside which all this runs.
-            rounds: the number of rounds of the pipeline, between which data that travels once a step is sent.
+            work: the seconds of a micro-batch on the stage, with which the communication overlaps.
+            rounds: the number of rounds of the pipeline; data that is sent once a step is sent between rounds.
         """
         beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
         every = each * micro_batches
@@ -208,7 +210,7 @@ class TimeModel(GradientTimes):
         how their sum divides into parts.
 
         Args:
-            ratios: max/mean of each MoE layer (`tools.estimate.loads.Loads`); none: that of the configuration.
+            ratios: the max/mean of each MoE layer (`tools.estimate.loads.Loads`); without it, the configuration's skew.
         """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
@@ -243,10 +245,10 @@ class TimeModel(GradientTimes):
         """Return the seconds of a step; `simulated` replays the schedule operation by operation.
 
         Args:
-            ratios: max/mean [micro-batches, layers] of a step, as `tools.estimate.loads.Loads` has it; both axes may be
-                1, for all. None: the configuration's in every layer. Micro-batches that differ are always replayed, and
-                of fewer than the step has each takes its turn. A schedule of pairs takes their mean, because it is not
-                known which two meet.
+            ratios: the max/mean of a step, [micro-batches, layers], as in `tools.estimate.loads.Loads`; an axis of
+                length 1 applies to all. None: the configuration's skew in every layer. If micro-batches differ, the
+                schedule is always replayed; if there are fewer than the step has, they take turns. A schedule of pairs
+                uses their mean, because it is unknown which two run together.
         """
         config, rows = _rows(config, ratios)
         made = [self.chunks(config, row) for row in rows]
@@ -297,9 +299,9 @@ class TimeModel(GradientTimes):
     def under(self, config: Configuration, loads: Loads, simulated: bool = False) -> StepTime:
         """Return the mean over the steps of the loads; `simulated` is as in `step`.
 
-        Of many steps `_SAMPLED` are taken, at equal distances in the order of their max/mean, and each max/mean is
-        rounded to a `_GRAIN`th, which is less than counting tokens is off: many layers then take equally long. One
-        max/mean everywhere is not rounded.
+        If there are many steps, `_SAMPLED` of them are used, at equal distances in the order of their max/mean. Each
+        max/mean is rounded to a `_GRAIN`th, which is less than the error of counted tokens, so that many layers take
+        equally long. A max/mean that is the same everywhere is not rounded.
         """
         ratios = loads.ratios
         if ratios.min() == ratios.max():
@@ -321,8 +323,8 @@ class TimeModel(GradientTimes):
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
         """Return the seconds [chunks, chunks, stages] that a forward and a backward hide when they run as a pair.
 
-        Of MoE layers only. Half of a layer's computation is taken to come before dispatch and half to be the
-        experts' (assumed); what a backward recomputes hides nothing. `ratios` are as in `chunks`.
+        Only MoE layers hide time. It is assumed that half of a layer's computation comes before dispatch, and half is
+        that of the experts; the recomputation of a backward pass hides nothing. `ratios` are as in `chunks`.
         """
         if ratios:
             return self._hidden_unevenly(config, ratios)
@@ -437,8 +439,8 @@ def _census(config: Configuration, ratios: Row) -> dict[tuple[str, float], dict[
 
 
 def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, sending: float = 0.0) -> float:
-    """Return the seconds of 1F1B (interleaved or not) for the seconds [chunks, stages] of a micro-batch; see
-    `pipeline_of`.
+    """Return the seconds of a 1F1B schedule (interleaved or not), given the seconds [chunks, stages] of a micro-batch;
+    see `pipeline_of`.
     """
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
 
@@ -454,9 +456,9 @@ def pipeline_of(
     """Return the time of all micro-batches on the slowest stage plus that of the first and last micro-batch on the
     other stages; `work` [..., stages] is the time of one micro-batch.
 
-    (m + (p - 1) / v) (f + b) for equal stages, as Narayanan et al. (arXiv 2104.04473) have it. Each micro-batch and
-    chunk is sent and received once each way; `transfers` are the chunks, where `chunks` are not, which divide the
-    other stages' work.
+    For equal stages this is (m + (p - 1) / v) (f + b), as in Narayanan et al. (arXiv 2104.04473). Each micro-batch and
+    chunk is sent and received once in each direction. The other stages' work is divided by `chunks`; `transfers` is the
+    number of chunks that are sent, if it is not `chunks`.
     """
     sent = chunks if transfers is None else transfers
     every = work + np.asarray(2 * sending * sent if work.shape[-1] > 1 else 0 * sending)[..., None]

@@ -1,4 +1,4 @@
-"""This module is the command `tc3 ep-report`: it says what expert-parallel communication costs a recipe.
+"""This module is the command `tc3 ep-report`: it predicts the cost of expert-parallel communication for a recipe.
 
 The numbers and the advice are those of `tools.layout.advise`; all of them are modelled. `content` is the advice as JSON
 for machines and `print_text` as text for people. `draw` draws a layer's streams before and after it is cut into chunks

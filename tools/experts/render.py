@@ -231,7 +231,7 @@ def head(found: Study) -> str:
 
 
 def notes(found: Study) -> list[str]:
-    """Return on which data and assumptions the results rest."""
+    """Return lines that list the data and the assumptions behind the results."""
     lines, seconds = list(NOTES), found.seconds
     lines.append("bound: no placement is better, of all steps' loads; micro-batch: the worst, where it is recorded")
     if isinstance(seconds, str):

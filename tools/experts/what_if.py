@@ -53,8 +53,8 @@ class Change:
 
 
 def what_if(advice: Advice, asked: str) -> list[Change]:
-    """Return first the recipe's step as written, under its uneven loads, then the step at even loads, then the step
-    after each change.
+    """Return the steps in this order: the unchanged recipe under its uneven loads, the recipe at even loads, and the
+    recipe after each change.
 
     Args:
         advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, for other degrees.
@@ -112,8 +112,8 @@ def _records(counted: Counted, devices: int) -> list[Record]:
 
 
 def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slots: np.ndarray, plans: int) -> float:
-    """Return the mean seconds in which a plan moves experts: those of the stage and device that send most, over the
-    slowest link of the group, one layer after the other.
+    """Return the mean seconds for moving the experts of one plan: the time of the stage and device that send most, over
+    the slowest link of the group, one layer after the other.
 
     Args:
         first: [layers, E] placement before the first step. slots: [steps, layers, E] after each step. plans: of them.

@@ -1,5 +1,5 @@
-"""This module is step 1 of fusing: it gathers operators that DVM takes into convex clusters, in MindSpore's greedy
-order.
+"""This module is step 1 of fusing: it gathers the operators that DVM supports into convex clusters, in MindSpore's
+greedy order.
 
 From the last operator back to the first, each operator that is in no cluster yet gathers the connected operators before
 it that DVM takes. An operator that is also reached by a path through an operator outside the cluster is dropped again,
@@ -58,7 +58,7 @@ VIRTUAL = ("Return", "MakeTuple", "TupleGetItem")  # bind and take apart tuples;
 
 @dataclass(frozen=True)
 class Operator:
-    """An `Operator` is one operator of a graph, as fusing sees it.
+    """An `Operator` holds the properties of one operator of a graph that fusing needs.
 
     Args:
         name: the name of its primitive; "" where `opened`.
@@ -102,7 +102,7 @@ _PRODUCTS = frozenset(CUBE) - {"Reshape"}
 
 
 def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules = DVM) -> str:
-    """Return why an operator is in no cluster; "" if it may be in one.
+    """Return the reason why an operator cannot be in a cluster; "" if it can.
 
     Args:
         listed: operators of the level, less those that a recipe disables.
@@ -186,8 +186,8 @@ class Merged:
 
 
 def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules = DVM) -> list[list[int]]:
-    """Return the places of the operators of each cluster, in order; a single operator is a cluster unless it was opened
-    before.
+    """Return the indices of the operators of each cluster, in order; a single operator is a cluster unless it was
+    expanded before.
 
     Args:
         taken: whether DVM takes each operator (`refusal`).

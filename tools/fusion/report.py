@@ -96,7 +96,7 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
 
 
 def stage_pieces(recipe: Recipe, text: Path, fusion: Fusion, stage: int) -> Pieces:
-    """Return the counts of one stage from its own full graph; each layer is given as the mean of its kind."""
+    """Return the counts of one stage from its own full graph; each layer gets the mean counts of its kind."""
     view = View(recipe)
     found = Pieces(view.micro_batches * view.accumulation)
     chunks = (chunk for each in stages_of(view) for chunk in each.chunks)

@@ -137,7 +137,7 @@ Match = Callable[[Areas, Area], list[Area]]
 
 
 def kernels(body: Sequence[Operator], outputs: Collection[int], rules: Rules = DVM) -> list[list[int]]:
-    """Return the places of the operators of each kernel of one cluster.
+    """Return the indices of the operators of each kernel of one cluster.
 
     Args:
         body: the cluster's operators, in order; virtual ones belong to no kernel.

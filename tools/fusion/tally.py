@@ -76,7 +76,7 @@ class Tally:
 
     @property
     def launches(self) -> float:
-        """Return how many fewer kernels than operators there are."""
+        """Return the number of saved launches: operators minus kernels."""
         return self.operators - self.kernels
 
     @property
@@ -108,7 +108,7 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 
 
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
-    """Return the places of the operators of each kernel that DVM makes of a subgraph; single operators are kernels,
+    """Return the indices of the operators of each kernel that DVM makes of a subgraph; single operators are kernels,
     too.
     """
     ops = [_operator(node) for node in nodes]
@@ -303,7 +303,7 @@ def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collect
 
 
 def users_of(nodes: Sequence[Node]) -> list[list[int]]:
-    """Return for each operator the places of the operators that take its result as an input."""
+    """Return for each operator the indices of the operators that take its result as an input."""
     users: list[list[int]] = [[] for _ in nodes]
     for place, node in enumerate(nodes):
         for operand in set(node.operands):
@@ -312,7 +312,7 @@ def users_of(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: Collection[int]) -> set[int]:
-    """Return the places of those operators of a kernel whose results are read outside the kernel; an operator that
+    """Return the indices of those operators of a kernel whose results are read outside the kernel; an operator that
     writes a parameter always counts.
     """
     inside = set(kernel)
@@ -371,7 +371,7 @@ class Found:
 
     @property
     def chain(self) -> str:
-        """Return the names of the matrix product, of the operators behind it, and AssignAdd, joined by "-"."""
+        """Return the names of the matrix product, of the operators after it, and AssignAdd, joined by "-"."""
         return "-".join((self.product, *self.between, "AssignAdd"))
 
 

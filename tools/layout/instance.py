@@ -114,7 +114,9 @@ class Instance:
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return the part of `ends` that is receiving, [stages]. It does not count when stages are compared."""
+        """Return the part of `ends` in which a stage receives, [stages]. This time is not counted when stages are
+        compared.
+        """
         return np.zeros(self.stages)
 
     @cached_property
@@ -124,13 +126,13 @@ class Instance:
 
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
-        """Return for each stage the most micro-batches in flight at one moment, [vectors, chunks]."""
+        """Return for each stage the largest numbers of micro-batches in flight at one moment, [vectors, chunks]."""
         sizes = self.stages, self.chunks, self.micro_batches
         return tuple(stage_peaks(self.schedule, stage, *sizes) for stage in range(self.stages))
 
     @cached_property
     def least_layers(self) -> int:
-        """Return how many layers each inner chunk must hold: 1 if there are enough, else 0."""
+        """Return the smallest number of layers of each inner chunk: 1 if there are enough layers, otherwise 0."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2 + self.last_layers)
 
     @cached_property
@@ -245,7 +247,9 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan [N] whether no chunk holds a later type with a stronger option than an earlier type."""
+        """Return for each plan [N] whether, in every chunk, options do not become stronger from one layer type to the
+        next.
+        """
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
             columns = self.type_columns(index)

@@ -204,12 +204,14 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
 
 
 def remedy(recipe: Recipe) -> str:
-    """Return what to do about a layout file that is missing or belongs to another run."""
+    """Return the advice for a layout file that is missing or belongs to another run."""
     return f"run tc3 search layout {recipe.source} (with the --set of this run, if any)"
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the inputs of the answer, without the cluster: all that the model reads, and its version."""
+    """Return the inputs on which a layout file depends, without the cluster: all values that the time and memory model
+    reads, and the version of the model.
+    """
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
     sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}

@@ -118,8 +118,8 @@ def pattern_bound(
 
 
 def patterns_of(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> list[Stage] | None:
-    """Return the patterns of every stage with which a step can be under `goal` ms; None where nothing is known
-    (`pattern_bound`).
+    """Return the patterns of every stage with which a step can take less than `goal` ms; None if they cannot be listed
+    (see `pattern_bound`).
     """
     if instance.schedule not in SCHEDULES or len(instance.types) > 2:
         return None

@@ -51,12 +51,12 @@ class PlacedInstance(Instance):
 
     @property
     def transfer(self) -> float:
-        """Return the time for which a stage is busy when it sends, which is as long as it is when it receives."""
+        """Return the time for which a stage is busy when it sends; receiving takes as long."""
         return self.receiving
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return the part of `ends` that is receiving, [stages]."""
+        """Return the part of `ends` in which a stage receives, [stages]."""
         every = self.by_stage(self.ends.sum(axis=0) - super().ends.sum(axis=0))
         return every.reshape(self.chunks, self.stages).sum(axis=0)
 
@@ -77,8 +77,8 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the problem of placing `config`'s layers anew. The present placement and recomputation of the layers in
-    `config` have no effect.
+    """Return the problem of finding a new placement of `config`'s layers. The present placement and recomputation of
+    the layers in `config` have no effect.
 
     Args:
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's

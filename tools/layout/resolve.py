@@ -98,8 +98,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Write into the recipe (in place) the cost of a sample with which the run began; `first` is the effective recipe
-    of that beginning. Return a line of text if the two costs differ.
+    """Write the cost of a sample from the recipe `first`, with which the run began, into the present recipe (in place).
+    Return a line of text if the two costs differ.
 
     A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
     """
@@ -215,7 +215,9 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return the resolved recipe, with plain values for what cannot be resolved, and the reasons."""
+    """Return the resolved recipe, and the reasons for values that cannot be resolved, in whose place it has plain
+    values.
+    """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed
 

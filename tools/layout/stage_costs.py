@@ -195,7 +195,9 @@ class StageCosts:
         return extra, given
 
     def split(self, counts: Iterable[int]) -> list[Stage]:
-        """Return what each stage holds if the chunks have [C] layers, in model order."""
+        """Return for each stage the types of the layers on it, given the number of layers of each chunk [C] in model
+        order.
+        """
         rows: list[list[Chunk]] = [[] for _ in range(self.instance.stages)]
         first = 0
         for chunk, count in enumerate(counts):

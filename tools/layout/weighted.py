@@ -69,11 +69,11 @@ class _Case:
     after: np.ndarray  # [M] ms after the pipeline if it is
 
     def bound(self, pipeline: float) -> float:
-        """Return the least ms of a step whose pipeline takes at least so long."""
+        """Return the smallest ms of a step whose pipeline takes at least this time."""
         return float((np.maximum(self.busy, pipeline) + self.after).min(initial=np.inf))
 
     def enough(self, goal: float) -> float:
-        """Return the ms that a pipeline must take at least so that no step is under `goal`."""
+        """Return the ms of a pipeline above which no step can take less than `goal`."""
         return float((goal - self.after[self.busy + self.after < goal]).max(initial=0.0))
 
 

@@ -138,7 +138,7 @@ def makespans(
     weight: np.ndarray | None = None,
     hidden: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the step times [plans] of many plans at once, for whole sequences and without transfers.
+    """Return the step times [plans] of many plans at once; sequences are not split, and transfers take no time.
 
     `forward`, `backward` and `weight` are [plans, chunks, stages], `hidden` [plans, chunks, chunks, stages], as in
     `Durations`.
@@ -224,7 +224,7 @@ def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
 
 
 def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
-    """Return the rows of `in_flight` that no other row exceeds in every chunk, [vectors, chunks].
+    """Return the rows of `in_flight`, [vectors, chunks], without the rows that another row exceeds in every chunk.
 
     Whatever a chunk's activation takes, the stage's peak is at one of them: one memory row each makes a solver's
     memory exact.

@@ -232,7 +232,7 @@ def _table(
 def play(
     table: Timetable, costs: Iterable[np.ndarray], plans: tuple[int, ...] = (), lags: Sequence[np.ndarray] = ()
 ) -> np.ndarray:
-    """Return the time at which each stage is free again after each level, [levels + 1, stages, *plans].
+    """Return the time at which each stage becomes free after each level, [levels + 1, stages, *plans].
 
     Args:
         costs: for each level [stages, *plans] how long its operations take.

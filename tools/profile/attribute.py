@@ -227,8 +227,7 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 
 
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return, for each term that the model predicts, the predicted seconds of the layers' communication, including the
-    part that computation hides.
+    """Return term -> the predicted seconds of the layers' communication, including the part that computation hides.
 
     Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
     """

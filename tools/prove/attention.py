@@ -1,8 +1,9 @@
 """This module holds the rules of attention, in each layout of its arguments.
 
-Ranks may share the batch, the heads, and the sequence of the queries; keys and values have the whole sequence. A rank
-that has a part of the queries must know where this part begins: MindSpore tells it by numbers that differ along the
-axes which cut the sequence (how many tokens before and behind a position are seen), and by the rows of the mask.
+The batch, the heads, and the sequence of the queries may be cut over ranks; keys and values have the whole sequence. A
+rank that has a part of the queries must know where this part begins. MindSpore passes this position in two ways: the
+number of visible tokens before and after a query differs along the axes that cut the sequence, and each rank has its
+own rows of the mask.
 """
 
 from __future__ import annotations
@@ -49,12 +50,9 @@ _LENGTHS = {"FlashAttentionScore": (8, 9), "FlashAttentionScoreGrad": (13, 14)}
 _MASK = {"FlashAttentionScore": 6, "FlashAttentionScoreGrad": 7}
 
 
-@rule(
-    "FlashAttentionScore",
-    says="not linear; queries, keys and values cut alike by batch and heads; queries also by their sequence, where the "
-    "tokens that they see differ along the same axes",
-    takes_differing=True,
-)
+@rule("FlashAttentionScore", says="It is not linear. Queries, keys and values must be cut alike over batch and heads. "
+      "The queries' sequence may also be cut, if the range of visible tokens differs along the same axes.",
+      takes_differing=True)  # fmt: skip
 def _attention(call: Call) -> Value:
     query, _, value = _attended(call, *(by_element(call.spread(place)) for place in range(3)))
     at = _layout(call)
@@ -67,12 +65,8 @@ def _attention(call: Call) -> Value:
     return [small, small, plain((1,)), Spread((*query.dims[:-1], wide), loose=query.loose)]
 
 
-@rule(
-    "FlashAttentionScoreGrad",
-    says="linear in the gradient; cut as the attention itself; of keys and values partial where the queries' sequence "
-    "is cut",
-    takes_differing=True,
-)
+@rule("FlashAttentionScoreGrad", says="It is linear in the gradient, with the conditions of the forward pass. If the "
+      "queries' sequence is cut, the gradients of keys and values are partial.", takes_differing=True)  # fmt: skip
 def _attention_gradient(call: Call) -> Value:
     given = (by_element(call.spread(place)) for place in range(3))
     query, key, value, gradient = _attended(call, *given, call.spread(3))
@@ -87,7 +81,7 @@ def _attention_gradient(call: Call) -> Value:
 
 
 def _check_tokens_seen(call: Call, rows: Dim, over: frozenset[str]) -> None:
-    """Refuse numbers of tokens before and behind a query that do not move with the rank's own piece of the queries."""
+    """Refuse a range of visible tokens that does not move with the rank's own piece of the queries."""
     before, behind = ((place, 0) for place in _TOKENS_SEEN[call.node.op])
     if not {before, behind} <= call.offsets.keys():
         raise NotKnown("the number of tokens that a query sees is not given as a whole number")
@@ -176,10 +170,10 @@ def _cut_alike(call: Call, at: _Layout, given: Sequence[Spread]) -> Iterator[lis
 
 
 def _check_mask(mask: Spread, query: Spread, at: _Layout, over: frozenset[str]) -> None:
-    """Refuse a mask that is not of the batch and the rows of the queries.
+    """Refuse a mask whose batch or rows are not those of the queries.
 
     Raises:
-        Contradiction: it is of others.
+        Contradiction: the mask belongs to other samples or rows.
     """
     if len(mask.dims) != 4 or at.batch is None:
         if mask.holes:

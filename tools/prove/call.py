@@ -37,7 +37,7 @@ class Order:
     """An `Order` holds integers that routing decides: an order of rows, or the numbers of rows for each expert or rank.
 
     Args:
-        key: where they come from, see `tools.prove.experts`; equal keys are equal integers on each rank.
+        key: the source of the integers, see `tools.prove.experts`; equal keys mean equal integers on each rank.
     """
 
     key: tuple[Any, ...]
@@ -49,15 +49,15 @@ class Call:
 
     Args:
         node: the node of the graph.
-        number: a name of what it computes: equal operators of equal arguments have the same.
+        number: an identifier of the result; equal operators with equal arguments have the same identifier.
         values: the values of its arguments.
         sizes: the sizes of the axes of the mesh.
-        differs: (argument, place in its tuple or 0) -> the axes along which this constant has another value.
+        differs: (argument, index in its tuple or 0) -> the axes along which the value of this constant differs.
         axes: the axes of a collective's group, the one along which neighbouring ranks lie last.
-        repeats: of the sums of the loss: the axes over which its forward sums (see `_scale`).
-        offsets: of the constants of `differs` that are whole numbers: the constant on the stage's first rank, and by
-            how much it is larger on the next rank along each axis along which it differs.
-        names: the names of the arguments, as `number` is of the result.
+        repeats: for the sums of the loss, the axes over which the forward pass sums (see `_scale`).
+        offsets: for the integer constants of `differs`: the value on the stage's first rank, and the increase from one
+            rank to the next along each axis on which the value differs.
+        names: the identifiers of the arguments, of the same kind as `number`.
     """
 
     node: Node
@@ -71,7 +71,7 @@ class Call:
     names: tuple[int, ...] = ()
 
     def spread(self, place: int) -> Spread:
-        """Return how an argument lies on the ranks (its spread)."""
+        """Return the spread of an argument (how it lies on the ranks)."""
         value = self.values[place]
         if isinstance(value, Part):
             return value.spread
@@ -92,10 +92,10 @@ class Call:
         return not self.outputs or not re.match(r"B?Float|Complex", self.outputs[0].dtype)
 
     def require_sum(self) -> None:
-        """Check a collective that adds or compares.
+        """Check that a collective adds the ranks' values.
 
         Raises:
-            NotKnown: it does not add.
+            NotKnown: the collective does not add, or it is unknown whether it does.
         """
         if not re.search(r'\bop: "sum"', self.node.text):
             raise NotKnown("there is a rule only for collectives that add")
@@ -105,12 +105,12 @@ class Call:
         return frozenset().union(*self.differs.values())
 
     def own_pieces(self, key: tuple[int, int], size: int = 0) -> tuple[str, ...]:
-        """Return the axes along which a constant differs that counts from where a rank's own piece starts, outermost
-        first: pieces follow each other in the order of the ranks.
+        """Return the axes along which a constant differs, outermost first. The constant must be the start of the rank's
+        own piece, with the pieces in the order of the ranks.
 
         Args:
             key: a key of `differs`.
-            size: elements of a piece; 0 for as many as the constant states by itself.
+            size: the number of elements of a piece; 0 if the steps of the constant determine it.
 
         Raises:
             Certain: a rank takes the piece of another rank. NotKnown: the constant does not count whole pieces.
@@ -169,7 +169,7 @@ def literal(text: str) -> Value:
 
 
 class Rule(NamedTuple):
-    """A `Rule` finds the spreads of some operators' results; `says` states the rule in a sentence."""
+    """A `Rule` finds the spreads of some operators' results; `says` describes the rule for docs/prove.md."""
 
     operators: tuple[str, ...]
     says: str
@@ -184,7 +184,7 @@ def rule(*operators: str, says: str, takes_differing: bool = False) -> Callable[
     """Return a decorator that adds a function to `TABLE` as the rule of these operators.
 
     Args:
-        takes_differing: the function knows what constants mean that are not the same on all ranks.
+        takes_differing: whether the function handles constants that are not the same on all ranks.
     """
 
     def enter(of: Callable[[Call], Value]) -> Callable[[Call], Value]:

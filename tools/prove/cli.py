@@ -1,5 +1,5 @@
-"""This module is the command `tc3 prove`: it says for how many weights of a recipe the gradient is proven to be right;
-the exit code is 0, 1 for violations, 2 for usage.
+"""This module is the command `tc3 prove`: it reports for how many weights of a recipe the gradient is proven to be
+right. The exit code is 0 without violations, 1 with violations, and 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def proof_of(
     Args:
         recipe: the recipe that was compiled.
         plan: the jobs, whose graphs were kept as text.
-        results: the results of the plan's jobs, in their order; none is a refusal.
+        results: the results of the plan's jobs, in the order of the jobs; none may be a refusal.
         at_once: compiles that run at the same time; None for as many as fit.
         use_cache: whether neighbours that were compiled before are compiled again.
 

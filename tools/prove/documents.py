@@ -1,16 +1,17 @@
-"""This module follows the ends of documents to attention in the layout TND, where ranks share the queries' sequence.
+"""This module traces the ends of documents to attention in the layout TND, when the queries' sequence is cut over
+ranks.
 
-A rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes where they end among
-the rank's queries and among its keys, element by element and with numbers that differ by rank. `with_formula` keeps
-what was computed, and `check_ends` computes it for every token at which a document can end, on every rank:
+A rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes, element by element
+and with constants that differ by rank, where they end among the rank's queries and among its keys. `with_formula`
+records this computation, and `check_ends` evaluates it for every token at which a document can end, on every rank:
 
 * Among the queries of a piece that starts at `first`, a document that ends at token e ends at e - first, but not before
   0 and not behind the piece.
 * Among the keys it ends at e, but not behind the last query of the piece: attention counts from the last query and key
   of a document which keys a query sees (sparse mode 3), so that keys behind the piece would shift what is seen.
 
-The list of ends is padded with the last token. MindSpore lets its last entry end at the last key, as the operator wants
-it. That this entry is padding, behind another one at the last token, so that it has no queries, is trusted.
+The list of ends is padded with the last token. MindSpore sets its last entry to the last key, as the operator requires.
+This module does not check that the last entry is padding, that is, that an entry before it also ends at the last token.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _COMPUTED: Mapping[str, Callable[..., np.ndarray]] = {
 
 
 def with_formula(call: Call, found: Value) -> Value:
-    """Return the result of an operator on a vector with how it was computed, element by element."""
+    """Return the result of an operator on a vector, with the elementwise formula by which it was computed."""
     if not isinstance(found, Spread) or call.node.op in _SAME:
         return found
     if call.node.op not in (*_COMPUTED, *_PASSED, _ENTRY, _REPLACED) or len(found.dims) != 1:
@@ -86,14 +87,14 @@ def _own_entry(x: Spread) -> Dim:
 
 
 def entry(call: Call) -> Spread | None:
-    """Return one entry of a list of whole numbers, which each rank takes of its own list; None for other operators."""
+    """Return one entry of a list of integers, which each rank takes from its own list; None for other operators."""
     x, place = call.spread(0), _place(call)
     if len(x.dims) != 1 or place is None or not call.counts or call.values[2] != 0 or call.outputs[0].shape != (1,):
         return None
     return replace(by_element(x), dims=(_own_entry(x),), loose=frozenset())
 
 
-@rule("ScatterNdUpdate", says="a list of whole numbers with another value of one entry, on each rank of its own list")
+@rule("ScatterNdUpdate", says="It replaces one entry of a list of integers, on each rank in its own list.")
 def _replaced(call: Call) -> Value:
     x, value = by_element(call.spread(0)), by_element(call.spread(2))
     if len(x.dims) != 1 or _place(call) is None or not call.counts or value.dims != (_own_entry(x),):
@@ -155,11 +156,12 @@ def check_ends(
     Args:
         queries, keys: the ends of documents among the queries and among the keys.
         over: the axes that cut the sequence of the queries, outermost first.
-        piece, whole: queries and keys of a rank.
+        piece, whole: the number of queries and the number of keys of a rank.
         sizes: ranks along each axis.
 
     Raises:
-        Certain: a document ends elsewhere on a rank. NotKnown: nothing tells how the ends were computed.
+        Certain: on some rank a document ends at a wrong position. NotKnown: the graph does not show how the ends were
+            computed.
     """
     if not queries.formula or not keys.formula or len(_sources(queries.formula) | _sources(keys.formula)) != 1:
         raise NotKnown("it is unknown how the ends of documents are computed from a cut sequence")

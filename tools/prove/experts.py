@@ -1,12 +1,12 @@
 """This module holds the rules of routing: the router's operators, the exchange of tokens and the experts' products.
 
-Which token goes to which expert depends on the data, so that no spread says where a token lies. A dispatched dimension
-is `Rows`: all tokens of its axes, in an order that is not known, and the `path` by which they came there. Each step of
-the path must be undone by its counterpart, the last one first; the backward pass walks the same path the other way. A
-sum over rows, which is what the gradient of an expert's weight is, does not depend on their order.
+The data decide which token goes to which expert, so no spread can say where a token lies. A dispatched dimension is a
+`Rows`: all tokens of its axes in an unknown order, and the `path` of steps that produced this order. Each step of the
+path must be undone by its counterpart, the last one first; the backward pass takes the same path in reverse. The
+gradient of an expert's weight is a sum over rows, and does not depend on their order.
 
 The steps are ("group",), ("pad", rows in front), ("sort", the operator that sorts, rows before) and ("exchange", (axes,
-the counts that are sent), -1). What is trusted: that a sort's indices are a permutation, and that the counts of an
+the counts that are sent), -1). This module assumes that a sort's indices are a permutation, and that the counts of an
 exchange fit the sorted rows.
 """
 
@@ -39,8 +39,8 @@ from tools.prove.tokens import dispatched, rows_in
 
 
 def counts(x: Spread, number: int) -> Order | None:
-    """Return the numbers of rows for each expert, which MindFormers counts by adding up one-hot rows; return None if
-    the tokens stay on their ranks.
+    """Return the number of rows of each expert, which MindFormers counts by adding up one-hot rows; return None if the
+    tokens stay on their ranks.
     """
     leave = any((found := rows_in(dim)) and found[1].path[-1][0] in ("pad", "gather") for dim in x.dims)
     return Order(("counts", number)) if leave else None
@@ -135,9 +135,8 @@ def _put_back(x: Spread, axes: tuple[str, ...], key: Any, count: int) -> Spread:
     return replace(found, loose=found.loose.difference(axes))
 
 
-@rule(
-    "IndexSelect", says="the rows of a dispatch in the order of a sort, or back; or the rows for the own node's experts"
-)
+@rule("IndexSelect", says="It puts dispatched rows into the order of a sort or back, or selects the rows for the "
+      "experts of the rank's node.")  # fmt: skip
 def _select(call: Call) -> Value:
     x, order = call.spread(0), _order(call, 2).key
     if call.values[1] != 0:
@@ -154,11 +153,8 @@ def _select(call: Call) -> Value:
     raise NotKnown("it is unknown whether the index that selects rows is an order of rows")
 
 
-@rule(
-    "InplaceIndexAddExt",
-    says="the gradient of IndexSelect: dispatched rows go back, and copies of a token are added; rows of the own "
-    "node's experts are partial over the nodes",
-)
+@rule("InplaceIndexAddExt", says="It is the gradient of IndexSelect: dispatched rows go back, and copies of a token "
+      "are added. Rows for the experts of one node become partial over the nodes.")  # fmt: skip
 def _add_back(call: Call) -> Value:
     x, order = call.spread(3), _order(call, 2).key
     if not isinstance(call.values[0], Zeros):
@@ -176,8 +172,8 @@ def _add_back(call: Call) -> Value:
     raise NotKnown("it is unknown whether the index that adds rows is an order of rows")
 
 
-@rule("AlltoAllV", says="dispatched rows go to the ranks of their experts, or back: the counts must be those that were "
-      "exchanged over the same ranks")  # fmt: skip
+@rule("AlltoAllV", says="It sends dispatched rows to the ranks of their experts, or back: the same ranks must have "
+      "exchanged the counts of rows before.")  # fmt: skip
 def _exchange(call: Call) -> Value:
     if isinstance(call.values[0], Order):
         return _exchanged_order(call, call.values[0].key)
@@ -205,8 +201,8 @@ def _exchanged_order(call: Call, key: tuple[Any, ...]) -> Order:
     return Order((*key, call.axes))
 
 
-@rule("AlltoAll", says="counts of rows, exchanged over ranks; of pieces: the axis cuts what is split, and its pieces "
-      "are gathered where the parts are joined")  # fmt: skip
+@rule("AlltoAll", says="It exchanges the counts of rows, or moves an axis: the axis then cuts the dimension that is "
+      "split, and the joined dimension becomes whole.")  # fmt: skip
 def _exchange_counts(call: Call) -> Value:
     if isinstance(call.values[0], Spread):
         split, join = (re.search(rf"\b{name}: I64\((-?\d+)\)", call.node.text) for name in ("split_dim", "concat_dim"))
@@ -217,7 +213,7 @@ def _exchange_counts(call: Call) -> Value:
     return Order((*_order(call, 0).key, call.axes))
 
 
-@rule("SortExt", "Sort", says="an order of rows; the order of an order is the way back")
+@rule("SortExt", "Sort", says="It finds an order of rows; sorting this order gives the order that undoes it.")
 def _sort(call: Call) -> Value:
     given = call.values[0]
     if isinstance(given, Order) and given.key[0] == "sort":
@@ -229,21 +225,22 @@ def _sort(call: Call) -> Value:
     return [Order(("sorted", call.number)), Order(("sort", call.number))]
 
 
-@rule("FmodScalar", "CumsumExt", "MoveTo", "Shape", says="of an order of rows, or of counts: the same order")
+@rule("FmodScalar", "CumsumExt", "MoveTo", "Shape", says="The result keeps the source of its argument, which must be "
+      "an order of rows, or counts of rows.")  # fmt: skip
 def _counted(call: Call) -> Value:
     if call.node.op == "Shape":
         return Order(("shape",))
     return _order(call, 0)
 
 
-@rule("Zeros", says="zeros")
+@rule("Zeros", says="It makes a tensor of zeros.")
 def _zeros(call: Call) -> Value:
     shape = call.values[0]
     return Zeros(tuple((size,) for size in shape) if isinstance(shape, tuple) else ())
 
 
-@rule("GroupedMatmul", says="a product of each expert's rows with its weight: rows must have gone to the ranks over "
-      "which the experts are cut; over all other axes of its rows a weight's gradient is partial")  # fmt: skip
+@rule("GroupedMatmul", says="It multiplies each expert's rows with its weight: the rows must be on the ranks over "
+      "which the experts are cut. The gradient of the weight is partial over all other axes of the rows.")  # fmt: skip
 def _grouped(call: Call) -> Value:
     (x,), (w,) = ([each.spread if isinstance(each, Part) else each for each in call.values[at]] for at in (0, 1))
     check_linear(x, w)
@@ -271,7 +268,7 @@ def _grouped(call: Call) -> Value:
 
 
 def ways(rows: Rows) -> tuple[tuple[str, ...], ...]:
-    """Return the axes over which rows have gone to the ranks of their experts, step by step."""
+    """Return, for each step of the dispatch, the axes over which rows have gone to the ranks of their experts."""
     return tuple(step[1][0] for step in rows.path if step[0] in ("exchange", "pick"))
 
 
@@ -283,7 +280,7 @@ def _named(axes: Iterable[str]) -> str:
     return ", ".join(sorted(axes)) or "no ranks"
 
 
-@rule("TopkExt", says="the largest of the last dimension, which must be whole, and their places")
+@rule("TopkExt", says="It finds the largest elements of the last dimension, which must be whole, and their indices.")
 def _top(call: Call) -> Value:
     x = by_element(call.spread(0))
     if call.values[2] not in (-1, len(x.dims) - 1):
@@ -292,20 +289,21 @@ def _top(call: Call) -> Value:
     return [found, found]
 
 
-@rule("GatherD", says="elements of the last dimension, which must be whole, at places of their own for each row")
+@rule("GatherD", says="It takes elements of the last dimension, which must be whole, by indices of each row.")
 def _gather(call: Call) -> Value:
     x, places = _last_whole(call.spread(0)), by_element(call.spread(2))
     return multiply(replace(x, dims=(*x.dims[:-1], places.dims[-1])), places)
 
 
-@rule("GatherDGradV2", says="the gradient of GatherD")
+@rule("GatherDGradV2", says="It is the gradient of GatherD.")
 def _gather_gradient(call: Call) -> Value:
     x, places = _last_whole(by_element(call.spread(0))), by_element(call.spread(2))
     found = multiply(call.spread(3), places)
     return replace(found, dims=(*found.dims[:-1], x.dims[-1]))
 
 
-@rule("InplaceScatterSrc", says="the gradient of what TopkExt takes: only of values that nobody uses, which is zero")
+@rule("InplaceScatterSrc", says="It is the gradient of TopkExt for largest elements that nothing uses: it must be "
+      "zero.")  # fmt: skip
 def _scatter(call: Call) -> Value:
     if not isinstance(call.values[0], Zeros) or "Grad_TopkExt" not in call.node.scope or "%" in call.node.head[-40:]:
         raise NotKnown("there is a rule only for the zeros of unused values")

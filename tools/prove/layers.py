@@ -1,4 +1,4 @@
-"""This module holds the rules of the operators of which a layer is made: norms and gated activations."""
+"""This module holds the rules of a layer's norms and gated activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.prove.spread import (
 )
 
 
-@rule("RmsNorm", says="not linear; the last dimension must be whole")
+@rule("RmsNorm", says="It is not linear: the arguments must be plain, and the last dimension must be whole.")
 def _norm(call: Call) -> Value:
     x = by_element(call.spread(0))
     whole_last(x)
@@ -25,7 +25,8 @@ def _norm(call: Call) -> Value:
     return [scale, Spread((*x.dims[:-1], ()), loose=x.loose)]
 
 
-@rule("RmsNormGrad", says="linear in the gradient; the weight's gradient is a sum over all but the last dimension")
+@rule("RmsNormGrad", says="It is linear in the gradient; the gradient of the weight is a sum over all dimensions "
+      "except the last.")  # fmt: skip
 def _norm_gradient(call: Call) -> Value:
     gradient, x = call.spread(0), by_element(call.spread(1))
     whole_last(x)
@@ -40,14 +41,14 @@ def whole_last(x: Spread) -> None:
         raise refusal((x,), "the operator needs the whole last dimension, which is cut")
 
 
-@rule("Swiglu", says="not linear; a dimension is halved on each rank, cut or whole")
+@rule("Swiglu", says="It is not linear: the argument must be plain. Each rank halves its piece of a dimension.")
 def _swiglu(call: Call) -> Value:
     x = by_element(call.spread(0))
     axis = call.values[1] if len(call.values) > 1 and call.values[1] is not None else -1
     return _resized(x, axis, call.outputs[0].shape[axis])
 
 
-@rule("SwigluGrad", says="linear in the gradient; a dimension is doubled on each rank")
+@rule("SwigluGrad", says="It is linear in the gradient. Each rank doubles its piece of a dimension.")
 def _swiglu_gradient(call: Call) -> Value:
     x = by_element(call.spread(1))
     axis = call.values[2] if len(call.values) > 2 and call.values[2] is not None else -1

@@ -1,8 +1,8 @@
 """This module finds the axes of a stage's device mesh: they are as coarse as possible, but every group of the graph and
 every layout is a product of axes.
 
-Redistribution sums or gathers over a part of data or tensor parallelism; therefore `dp` may be two axes, `dp.1` (along
-which the ranks lie closer) and `dp.2`.
+Redistribution sums or gathers over a part of data or tensor parallelism; therefore `dp` may be two axes, `dp.1` (whose
+ranks are closer to each other) and `dp.2`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Mesh:
     """A `Mesh` holds the axes of the devices of one stage.
 
     Args:
-        strides: axis -> by how much ranks that are neighbours along it differ; smallest first.
-        sizes: axis -> ranks along it.
+        strides: axis -> the difference between the numbers of neighbouring ranks along it; smallest first.
+        sizes: axis -> the number of ranks along it.
     """
 
     strides: Mapping[str, int]
@@ -48,7 +48,7 @@ class Mesh:
         return tuple(axis for stride, count in reversed(runs(ranks)) for axis in self.over(stride, count))
 
     def of_layout(self, layout: Mapping[str, Any], sharded: Sequence[int] = ()) -> Spread:
-        """Return how a parameter lies on the ranks (its spread).
+        """Return the spread of a parameter (how it lies on the ranks).
 
         Args:
             layout: as `tools.dryrun.rank` reports it: the mesh of the stage's devices, for each dimension the axes that
@@ -75,7 +75,7 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
     and 2 such pairs at a distance of 4.
 
     Raises:
-        NotKnown: the group is no such product.
+        NotKnown: the group cannot be written in this way.
     """
     rest, found = sorted(ranks), []
     while len(rest) > 1:
@@ -95,7 +95,7 @@ def mesh_of(
 
     Args:
         degrees: (name, ranks) of the recipe, closest first.
-        groups: all that occur, as ranks within a stage.
+        groups: all groups that occur, as ranks within a stage.
         meshes: the meshes of the layouts that occur.
 
     Raises:

@@ -1,4 +1,4 @@
-"""This module says which `tools.prove.spread.Spread` a value has after an operator that changes its shape, takes slices
+"""This module finds the `tools.prove.spread.Spread` of a value after an operator that changes its shape, takes slices
 or looks up rows, and after a collective.
 """
 
@@ -308,7 +308,7 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
     """Return the spread of a value whose pieces from all ranks are concatenated along dimension 0.
 
     Args:
-        axes: the axes of the group, the one along which neighbouring ranks of the group lie last.
+        axes: the axes of the group; the last one is the axis along which neighbouring ranks of the group lie.
     """
     for axis in reversed(axes):
         if axis not in x.holes:
@@ -364,8 +364,8 @@ def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> 
 
 
 def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
-    """Return the dimensions of a value of which the ranks along an axis keep a piece each along dimension `number`:
-    gathered pieces in front of it become the pieces of the dimension to which they belong.
+    """Return the dimensions of a value after each rank along an axis has kept its piece of dimension `number`. If
+    gathered pieces lie in front of this dimension, they become the pieces of the dimension to which they belong.
     """
     dims = list(x.dims)
     lead = dims[number][0] if dims[number] else None
@@ -391,9 +391,9 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
 
 
 def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
-    """Return the spread after each rank has split dimension `split` into a part for each rank along an axis, and joined
-    the parts that it has received along dimension `join`: the pieces of the axis are gathered there, and the axis cuts
-    what was split.
+    """Return the spread after an all-to-all along an axis: each rank splits dimension `split` into a part for each
+    rank, and joins the parts that it receives along dimension `join`. The axis then cuts dimension `split`, and its
+    former pieces are gathered in dimension `join`.
     """
     if axis not in x.holes:
         how = "partial over it" if axis in x.partial else "the same on its ranks"
@@ -417,12 +417,12 @@ def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, in
 
 
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
-    """Return the result of `move` for the first places of the value's loose pieces at which `move` raises no error."""
+    """Return the result of `move` for the first placement of the value's loose pieces at which it raises no error."""
     return next(wherever_all(move, x))
 
 
 def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread]:
-    """Yield the result of `move` for each of the places of the value's loose pieces at which `move` raises no error."""
+    """Yield the result of `move` for each placement of the value's loose pieces at which `move` raises no error."""
     first: Contradiction | None = None
     right = False
     for given in placements(x):
@@ -439,8 +439,8 @@ def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread
 
 
 def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequence[Spread]) -> Spread:
-    """Return the result of `move` for several values, for the first places of their loose pieces at which it raises no
-    error.
+    """Return the result of `move` for several values, for the first placement of their loose pieces at which it raises
+    no error.
     """
     first: Contradiction | None = None
     for each in islice(product(*map(placements, given)), _TRIED):

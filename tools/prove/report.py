@@ -1,9 +1,11 @@
-"""This module puts the proof together: it says for each weight of each compiled rank what is known of its gradient.
+"""This module puts the proof together: it finds for each weight of each compiled rank whether its gradient is right,
+wrong or unknown.
 
-A weight is *proven* if the spread of its gradient behind the last sum over ranks, which follows operator by operator
-from the layouts of weights and inputs, is that of the weight (cut alike, neither partial nor scaled), and if the walk
-of `tc3 dryrun` finds its sums and divisors right. It is *wrong* if either finds a fault in it, and *unknown* if an
-operator on the way has no rule or contradicts what it is given; a contradiction is reported once, with its operator.
+A weight is *proven* if two conditions hold. The spread of its gradient after the last sum over ranks, which follows
+operator by operator from the layouts of weights and inputs, is that of the weight (cut alike, neither partial nor
+scaled). The check of `tc3 dryrun` finds that its sums and divisors are right. A weight is *wrong* if one of the two
+finds a fault, and *unknown* if an operator on the way has no rule or does not allow the spreads of its arguments; such
+a contradiction is reported once, with its operator.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Weight:
         verdict: `PROVEN`, `WRONG` or `UNKNOWN`.
         why: what is wrong or unknown; "" for a proven weight.
         spread: the spread of its gradient after the last sum; "" if it is unknown.
-        operator: the one where the spreads end, "" if they reach the gradient.
+        operator: the operator whose result has no spread; "" if the spreads reach the gradient.
     """
 
     name: str
@@ -63,9 +65,10 @@ class Stage:
         rank, stage: the rank that was compiled, and its pipeline stage.
         mesh: the axes, with their sizes, as text.
         weights: the weights that the optimizer updates.
-        contradictions: what the spreads contradict, each with its operator.
-        typed, asked: operators on the way to the gradients that have a spread, and all of them.
-        missing: operator -> how many of them end the way because nothing is known there.
+        contradictions: the operators that do not allow the spreads of their arguments, with the reason.
+        typed, asked: the number of operators on the way to the gradients that have a spread, and the number of all
+            these operators.
+        missing: operator -> the number of places where it has no spread, so that all that follows is unknown.
     """
 
     rank: int
@@ -124,7 +127,7 @@ def typing_of(
     Args:
         result: the result of its compile, as `tools.dryrun.rank` reports it.
         peers: axis -> the graph of the next rank along it.
-        received: how other stages send values.
+        received: the spreads of the values that other stages send.
     """
     known, generated = ranks_of(result, mesh.devices), generated_groups(graph)
     for each in (graph, *peers.values()):
@@ -154,8 +157,9 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
     """Return the spreads of all compiled stages, and a sentence for each direction in which stages send values of
     different spreads.
 
-    What one stage sends is what another receives: the first stage's forward pass gives that of the others, and the last
-    stage's backward pass that of those before. Every stage must then send what was assumed.
+    One stage receives what another sends. The spreads of the values that the first stage sends in its forward pass, and
+    the last stage in its backward pass, are therefore assumed for all stages. Every stage must then send values of
+    these spreads.
     """
     received: dict[Direction, Spread] = {}
     while True:
@@ -176,11 +180,11 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
 
 
 def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, str]) -> Stage:
-    """Return what is known of the weights of one compiled rank.
+    """Return the verdicts on the weights of one compiled rank.
 
     Args:
         result: the result of its compile.
-        scales: weight -> what the dry run says against its divisors; none of the weights that it finds right.
+        scales: weight -> the fault that the dry run finds in its divisors; weights without a fault are missing.
     """
     weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
     ends = last_sums(typing.graph, typing.ranks_of, weights)
@@ -236,8 +240,8 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
 
 
 def against(found: Spread, wanted: Spread) -> str:
-    """Return what is wrong with the spread of a gradient after its sums over ranks, and what would be right; "" if
-    nothing is wrong.
+    """Return a sentence that says why the spread of a gradient after its sums over ranks is wrong, and what would be
+    right; "" if the spread is right.
     """
     if found.partial:
         return f"it must still be summed over {_told(found.partial)}"
@@ -288,9 +292,10 @@ def report_of(
     Args:
         recipe: the file of the recipe.
         results: the results of the compiled ranks, one for each of `stages`.
-        differ: the cases in which stages do not send what others receive.
-        micro_batches: the number of micro-batches of a step of the compiled recipe, with accumulated steps.
-        per: devices of one stage. all_: all devices of the compiled recipe.
+        differ: a sentence for each case in which stages do not send what others receive.
+        micro_batches: the number of micro-batches of a step of the compiled recipe, including those of gradient
+            accumulation.
+        per: the number of devices of one stage. all_: the number of devices of the compiled recipe.
     """
     weights = [weight for stage in stages for weight in stage.weights]
     gradients = gradients_report(results)

@@ -1,14 +1,15 @@
-"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in all of its modes, also in chunks.
+"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in all of its modes, also if tokens are
+dispatched in chunks.
 
-Where the rules of `tools.prove.experts` follow each step of a dispatch, these trust what a rank does to the rows that
-it holds: which it takes, in which order, how often, and with which other columns in one buffer. What they check is what
-happens between ranks. Dispatched rows have the step ("own", tokens of the rank) behind their grouping, and from there
-on only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must
+The rules of `tools.prove.experts` check each step of a dispatch. The rules here assume that the steps of a single rank
+on its own rows are right (which rows it takes, in which order, how often, and which columns share a buffer), and check
+the steps between ranks. The path of dispatched rows has the step ("own", tokens of the rank) after the grouping, and
+then only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must
 take the exchanges in the opposite order, the experts must be cut over exactly the ranks to which their rows went, and
 rows that came to a node must be compared with that node's experts. Mode `hierarchical` gathers the rows of all nodes on
-each rank, which then keeps those of its node's experts: this counts as an exchange over the nodes, whose counterpart is
-the ReduceScatter over the same ranks. All integers that routing decides for some rows are one `Order`: ("choice", the
-dimension of the rows, the axes along which its first expert differs).
+each rank, which then keeps those of its node's experts: this is treated as an exchange over the nodes, and the
+ReduceScatter over the same ranks undoes it. All integers that routing decides for some rows are one `Order`: ("choice",
+the dimension of the rows, the axes along which its first expert differs).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def held(x: Spread, shape: Sequence[int]) -> Spread:
     """Return rows that a rank holds, as a tensor of `shape` on each rank.
 
     Raises:
-        NotKnown: a dimension behind the rows is cut.
+        NotKnown: a dimension after the rows is cut.
     """
     if any(isinstance(atom, str) for dim in x.dims[1:] for atom in dim):
         raise NotKnown(f"{x}: the columns of dispatched rows are cut")
@@ -320,13 +321,13 @@ def _entering(call: Call, values: Sequence[Value]) -> Callable[[Call], Value] | 
     return None
 
 
-@rule("IndexAdd", says="dispatched rows that a rank adds up, by the choices of the router")
+@rule("IndexAdd", says="It adds up dispatched rows on a rank; the indices must be the router's choices.")
 def _by_choices(call: Call) -> Value:
     raise NotKnown("there is a rule only for dispatched rows")
 
 
-@rule("Gather", says="dispatched rows by the choices of the router, numbers of a plain table for each index, or one "
-      "entry of each rank's own list of numbers")  # fmt: skip
+@rule("Gather", says="It takes dispatched rows by the router's choices, elements of a plain table by index, or one "
+      "entry of each rank's own list.")  # fmt: skip
 def _looked_up(call: Call) -> Value:
     if (entry := documents.entry(call)) is not None:
         return entry
@@ -336,11 +337,12 @@ def _looked_up(call: Call) -> Value:
     return by_element(call.spread(1))
 
 
-@rule("Slice", says="the rows behind constant ones, as the gradient of Concat takes them")
+@rule("Slice", says="It takes the rows after rows that are constant, in the gradient of Concat.")
 def _behind_constants(call: Call) -> Value:
     raise NotKnown("there is a rule only for dispatched rows")
 
 
-@rule("RemainderTensorScalar", says="of the choices of the router: choices of the same rows")
+@rule("RemainderTensorScalar", says="The argument must be the router's choices, and the result belongs to the same "
+      "rows.")  # fmt: skip
 def _remainder(call: Call) -> Value:
     raise NotKnown("there is a rule only for choices of the router")

@@ -1,5 +1,5 @@
-"""This module says for each operator of MindSpore's graph which spread its result has (`RULES`), by the algebra of
-`tools.prove.spread` and `tools.prove.moves`.
+"""This module holds a rule for each operator of MindSpore's graph, which returns the spread of its result (`RULES`),
+with the algebra of `tools.prove.spread` and `tools.prove.moves`.
 
 A rule is a function of one `Call`. An operator that is not in the table has no rule, and what follows it is unknown.
 """
@@ -42,7 +42,8 @@ def apply(call: Call) -> Value:
     """Return the spreads of an operator's results.
 
     Raises:
-        NotKnown: it has no rule, or the rule cannot say. Contradiction: the spreads of its arguments do not fit.
+        NotKnown: the operator has no rule, or the rule does not cover these arguments. Contradiction: the operator does
+            not allow the spreads of its arguments.
     """
     found = RULES.get(call.node.op)
     if found is None:
@@ -75,22 +76,20 @@ def _as_the_graph_says(call: Call, found: Value) -> Value:
     return found
 
 
-@rule("Depend", "Load", "TensorMove", "Send", says="the result is as the first argument")
+@rule("Depend", "Load", "TensorMove", "Send", says="The result has the type of the first argument.")
 def _same(call: Call) -> Value:
     return call.values[0]
 
 
-@rule(
-    "Cast", "Neg", "Divs", says="linear: the result is as the argument (an argument of Cast to integers must be plain)"
-)
+@rule("Cast", "Neg", "Divs", says="It is linear: the result has the type of the argument, which must be plain in a "
+      "Cast to integers.")  # fmt: skip
 def _linear(call: Call) -> Value:
     x = call.spread(0)
     return by_element(x) if call.counts else x
 
 
-@rule(
-    "Muls", says="linear; the factor of the loss's backward that stands for the ranks of its sum counts as their power"
-)
+@rule("Muls", says="It is linear. Where the loss's backward pass multiplies by the number of ranks in its sum, the "
+      "result is scaled by it.")  # fmt: skip
 def _scale(call: Call) -> Value:
     x = call.spread(0)
     if not call.repeats:
@@ -103,7 +102,8 @@ def _scale(call: Call) -> Value:
     return scaled(x, call.repeats, 1)
 
 
-@rule("Add", "AddExt", "Sub", "SubExt", says="a sum: both must be spread and scaled alike", takes_differing=True)
+@rule("Add", "AddExt", "Sub", "SubExt", says="It is a sum: both arguments must be cut, partial and scaled alike.",
+      takes_differing=True)  # fmt: skip
 def _sum(call: Call) -> Value:
     x, y = call.spread(0), call.spread(1)
     if not call.differs:
@@ -117,7 +117,7 @@ def _sum(call: Call) -> Value:
     return replace(found, shifted=found.shifted | call.pieces_in_rank_order((1, 0)))
 
 
-@rule("AddN", says="a sum of a tuple's members")
+@rule("AddN", says="It adds up the members of a tuple, under the rule of Add.")
 def _sum_of_members(call: Call) -> Value:
     members = [item.spread if isinstance(item, Part) else item for item in call.values[0]]
     total = members[0]
@@ -126,15 +126,15 @@ def _sum_of_members(call: Call) -> Value:
     return total
 
 
-@rule("Mul", says="a product: one partial factor stays partial; zero if a factor is; of integers: by element")
+@rule("Mul", says="It is a product: it is partial if one factor is, and zero if one factor is; if the factors are "
+      "integers, they must be plain.")  # fmt: skip
 def _product(call: Call) -> Value:
     x, y = call.spread(0), call.spread(1)
     return by_element(x, y) if call.counts else multiply(x, y)
 
 
-@rule(
-    "Div", "RealDiv", says="a quotient; the one that divides the loss's gradient by all devices lowers every power by 1"
-)
+@rule("Div", "RealDiv", says="It is a quotient. Where it divides the loss's gradient by the number of devices, the "
+      "power of each axis falls by 1.")  # fmt: skip
 def _quotient(call: Call) -> Value:
     x, y = call.spread(0), call.spread(1)
     over = [axis for axis, power in x.powers if power > 0]
@@ -150,7 +150,7 @@ def _quotient(call: Call) -> Value:
 
 
 def divisor_of(node: Node) -> float | None:
-    """Return the number by which an operator divides, if it is written out."""
+    """Return the number by which an operator divides, if the graph has it as a constant."""
     found = re.search(r"value=\s*\[?\s*([\d.]+(?:e[+-]\d+)?)\s*\]?\)\)$", node.head)
     return float(found[1]) if found else None
 
@@ -159,15 +159,15 @@ def divisor_of(node: Node) -> float | None:
     *("Square", "Rsqrt", "Sqrt", "Exp", "Log", "Cos", "Sin", "SiLU", "Sigmoid", "ReLU", "Reciprocal", "Pow"),
     *("PowTensorScalar", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalNot"),
     *("LogicalAnd", "LogicalOr", "Minimum", "Maximum", "FloorDiv", "LessScalar", "ClipByValue"),
-    says="by element and not linear: no argument may be partial or have a power",
+    says="It is elementwise and not linear: every argument must be plain.",
 )
 def _by_element(call: Call) -> Value:
     tensors = [call.spread(i) for i, value in enumerate(call.values) if isinstance(value, (Spread, Part))]
     return by_element(*tensors)
 
 
-@rule("Equal", says="by element; of indices with another number on each rank: which rank's piece has it",
-      takes_differing=True)  # fmt: skip
+@rule("Equal", says="It is elementwise. If it compares indices with a number that differs by rank, it finds the rank "
+      "whose piece has the index.", takes_differing=True)  # fmt: skip
 def _equal(call: Call) -> Value:
     found = by_element(call.spread(0), call.spread(1))
     if call.differs and not re.match(r"U?Int", call.node.inputs[0].dtype):
@@ -175,45 +175,44 @@ def _equal(call: Call) -> Value:
     return replace(found, shifted=found.shifted.union(*(call.pieces_in_rank_order(key, 1) for key in call.differs)))
 
 
-@rule("SiLUGrad", says="linear in the gradient, by element in the rest")
+@rule("SiLUGrad", says="It is linear in the gradient; all other arguments must be plain.")
 def _gradient_first(call: Call) -> Value:
     return multiply(call.spread(0), by_element(call.spread(1)))
 
 
-@rule("RsqrtGrad", "SigmoidGrad", "SqrtGrad", "ReciprocalGrad", says="linear in the gradient (the second), by element "
-      "in the rest")  # fmt: skip
+@rule("RsqrtGrad", "SigmoidGrad", "SqrtGrad", "ReciprocalGrad", says="It is linear in the gradient, which is the "
+      "second argument; the first must be plain.")  # fmt: skip
 def _gradient_second(call: Call) -> Value:
     return multiply(call.spread(1), by_element(call.spread(0)))
 
 
-@rule("Select", says="a choice: the condition must be plain, both choices spread alike")
+@rule("Select", says="It chooses between two values, which must have the same type; the condition must be plain.")
 def _choice(call: Call) -> Value:
     condition = by_element(call.spread(0))
     first, second = (multiply(condition, call.spread(place)) for place in (1, 2))
     return add(first, second)
 
 
-@rule("SumExt", "ReduceSum", says="a sum over dimensions: over a cut one the result is partial")
+@rule("SumExt", "ReduceSum", says="It is a sum over dimensions: if one of them is cut, the result is partial.")
 def _sum_over(call: Call) -> Value:
     return reduce_sum(call.spread(0), _axes(call), _keeps(call))
 
 
-@rule(
-    "MeanExt",
-    "ReduceMean",
-    says="a mean over dimensions: over a cut one it is partial, and too large by the axis' size",
-)
+@rule("MeanExt", "ReduceMean", says="It is a mean over dimensions: if one is cut over an axis, the result is partial "
+      "and scaled by the axis' size.")  # fmt: skip
 def _mean_over(call: Call) -> Value:
     return reduce_mean(call.spread(0), _axes(call), _keeps(call))
 
 
-@rule("ArgMaxWithValue", says="the largest over a dimension: over a cut one it is the largest of each rank's piece")
+@rule("ArgMaxWithValue", says="It takes the largest element along a dimension: if the dimension is cut, each rank has "
+      "the largest of its piece.")  # fmt: skip
 def _largest(call: Call) -> Value:
     found = reduce_largest(call.spread(0), (call.values[1],), call.values[2])
     return [found, found]
 
 
-@rule("ReduceMax", says="the largest over dimensions: over a cut one it is the largest of each rank's piece")
+@rule("ReduceMax", says="It takes the largest element over dimensions: if one is cut, each rank has the largest of "
+      "its piece.")  # fmt: skip
 def _largest_over(call: Call) -> Value:
     if not (axes := _axes(call)):
         raise NotKnown("there is a rule only for the maximum over named dimensions")
@@ -233,27 +232,27 @@ def _keeps(call: Call) -> bool:
     return len(call.outputs[0].shape) == len(call.spread(0).dims)
 
 
-@rule("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "Mm", "Bmm", says="a product of matrices: both cut alike "
-      "over the summed dimension make it partial")  # fmt: skip
+@rule("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "Mm", "Bmm", says="It is a matrix product: the summed "
+      "dimension must be cut alike in both matrices; if it is cut, the result is partial.")  # fmt: skip
 def _matmul(call: Call) -> Value:
     turned = [value is True for value in (*call.values[2:4], False, False)]
     return matmul(call.spread(0), call.spread(1), turned[0], turned[1])
 
 
-@rule("Dense", says="a matmul with a transposed matrix")
+@rule("Dense", says="It is a matrix product whose second matrix is transposed.")
 def _dense(call: Call) -> Value:
     if call.values[2] is not None:
         raise NotKnown("it has a bias")
     return matmul(call.spread(0), call.spread(1), False, True)
 
 
-@rule("Outer", says="an outer product of plain values")
+@rule("Outer", says="It is an outer product: both arguments must be plain.")
 def _outer(call: Call) -> Value:
     x, y = by_element(call.spread(0)), by_element(call.spread(1))
     return Spread(x.dims + y.dims)
 
 
-@rule("Reshape", "Squeeze", says="the same elements: pieces keep their places between the extents around them")
+@rule("Reshape", "Squeeze", says="It keeps the elements: each piece stays between the same factors of the shape.")
 def _reshape(call: Call) -> Value:
     x, shape = call.spread(0), call.outputs[0].shape
     for way in (tokens.grouped, tokens.ungrouped, tokens.ungrouped_rows):
@@ -265,7 +264,7 @@ def _reshape(call: Call) -> Value:
     return replace(found, merged=x.dims[:2]) if matrix else found
 
 
-@rule("Transpose", says="the dimensions in another order")
+@rule("Transpose", says="It reorders the dimensions.")
 def _transpose(call: Call) -> Value:
     x, order = call.spread(0), call.values[1]
     if "-MoELayer" not in call.node.scope or order != (1, 0, 2):
@@ -275,7 +274,7 @@ def _transpose(call: Call) -> Value:
     return tokens.grouped(found, found.shape) or found
 
 
-@rule("TransposeExtView", says="two dimensions change places")
+@rule("TransposeExtView", says="It swaps two dimensions.")
 def _swap(call: Call) -> Value:
     x = call.spread(0)
     order = list(range(len(x.dims)))
@@ -284,12 +283,12 @@ def _swap(call: Call) -> Value:
     return moves.transpose(x, order)
 
 
-@rule("ExpandDims", says="a new dimension of one element")
+@rule("ExpandDims", says="It adds a dimension of one element.")
 def _expand(call: Call) -> Value:
     return moves.expand(call.spread(0), call.values[1])
 
 
-@rule("ExpandAs", says="the first argument, which must be as large as the second")
+@rule("ExpandAs", says="It returns the first argument, which must be as large as the second.")
 def _expand_as(call: Call) -> Value:
     x, like = call.spread(0), call.spread(1)
     if x.dims != like.dims:
@@ -297,7 +296,7 @@ def _expand_as(call: Call) -> Value:
     return x
 
 
-@rule("ShapeCalc", says="the dimensions over which the gradients of two factors are summed")
+@rule("ShapeCalc", says="It returns the dimensions over which the gradients of two factors are summed.")
 def _broadcast_over(call: Call) -> Value:
     if "ShapeCalc_BroadcastGradientArgs" not in call.node.text:
         raise NotKnown("there is a rule only for the dimensions of a broadcast")
@@ -309,7 +308,8 @@ def _broadcast_over(call: Call) -> Value:
     return [tuple(n for n, own in enumerate(large) if own[at] == 1 != own[1 - at]) for at in (0, 1)]
 
 
-@rule("FillV2", says="a number repeated: zeros, or elements that are all equal; as many as routing decides: choices")
+@rule("FillV2", says="It fills a tensor with one number, so all elements are equal. If routing decides the size, the "
+      "elements are choices of experts.")  # fmt: skip
 def _filled(call: Call) -> Value:
     shape, value = call.values[:2]
     if isinstance(shape, Order):
@@ -319,7 +319,7 @@ def _filled(call: Call) -> Value:
     return type(value)(tuple(tidy((size,)) for size in shape))
 
 
-@rule("CumSum", says="sums along a whole dimension")
+@rule("CumSum", says="It is a running sum along a dimension, which must be whole.")
 def _running_sum(call: Call) -> Value:
     x = call.spread(0)
     require_home(x)
@@ -328,17 +328,18 @@ def _running_sum(call: Call) -> Value:
     return x
 
 
-@rule("NonZero", says="of a comparison of sorted experts: the rows of the own node's experts")
+@rule("NonZero", says="It must find, among sorted choices of experts, the rows for the experts of the rank's node.")
 def _non_zero(call: Call) -> Value:
     raise NotKnown("there is a rule only for finding the rows of a node's experts")
 
 
-@rule("TensorToTuple", says="the elements of a plain tensor of numbers, as a tuple: cut as the tensor is")
+@rule("TensorToTuple", says="It makes a tuple of a tensor's elements: the tensor must be plain, and the tuple is cut "
+      "like the tensor.")  # fmt: skip
 def _elements(call: Call) -> Value:
     return by_element(call.spread(0))
 
 
-@rule("Tile", says="repeated along whole dimensions")
+@rule("Tile", says="It repeats the value along dimensions, which must be whole.")
 def _tile(call: Call) -> Value:
     found = moves.wherever(lambda x: moves.tile(x, call.values[1]), call.spread(0))
     of_flat = len(found.dims) == 1 and "CrossEntropyLoss/Grad_SumExt" in call.node.scope  # a gradient of a sum
@@ -348,12 +349,13 @@ def _tile(call: Call) -> Value:
     return tokens.equal_rows(found, own)  # of a mean over tokens, or of a sum
 
 
-@rule("BroadcastTo", says="repeated along dimensions of one element")
+@rule("BroadcastTo", says="It repeats the value along dimensions of one element.")
 def _broadcast(call: Call) -> Value:
     return moves.wherever(lambda x: moves.broadcast(x, call.outputs[0].shape), call.spread(0))
 
 
-@rule("Split", "SplitWithSize", says="parts of a whole dimension, or gathered pieces apart")
+@rule("Split", "SplitWithSize", says="It splits a dimension, which must be whole, or separates pieces that were "
+      "gathered.")  # fmt: skip
 def _split(call: Call) -> Value:
     axis = call.values[1 if call.node.op == "Split" else 2] % len(call.outputs[0].shape)
     sizes = tuple(out.shape[axis] for out in call.outputs)
@@ -364,7 +366,8 @@ def _split(call: Call) -> Value:
     return [Part(whole, axis, sizes, number, call.number) for number in range(len(sizes))]
 
 
-@rule("Concat", says="joined along a whole dimension; gathered pieces come to where they belong")
+@rule("Concat", says="It joins values along a dimension, which must be whole, or moves gathered pieces to the "
+      "dimension from which they came.")  # fmt: skip
 def _concat(call: Call) -> Value:
     members, axis = call.values[0], call.values[1]
     if (padded := tokens.padded(members, axis)) is not None:
@@ -378,17 +381,18 @@ def _concat(call: Call) -> Value:
     return moves.wherever_they_fit(lambda given: moves.concat(given, axis), spreads)
 
 
-@rule("MakeTuple", says="a tuple")
+@rule("MakeTuple", says="It makes a tuple of its arguments.")
 def _tuple(call: Call) -> Value:
     return list(call.values)
 
 
-@rule("TupleGetItem", says="a member of a tuple")
+@rule("TupleGetItem", says="It returns a member of a tuple.")
 def _member(call: Call) -> Value:
     return call.values[0][call.values[1]]
 
 
-@rule("StridedSlice", says="a part: where it starts elsewhere on each rank, the result is cut", takes_differing=True)
+@rule("StridedSlice", says="It takes a slice: along axes whose ranks start it at different offsets, the result is "
+      "cut.", takes_differing=True)  # fmt: skip
 def _take(call: Call) -> Value:
     by = _starts(call, 1, call.outputs[0].shape)
     if not by and (kept := tokens.unpadded(call.spread(0), call.values[1], call.outputs[0].shape)) is not None:
@@ -400,8 +404,8 @@ def _take(call: Call) -> Value:
     return moves.wherever(lambda x: slices.take(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 
-@rule("StridedSliceGrad", says="zeros around: where they lie elsewhere on each rank, the result is partial",
-      takes_differing=True)  # fmt: skip
+@rule("StridedSliceGrad", says="It pads with zeros: along axes whose ranks put their slice at different offsets, the "
+      "result is partial.", takes_differing=True)  # fmt: skip
 def _pad(call: Call) -> Value:
     by = _starts(call, 2, call.node.inputs[0].shape)
     if not by and (more := tokens.padded_back(call.spread(0), call.values[2], call.outputs[0].shape)) is not None:
@@ -419,17 +423,20 @@ def _starts(call: Call, begin: int, piece: Sequence[int]) -> dict[int, tuple[str
     return found
 
 
-@rule("Embedding", says="rows of a table: indices of a cut table count from the rank's own rows")
+@rule("Embedding", says="It looks up rows of a table: if the rows are cut, each rank's indices must count from the "
+      "first row of its piece.")  # fmt: skip
 def _look_up(call: Call) -> Value:
     return slices.look_up(call.spread(0), call.spread(1), call.sizes)
 
 
-@rule("EmbeddingDenseBackward", says="sums for each row of a table: partial where the tokens are cut")
+@rule("EmbeddingDenseBackward", says="It sums gradients for each row of a table: if the tokens are cut, the result is "
+      "partial.")  # fmt: skip
 def _add_rows(call: Call) -> Value:
     return slices.add_rows(call.spread(0), call.spread(1), call.values[2], call.sizes)
 
 
-@rule("OneHotExt", "OneHot", says="rows of zeros with a one: cut where the indices count from the rank's own classes")
+@rule("OneHotExt", "OneHot", says="It makes one-hot rows: if each rank's indices count from the first class of its "
+      "piece, the rows are cut.")  # fmt: skip
 def _one_hot(call: Call) -> Value:
     x = call.spread(0)
     if call.values[4] != -1:
@@ -437,8 +444,8 @@ def _one_hot(call: Call) -> Value:
     return experts.counts(x, call.number) or slices.one_hot(x, call.values[1], call.sizes)
 
 
-@rule("AllReduce", says="a sum over ranks: a partial value becomes the same everywhere, and what is the same "
-      "everywhere is scaled by the number of ranks; op max: the largest")  # fmt: skip
+@rule("AllReduce", says="It is a sum over ranks: a partial value becomes replicated, and a replicated value is scaled "
+      "by the number of ranks. With op max it takes the largest.")  # fmt: skip
 def _all_reduce(call: Call) -> Value:
     if re.search(r'\bop: "max"', call.node.text):
         return moves.all_largest(call.spread(0), call.axes)
@@ -446,14 +453,15 @@ def _all_reduce(call: Call) -> Value:
     return moves.all_reduce(call.spread(0), call.axes)
 
 
-@rule("AllGather", says="pieces put together, to be moved to where they belong")
+@rule("AllGather", says="It gathers pieces along dimension 0; they must later be moved to the dimension from which "
+      "they came.")  # fmt: skip
 def _all_gather(call: Call) -> Value:
     x = call.spread(0)
     found = experts.gathered(x, call.axes, call.sizes)
     return found or moves.all_gather_loose(tokens.by_rank(x, call.axes), call.axes, call.sizes)
 
 
-@rule("ReduceScatter", says="a sum over ranks, cut into pieces")
+@rule("ReduceScatter", says="It is a sum over ranks, of which each rank keeps a piece.")
 def _reduce_scatter(call: Call) -> Value:
     call.require_sum()
     x = call.spread(0)

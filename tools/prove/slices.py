@@ -1,4 +1,4 @@
-"""This module says which `tools.prove.spread.Spread` a value has after each rank has taken its part of it, put zeros
+"""This module finds the `tools.prove.spread.Spread` of a value after each rank has taken its part of it, put zeros
 around its part, or looked up rows of a table.
 """
 
@@ -28,7 +28,7 @@ def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes
 
     Args:
         shape: the shape of the slice on the rank.
-        by: dimension -> the axes along which the slice starts elsewhere on each rank, outermost first.
+        by: dimension -> the axes along which each rank's slice starts at a different offset, outermost first.
     """
     block = _taken_block(x, shape, by, sizes)
     if block is None and not by and (same := _same_piece(x, shape)) is not None:
@@ -81,7 +81,7 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
     """Return the spread after each rank has put zeros around its part of the value, which is the gradient of `take`.
 
     Args:
-        shape, by, sizes: of the padded value, as in `take`.
+        shape, by, sizes: the same as in `take`, for the padded value.
     """
     require_home(x)
     if (stacked := _stacked(x, shape, by, sizes)) is not None:
@@ -122,7 +122,7 @@ def _stacked(
     x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
 ) -> Spread | None:
     """Return the spread of a tensor in which each rank puts its piece into its own part of dimension 0, and zeros into
-    the other parts; return None if the pieces are not spread in this way.
+    the other parts; return None for any other padding.
 
     This is the gradient of a slice that divides gathered pieces among ranks.
     """

@@ -1,10 +1,11 @@
-"""This module defines how a value can lie on the ranks of a mesh, and what each operation makes of it: pure algebra.
+"""This module defines how a value can lie on the ranks of a mesh (its spread), and computes the spread of the result of
+each operation. The module is pure algebra.
 
-A `Spread` says of one value, for every axis of the mesh, whether the ranks along the axis hold the same (replicated),
-pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each axis: the ranks
-hold the value times the axis' size to this power. MindSpore needs that: it starts the backward pass with 1 / devices on
-every rank and later sums over all ranks, also where they computed equal values. A replicated value with the power -1 is
-a partial sum whose parts are equal.
+A `Spread` states for one value and for every axis of the mesh whether the ranks along the axis hold the same value
+(replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each
+axis: the ranks hold the value times the axis' size to this power. MindSpore needs that: it starts the backward pass
+with 1 / devices on every rank and later sums over all ranks, also where they computed equal values. A replicated value
+with the power -1 is a partial sum whose parts are equal.
 
 A dimension is a tuple of atoms, outermost first: an extent on the rank (an integer), the name of an axis whose ranks
 hold the pieces at this place, or a `Block`. ``(("tp", 64), (128,))`` is a matrix whose rows are cut over tp, 64 on each
@@ -26,10 +27,11 @@ from plugins.errors import TC3Error
 
 
 class Contradiction(TC3Error):
-    """The ranks' results are neither pieces nor parts of the result of one device.
+    """This error means that the ranks' results are neither pieces nor parts of the result that one device would
+    compute.
 
     Args:
-        over: the axes along which they are not, if the places of pieces over other axes do not matter.
+        over: the axes along which the results are wrong, if the places of pieces over other axes do not matter.
     """
 
     def __init__(self, wrong: str, over: Iterable[str] | None = None):
@@ -38,11 +40,13 @@ class Contradiction(TC3Error):
 
 
 class Certain(Contradiction):
-    """The results contradict each other wherever the loose pieces lie (pieces whose dimension is not settled yet)."""
+    """This error is a contradiction that does not depend on the dimensions of loose pieces (pieces whose dimension is
+    not known yet).
+    """
 
 
 class NotKnown(TC3Error):
-    """No rule says how the result lies on the ranks."""
+    """This error means that no rule says how the result lies on the ranks."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Block:
 
     Args:
         home: the dimension to which they belong.
-        at: how many of its atoms stand in front of them there.
+        at: the number of atoms in front of them in that dimension.
         others: (home, at) of the other places to which they may belong, where the place of the pieces was loose.
     """
 
@@ -63,11 +67,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Rows:
-    """A `Rows` holds rows of tokens in an order of the rank's own, which routing decides.
+    """A `Rows` holds rows of tokens in an order that routing decides, and that differs from rank to rank.
 
     Args:
-        origin: the dimension as it was before: its atoms. The axes in it stand in front of these rows.
-        path: what was done to the rows, in order: see `tools.prove.experts`.
+        origin: the atoms of the dimension before the dispatch. Its axes come before the rows in the dimension.
+        path: the steps that the rows have taken, in order; see `tools.prove.experts`.
         count: the number of rows on a rank; -1 if the data decide.
     """
 
@@ -85,20 +89,20 @@ Powers = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Spread:
-    """A `Spread` is how a value lies on the ranks.
+    """A `Spread` describes how a value lies on the ranks.
 
     Args:
-        dims: for each dimension its atoms, outermost first.
+        dims: the atoms of each dimension, outermost first.
         partial: the axes over which the ranks hold parts that add up to the value.
         powers: (axis, power), sorted, without powers of 0.
         shifted: the axes along which an index counts from the start of the rank's own piece.
         loose: the axes whose piece may lie in a neighbouring dimension of one element instead.
-        greatest: the axes over which the value is the largest of what the ranks hold.
-        merged: of a matrix that a reshape has made of tokens, the two dimensions that are its rows now. It says nothing
-            about the elements, and equal values may differ in it.
+        greatest: the axes over which the value is the maximum of the ranks' values.
+        merged: if a reshape has made a matrix of tokens, the two dimensions that became its rows. Values with equal
+            elements may differ in this field.
         dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. Their pieces are
             also parts of the sum over that dimension.
-        formula: of integers that were computed from ends of documents, how (see `tools.prove.documents`).
+        formula: for integers that were computed from ends of documents, the formula (see `tools.prove.documents`).
     """
 
     dims: tuple[Dim, ...]
@@ -126,7 +130,7 @@ class Spread:
         return tuple(math.prod(_size(atom, sizes) for atom in dim) for dim in logical(self.dims))
 
     def __str__(self) -> str:
-        """Return for instance `[tp*64, 128] partial over dp, x dp^-1`."""
+        """Return the spread as text, for example `[tp*64, 128] partial over dp, x dp^-1`."""
         dims = ", ".join("*".join(map(_told, dim)) or "1" for dim in self.dims)
         partial = f" partial over {', '.join(sorted(self.partial))}" if self.partial else ""
         return f"[{dims}]{partial}" + "".join(f" x {axis}^{power}" for axis, power in self.powers)
@@ -158,11 +162,11 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """`Zeros` is the spread of zeros on all ranks, which can be added to a value of any spread."""
+    """A `Zeros` is the spread of a tensor of zeros on all ranks, which can be added to a value of any spread."""
 
 
 class Alike(Spread):
-    """`Alike` holds elements that are all equal, on all ranks: they can be pieces of any such value."""
+    """An `Alike` is the spread of a constant tensor whose elements are equal on all ranks; it fits any cut."""
 
 
 def plain(shape: Iterable[int]) -> Spread:
@@ -222,9 +226,8 @@ def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None
 
 
 def placements(x: Spread) -> Iterator[Spread]:
-    """Yield the spread unchanged, then every spread in which its loose pieces lie in other dimensions that are
-    possible: between the extents around them, in the same order; dimensions of one element come first, the last of them
-    before the others.
+    """Yield the spread unchanged, then every spread in which its loose pieces lie in other possible dimensions (between
+    the extents around them, in the same order). Dimensions of one element come first, beginning with the last of them.
     """
     yield x
     atoms = [(number, atom) for number, dim in enumerate(x.dims) for atom in dim]
@@ -246,9 +249,7 @@ def placements(x: Spread) -> Iterator[Spread]:
 
 
 def own_order(dim: Dim) -> Dim:
-    """Return a dimension with its grouped tokens in the order in which each rank has them, which suffices for a sum
-    over them.
-    """
+    """Return a dimension with its grouped tokens in the order of each rank, which is enough for a sum over them."""
     rows = dim[-1] if dim else None
     if not isinstance(rows, Rows) or rows.path != (("group",),):
         return tidy(dim)
@@ -305,7 +306,7 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
 
 
 def alike(x: Spread, other: Spread) -> Spread:
-    """Return a value of equal elements, cut in the way in which `other` is cut; return any other value unchanged."""
+    """Return an `Alike` cut like `other`; return any other value unchanged."""
     if not isinstance(x, (Alike, Zeros)) or len(x.dims) != len(other.dims):
         return x
     fit = (two if extent(one) == extent(two) else one for one, two in zip(x.dims, other.dims, strict=True))
@@ -313,7 +314,7 @@ def alike(x: Spread, other: Spread) -> Spread:
 
 
 def joined(x: Spread, y: Spread) -> Spread:
-    """Return the spread of an elementwise operation on two values, with broadcasting."""
+    """Return the spread of the result of an elementwise operation on two values, with broadcasting."""
     count = max(len(x.dims), len(y.dims))
     x, y = alike(x, y), alike(y, x)
     if x.dims != y.dims and any(x.dims) and any(y.dims):
@@ -368,7 +369,7 @@ def add(x: Spread, y: Spread) -> Spread:
 
 
 def check_linear(x: Spread, y: Spread) -> None:
-    """Refuse two factors of which the products on the ranks are no parts of the product."""
+    """Refuse two factors if the products on the ranks are not parts of the product."""
     if both := x.partial & y.partial:
         raise refusal((x, y), f"both are partial over {', '.join(sorted(both))}")
     if x.partial and y.partial:  # the parts of one may differ along the axes of the other

@@ -1,8 +1,8 @@
-"""This module changes tokens into rows that a router can dispatch, and back: a rank's tokens are grouped, joined with
-constant rows, and put in the order of the ranks.
+"""This module holds the rules by which tokens become rows that a router can dispatch, and back: a rank's tokens are
+grouped, joined with constant rows, and put in the order of the ranks.
 
-A reshape or a concatenation that does this has the shape of any other one; only the way back leads to where the tokens
-belong. `tools.prove.experts` has the steps between the two.
+The shapes of such a reshape or concatenation are the same as those of any other one; only its counterpart on the way
+back puts the tokens where they belong. `tools.prove.experts` holds the rules of the steps in between.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def dispatched(dim: Dim) -> tuple[int, Rows] | None:
 
 
 def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return a flat value with the elements of a rank as rows behind the axes, if these axes stand inside of it.
+    """Return a flat value with its axes moved to the front, and the elements of a rank as rows after them, if the axes
+    are not already in front.
 
-    Ranks that gather it put their elements one after another, which is another order than that of the whole value.
+    A gather puts the ranks' elements one after another, which is not the order of the whole value.
     """
     if len(x.dims) != 1 or any(not isinstance(atom, (int, str)) for atom in x.dims[0]):
         return x
@@ -59,8 +60,8 @@ def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
 def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
     """Return tokens as MindFormers groups them for its router: [batch, sequence, width] becomes [ranks, tokens, width].
 
-    The reshape is of each rank's own tokens, so that they become other tokens of the whole value: only the way back
-    leads to where they belong. None if this is no such reshape.
+    The reshape moves each rank's own tokens to other positions of the whole value; only the way back puts them where
+    they belong. Return None for any other reshape.
     """
     if len(x.dims) != 3 or len(shape) != 3 or extent(x.dims[2]) != shape[2] or any(map(rows_in, x.dims)):
         return None
@@ -96,7 +97,7 @@ def grouped_rows(x: Spread) -> Spread | None:
 def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
     """Return the tokens in the shape that they had before `grouped_rows`; return None for any other reshape.
 
-    With one sample on a rank, [1, tokens, width] are taken for grouped tokens, which the next Transpose brings back.
+    If a rank has one sample, [1, tokens, width] is treated as grouped tokens, which the next Transpose ungroups.
     """
     if len(x.dims) != 2 or len(shape) != 3 or shape[0] == 1 or not rows_in(x.dims[0]):
         return None

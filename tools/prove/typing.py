@@ -40,9 +40,9 @@ class Failure:
     """A `Failure` says why a value has no spread.
 
     Args:
-        contradicts: whether the spreads of an operator's arguments contradict it; else it is not known.
-        graph, number: the operator that is the cause.
-        why: what is wrong or missing there.
+        contradicts: whether the operator does not allow the spreads of its arguments; otherwise the spread is unknown.
+        graph, number: the operator that caused the failure.
+        why: what is wrong or missing at this operator.
     """
 
     contradicts: bool
@@ -57,7 +57,7 @@ class Peers:
 
     Args:
         graphs: axis -> the graph of the next rank along it.
-        at: the place of the rank along each axis; 0 where it is not given.
+        at: the position of the rank along each axis; 0 for axes that are missing.
     """
 
     def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], at: Mapping[str, int] | None = None):
@@ -160,7 +160,7 @@ class Sum:
 class Frame:
     """A `Frame` is one run of a subgraph: its arguments, and the spreads that were found in it.
 
-    Equal operators of equal arguments have equal names: what is computed again in the backward pass is known again.
+    Equal operators with equal arguments have equal names, so a recomputed value is recognized in the backward pass.
     """
 
     def __init__(self, name: str, given: Mapping[str, Value], names: Mapping[str, int] | None = None):
@@ -196,9 +196,9 @@ class Typing:
     """A `Typing` finds the spreads of all values of one graph.
 
     Args:
-        parameter: name -> the spread of a parameter of the root; it raises `NotKnown` for others.
-        ranks_of: global ranks of a group, None where nobody knows them.
-        received: what compiled stages send.
+        parameter: name of a parameter of the root graph -> its spread; it raises `NotKnown` for other names.
+        ranks_of: group -> its global ranks, or None if they are unknown.
+        received: the spreads of the values that compiled stages send.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Typing:
             )
 
     def _require_mean(self, frame: Frame, node: Node, axes: Sequence[str]) -> None:
-        """Refuse the backward pass of a sum of the ranks' balancing losses that is no mean: nothing between the
+        """Refuse the backward pass of a sum of the ranks' balancing losses that is not a mean: nothing between the
         division of the loss's gradient by all devices and the sum over ranks divides by the number of ranks.
         """
         of_loss = node.op == "AllReduce" and math.prod(node.outputs[0].shape) == 1
@@ -382,7 +382,7 @@ class Typing:
         ranks.
 
         Raises:
-            NotKnown: nothing adds to it. Contradiction: micro-batches add values that are spread differently.
+            NotKnown: no operator adds to the variable. Contradiction: micro-batches add values with different spreads.
         """
         for number, node in enumerate(self.graph.graphs[self.graph.root]):
             if node.calls and any("▸" in name or "◂" in name for name in node.calls):

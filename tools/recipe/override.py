@@ -74,7 +74,7 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 
 def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
-    """Return the dotted names that ``"a.b=c"`` changes, through YAML anchors, beside the name that it gives."""
+    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors, in addition to the given name."""
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
         return []

@@ -128,7 +128,9 @@ class View:
 
     @cached_property
     def ramp(self) -> Ramp:
-        """Return what converts between steps and samples; it has no stages unless plugins.batch_ramp is on."""
+        """Return the ramp, which converts between steps and samples; it has no stages unless plugins.batch_ramp
+        is on.
+        """
         return ramp_of(self.recipe, self.global_batch)
 
     @cached_property

@@ -179,7 +179,7 @@ class Steps(Follower):
         self.faults: list[str] = []
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield new records that a run can have written."""
+        """Yield new records that have the form of a run's records."""
         for record in super().records():
             if fault := _fault_of(record):
                 self.faults.append(fault)
@@ -267,7 +267,7 @@ class Probes:
         self.found = Slow(None, [], [])
 
     def look(self) -> Slow:
-        """Return the results of the probes, as of the last call."""
+        """Read new probes if they are due, and return the newest results."""
         if time.monotonic() - self.looked >= LOOK:
             self.looked = time.monotonic()
             for path in sorted((self.folder / "metrics").glob("probe_*.jsonl")):

@@ -168,8 +168,8 @@ def daly(cost: float, between: float) -> float:
 
 
 def overhead(cost: float, interval: float, between: float) -> float:
-    """Return, to first order, the share of the time that is lost by saving every `interval` seconds and by repeating
-    steps after failures.
+    """Return the share of the time that is lost by saving every `interval` seconds and by repeating steps after
+    failures (to first order).
     """
     return cost / interval + interval / (2 * between)
 

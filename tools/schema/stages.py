@@ -41,7 +41,7 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
-    """Return the layers [chunk][stage] at the stages that run them; return None if `layers_of` returns None.
+    """Return the layers [chunk][stage], ordered by the stages that run them; return None if `layers_of` returns None.
 
     In zero_bubble_v the second chunk runs back up the pipeline: `layers_of` counts it from the last stage on.
     """

@@ -5,14 +5,15 @@ A candidate is a mesh dp x tp x pp x cp of all devices, vpp chunks a stage (1 ..
 experts), samples of a micro-batch (a divisor of the global batch; their number follows), a dispatch mode, what
 data-parallel ranks shard, and what is recomputed. Degrees are divisors, powers of two or not.
 
-A candidate is counted under the first rule that it breaks (`mesh_rules`, then `_Axes`): rules on what MindFormers
-cannot build (each is an error of `tc3 check`), on duplicates (dispatch modes differ only if an EP group covers several
-whole nodes), on what the report excludes (section 5.1: "constraining TP to intra-node communication"), and the user's
-limits. Sequence parallelism is on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer.
+A candidate is counted under the first rule that it breaks (`mesh_rules`, then `_Axes`). The rules exclude candidates
+that MindFormers cannot build (each is an error of `tc3 check`), duplicates (dispatch modes differ only if an EP group
+covers several whole nodes), candidates that the report excludes (section 5.1: "constraining TP to intra-node
+communication"), and those outside of the user's limits. Sequence parallelism is on if tp > 1, because experts need it,
+and because it needs less memory with the same traffic.
 
-A funnel counts how many candidates each rule dropped. For ranking, layers go to stages and chunks as evenly as they
-can, the head and MTP layers counted by their FLOPs; the best candidates are placed by the pipeline optimiser
-afterwards.
+A funnel counts the candidates that each rule drops. For ranking, layers are distributed over stages and chunks as
+evenly as possible, with the head and MTP layers weighted by their FLOPs. The pipeline optimiser then places the layers
+of the best candidates.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turne
     """Return layers [chunks][stages]; this needs `model.layers` >= stages x chunks. With `turned`, odd chunks run from
     the last stage to the first (a V).
 
-    1. Each chunk gets a layer, except the last one where only the head weighs as much.
-    2. Each other layer goes to the stage with the least load; of equals to the last, which holds the fewest
-       micro-batches. There it goes to the chunk with the least load, of equals to the first.
+    1. Each chunk gets one layer; the last chunk gets none if the head already weighs as much as a layer.
+    2. Each other layer goes to the stage with the least load; among equals to the last one, which holds the fewest
+      micro-batches. On this stage it goes to the chunk with the least load; among equals to the first one.
     """
     extra = end_weight(model, sequence)
     counts = [[1] * stages for _ in range(chunks)]
@@ -383,8 +384,8 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
 
 
 def candidate_of(config: Configuration) -> Candidate:
-    """Return the candidate that is most like a run: it has the run's degrees, and its recomputation if all layers do
-    the same.
+    """Return the candidate that is closest to a run: it has the run's degrees, and also its recomputation if it is the
+    same for all layers.
     """
     given = {word: getattr(config.recompute, word) for word in POLICIES[1:]}
     same = [word for word, table in given.items() if table == config.layers]

@@ -1,7 +1,7 @@
 """This module is `tc3 search RECIPE` with its commands; the exit code is 0 with a plan, 1 if there is none, 2 for a
 wrong input.
 
-Of the commands `pipeline` and `layout` stand here, which place layers on stages; the others are imported.
+This module defines the commands `pipeline` and `layout`, which place layers on stages, and imports the others.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def layout(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Find on which stage each layer of RECIPE runs and what it recomputes, and write this layout beside RECIPE.
+    """Assign each layer of RECIPE to a stage, choose what it recomputes, and write this layout beside RECIPE.
 
     A recipe whose model.model_config.offset is `auto` reads that file at every launch. The recipe's own offset and
-    recompute tables are ignored; its degrees, batch, schedule and memory limit count: when they change, the file must
-    be made anew, which replaces it. Predicted memory stays under the limit by a margin, the estimator's known
-    error by default. With the same effort the layout is the same on every machine, unless the time limit ends the
-    search; the output says so then.
+    recompute tables are ignored; its degrees, batch, schedule and memory limit are used, so the file must be made anew
+    when they change. Predicted memory stays under the limit by a margin, the estimator's known error by default. With
+    the same effort the layout is the same on every machine, unless the time limit ends the search; the output says so
+    then.
 
     Exit codes: 0 a layout; 1 none fits; 2 a wrong input; 130 interrupted, with the best layout so far.
     """

@@ -187,9 +187,9 @@ def space_command(
     """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
 
     Every legal combination of data, tensor, pipeline (and interleaved), context and expert parallelism, micro-batch,
-    expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. Those that could be
-    the fastest by their bounds have their layers placed, and what each recomputes chosen; the answer says how much
-    faster another strategy could be.
+    expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. For the candidates
+    that could be the fastest by their bounds, the command assigns layers to stages and chooses what each layer
+    recomputes. The answer states how much faster another strategy could be.
 
     Predicted memory stays under a device's limit by a margin, the estimator's known error by default, and the table
     says how likely each strategy fits.

@@ -1,15 +1,15 @@
-"""This module finds the layouts that cannot be told apart within the estimator's error, and the cheapest experiment
-that would tell them apart.
+"""This module finds the layouts whose predicted times differ by less than the estimator's error, and the cheapest
+experiment that would show which of them is the fastest.
 
-Step times rest on the estimator's terms, each of which may be off by a factor that all layouts share. The terms are
-drawn 4,096 times, each draw the same for all layouts: what they have in common cancels, what one of them rests on more
-than another does not. The share of the draws in which a layout is the
-fastest is how likely it is, as far as the terms' errors go; layouts with a share of 5 % belong to the set. A term's
-experiment is worth how much likelier the first choice is right once the term is known: the mean, over its values, of
-the largest share.
+Step times are sums of the estimator's terms, each of which may be wrong by a factor that is the same for all layouts.
+The factors are drawn 4,096 times, the same for all layouts: errors in time that layouts share cancel, and errors in a
+term that is larger in one layout do not. The share of the draws in which a layout is the fastest is its probability, as
+far as the errors of the terms go; layouts with a share of at least 5 % belong to the set. The value of an experiment on
+a term is the increase in the probability that the first choice is right once the term is known: it is computed as the
+mean, over the values of the term, of the largest share.
 
-Runs of software newer than the fit are further off than its rows (`Newer`). What a release changes is drawn by itself,
-as the same terms with deviations of that size.
+Predictions of runs with software newer than the fitted rows have larger errors (`Newer`). The effect of a new release
+is drawn separately, as the same terms with deviations of that size.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _NEARLY = 0.8  # of the best experiment's worth is as good, where it needs fewer
 
 @dataclass(frozen=True)
 class Experiment:
-    """An `Experiment` is the experiment that would tell layouts apart."""
+    """An `Experiment` is an experiment that would show which layout is the fastest."""
 
     term: Term
     right: float  # how likely the choice is right after it
@@ -106,7 +106,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A `Doubt` says how certain it is that the chosen layout is the fastest one."""
+    """A `Doubt` holds the probability that the chosen layout is the fastest one, and the layouts that may be faster."""
 
     names: tuple[str, ...]  # of the layouts, the fastest first
     shares: tuple[float, ...]  # of the draws in which each is the fastest; they add up to 1
@@ -122,7 +122,7 @@ class Doubt:
 
     @property
     def alike(self) -> list[tuple[str, float]]:
-        """Return the layouts that cannot be told apart, as (name, share), the most probable first."""
+        """Return the layouts that may be the fastest, as (name, share), the most probable first."""
         return self._likely(self.shares)
 
     def _likely(self, shares: Sequence[float]) -> list[tuple[str, float]]:
@@ -205,10 +205,10 @@ def doubt(
     """Return how certain it is that the first layout is the fastest.
 
     Args:
-        seconds: predicted, of each layout.
-        slope: [layouts, terms] of ln(seconds), scaled to the error.
-        node: devices of a node.
-        error, known, whole: as in `Doubt`.
+        seconds: the predicted seconds of each layout.
+        slope: [layouts, terms] the change of ln(seconds) with each term, scaled to the error.
+        node: the number of devices of a node.
+        error, known, whole: see `Doubt`.
         devices: the number of devices that a step of each layout needs at least.
     """
     drawn, wins = _wins(seconds, slope)
@@ -246,7 +246,7 @@ def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
     """Return how certain it is that the first layout is the fastest; None without a result.
 
-    The recipe's own layout takes part where it is the same question and keeps the memory.
+    The recipe's own layout is included if it has the requested devices and batch, and fits into memory.
     """
     entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
     if not entries:

@@ -1,8 +1,8 @@
 """This module holds the commands of `tc3 search` that need measured steps: `validate`, `calibrate` and `explain`.
 
 `validate` predicts published runs, to judge the estimator. `calibrate` fits a device's efficiencies to measured steps
-or to a profile. `explain` says where a measured step differs from the predicted one. Exit code 2 stands for a wrong
-input.
+or to a profile. `explain` finds the terms in which a measured step differs from the predicted one. Exit code 2 means a
+wrong input.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
     """Predict each run of a measurements file from its configuration only.
 
     ROWS.yaml holds `rows`, each with id, hardware and config (tools/search/examples/measurements.yaml is a commented
-    example); where there is a `measured` block, too, errors are shown, with their mean and worst by device and kind
-    over the rows with `use: fit`. For a run that cannot be predicted the output says why.
+    example); if a row also has a `measured` block, its errors are shown, with the mean and the worst error by device
+    and kind over the rows with `use: fit`. For a run that cannot be predicted the output says why.
 
-    Exit codes: 0; 1 where the memory of a run of tools/estimate/memory/rows.yaml is predicted otherwise than
+    Exit codes: 0; 1 if the memory error of a run of tools/estimate/memory/rows.yaml differs from the one that
     errors.yaml beside it records; 2 a wrong input, such as an unknown device.
     """
     keep_existing("--record", record, force)
@@ -165,12 +165,13 @@ def calibrate_command(
     """Fit the efficiencies of a cluster to measured steps or to one profiled step, and write them as a cluster file.
 
     MEASURED.yaml has the rows of `tc3 search validate`: id, hardware, config, and measured with a step time or a
-    throughput (tools/search/examples/measurements.yaml is a commented example). All rows must come from this
-    cluster. Only parameters that these steps can tell apart are fitted: a few steps that differ in batch, layout and
-    sequence length tell more than many that are alike.
+    throughput (tools/search/examples/measurements.yaml is a commented example). All rows must come from this cluster.
+    Only parameters that these steps determine are fitted: a few steps that differ in batch, layout and sequence length
+    determine more than many steps that are alike.
 
     PROFILE is a folder that MindSpore's profiler wrote in a run of RECIPE, on an Ascend device or a CPU: operators,
-    links and the host are fitted to their own times; the file notes what cannot be told apart (docs/calibrate.md).
+    links and the host are fitted to their own times; the file lists the parameters that the profile does not determine
+    (docs/calibrate.md).
 
     \b
     tc3 search calibrate steps.yaml --cluster atlas_800t_a2 --out mine.yaml
@@ -210,15 +211,16 @@ def calibrate_command(
 
 
 def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: str) -> tuple[str, str]:
-    """Return the text of a cluster file whose efficiencies are fitted to measured steps, and in words what was fitted.
+    """Return the text of a cluster file whose efficiencies are fitted to measured steps, and a description of the fit.
 
     Args:
         measured: a folder that holds a profile of a run of `recipe`, or a file of rows as `tc3 search calibrate` reads.
-        cluster_name: to start from; None: the default, or for a CPU's profile the host itself.
+        cluster_name: the cluster from which the fit starts; None: the default cluster, or the host itself for a profile
+            of a CPU.
         name: the name of the new cluster.
 
     Raises:
-        DataError: there is no such profile, or it is of another run. RecipeError: the cluster has no efficiencies.
+        DataError: the profile does not exist, or belongs to another run. RecipeError: the cluster has no efficiencies.
     """
     if measured.is_dir():
         seen = study(measured, run_of(recipe, ()), None)
@@ -279,8 +281,8 @@ def explain(
 ) -> None:
     """Compare RECIPE's predicted step with a measured one, term by term, and name the largest gaps.
 
-    With a profile every second is attributed to a term of the estimator; with a step's time the terms stay unknown,
-    and the table says by how much each would have to be off to explain the gap by itself (docs/calibrate.md).
+    With a profile every second is attributed to a term of the estimator. With only the time of a step the terms stay
+    unknown, and the table shows the error that each term would need to explain the gap by itself (docs/calibrate.md).
 
     \b
     tc3 search explain recipes/telechat3_105b/pretrain_4k.yaml --measured 12.3

@@ -60,7 +60,7 @@ class Effort(click.ParamType):
         """Return the units of work.
 
         Raises:
-            click.BadParameter: neither a word nor a number in range.
+            click.BadParameter: the value is neither a known word nor a number in range.
         """
         if value in EFFORTS:
             return EFFORTS[value]
@@ -87,7 +87,7 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Return the units that were requested, else the default, or the units for about `seconds` if that is less."""
+    """Return the requested units, or else the default, but not more than the units for about `seconds`."""
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
 
@@ -162,7 +162,7 @@ class SpaceProgress(Progressing):
         super().__init__("looking at every mesh of the devices")
 
     def tell(self, phase: str, done: int, of: int, best: float) -> None:
-        """Show how far a phase is, and the best step seconds so far (infinite: none)."""
+        """Show the progress of a phase, and the seconds of the best step so far (infinite: none)."""
         found = f", best step {best:.2f} s" if math.isfinite(best) else ""
         self.show(f"{_WORDS[phase]}, {done:,} of {of:,}{found}", done, of)
 

@@ -1,9 +1,9 @@
-"""This module writes a configuration as a child of its recipe: the MindFormers keys that differ, and the file with
-them.
+"""This module finds the MindFormers keys in which a configuration differs from its recipe, and writes them as a child
+of this recipe.
 
 Only keys with a different effect are written, including those of the machine that the search assumed. Values that the
-recipe shares through anchors change at all their places, and lists are written whole: a child cannot change an entry of
-its base's list. No answer may be written over a file that the recipe is made of.
+recipe shares through anchors change at all their places. Lists are written as a whole, because a child cannot change
+single entries of its base's list. The result is never written over the recipe or a file from which it inherits.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Site:
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
-    """Return whether `plugins.hierarchical_ep` of a recipe can dispatch: to other ranks, in groups that lie on whole
-    nodes.
+    """Return whether `plugins.hierarchical_ep` of a recipe can dispatch tokens: there must be other ranks, in groups
+    that cover whole nodes.
     """
     aligned = config.ep % node == 0 or node % config.ep == 0
     return bool(view.get(DISPATCH)) and config.ep > 1 and aligned
@@ -118,7 +118,8 @@ def stays_plugged(view: View, config: Configuration, node: int) -> bool:
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
     """Return the keys to change for `config` to run on `site`.
 
-    Node size matters to dispatchers that know nodes; a memory pool as large as the old limit goes with it.
+    Some dispatchers depend on the number of devices of a node. If the memory pool was as large as the old memory limit,
+    it changes together with the limit.
     """
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)
@@ -139,14 +140,15 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
     """Return the keys to change; none if the recipe already sends tokens in this way, or has no experts.
 
-    `node` is the number of devices of a node, where it is not the recipe's. `auto` is written out: it stands for the
-    recipe's own degrees and cluster.
+    `node` is the number of devices of a node, if it is not the recipe's. `auto` is replaced by the mode that it means
+    for the recipe's own degrees and cluster.
 
-    A recipe with the plugin keeps it, one without gets it for the mode that MindFormers lacks. One device for all
-    experts has nothing to dispatch, and groups that straddle nodes are refused by the plugin, so there it is off.
+    A recipe with the plugin keeps it, and a recipe without it gets it for the mode that MindFormers lacks. The plugin
+    is switched off if one device has all experts, because then nothing is dispatched, or if groups lie across node
+    boundaries, because the plugin refuses these.
 
     Raises:
-        RecipeError: MindFormers has no such mode.
+        RecipeError: MindFormers does not have this mode.
     """
     if not config.model.experts:
         return {}
@@ -197,11 +199,11 @@ def write_overlay(
 ) -> None:
     """Write atomically a child of the recipe's own file, with `notes` as comments at its head.
 
-    What was changed in `recipe` since it was read is written, too. Where a mapping takes the place of a plain value or
-    list, which no child can say, the file is the whole recipe instead.
+    Changes that were made in `recipe` after it was read are written, too. If a mapping replaces a plain value or a
+    list, which a child cannot express, the file holds the whole recipe instead.
 
     Raises:
-        RecipeError: as `overlay`, or `path` is a file that the recipe is made of.
+        RecipeError: as for `overlay`; or `path` is the recipe or a file from which it inherits.
         DataError: the folder cannot be written to.
     """
     keep_files_of(recipe.source, "overlay", path)

@@ -1,7 +1,7 @@
 """This module writes the answer as one HTML file that needs no other files: table, reasons, pictures as inline SVG, the
 funnel.
 
-Its picture shows memory against time: what the space offers, its frontier, and the candidates that were placed
+Its picture shows memory against time: all candidates, their frontier, and the candidates whose layers were placed
 (report Figure 8).
 """
 
@@ -64,9 +64,10 @@ def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
     """Draw candidates that fit as dots coloured by their stages, the frontier as a line, and placed candidates as
     diamonds.
 
-    Diamonds that `doubt` cannot tell from the fastest are filled and have their number.
+    Diamonds of layouts that may be the fastest (`doubt`) are filled, and have their number.
 
-    "Planned" ones have no dot: as ranked, all that the limit binds lie on it.
+    "Planned" candidates have no dot, because in the ranking all those that the limit constrains lie exactly on the
+    limit.
     """
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator, NullLocator

@@ -69,7 +69,7 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the best layouts, then the recipe's own mesh placed anew, then the recipe itself."""
+    """Return the best layouts, then the recipe's own mesh with a new placement of layers, then the recipe itself."""
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     if found.own_mesh:
         mesh = cells("mesh", found.own_mesh, found.request)
@@ -218,7 +218,7 @@ def memory_words(request: Request) -> list[str]:
 
 
 def assumptions(found: Found, times: TimeModel) -> list[str]:
-    """Return on which data and assumptions the results rest."""
+    """Return lines that list the data and the assumptions behind the results."""
     request, hardware = found.request, times.hardware
     known = known_error(hardware)
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]

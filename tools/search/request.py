@@ -70,7 +70,7 @@ def read_limit(text: str) -> Limit:
     """Parse the text of one `--limit`.
 
     Raises:
-        RecipeError: it is none; says what one looks like.
+        RecipeError: the text is not a limit; the message shows the form of a limit.
     """
     match = _FORM.fullmatch(text)
     if match is None:
@@ -184,7 +184,7 @@ def request_of(
     the estimator's known error.
 
     Raises:
-        RecipeError: the recipe describes no run, or there is no such cluster.
+        RecipeError: the recipe does not describe a run, or the cluster is unknown.
     """
     hardware = cluster(cluster_name)
     try:  # an open layout is even, for the search places layers itself
@@ -223,7 +223,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
     """Return the same request, in which layers may also recompute groups of operators, with or without swapping.
 
     Raises:
-        RecipeError: nothing is known of groups, the recipe lists layers by number, or the link to the host is unknown.
+        RecipeError: the activation bytes of groups are unknown, the recipe lists layers by number, or the link to the
+            host is unknown.
     """
     if swapping and request.hardware.host_link is None:
         raise RecipeError(

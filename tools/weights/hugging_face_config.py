@@ -44,7 +44,9 @@ def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
 
 
 def stretched_as_telechat3(sizes: Sizes) -> bool:
-    """Return whether RoPE is stretched as TeleChat3's public weights have it, which Llama's classes cannot compute."""
+    """Return whether RoPE is stretched in the way of TeleChat3's public weights, which Llama's classes cannot
+    compute.
+    """
     scaling = sizes.hf.get("rope_scaling") or {}
     return bool(scaling.get("rope_type") == yarn_plan.ROPE_TYPES[yarn_plan.TELECHAT3])
 

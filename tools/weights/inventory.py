@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Values:
-    """A `Values` holds what was found when a group's tensors were read.
+    """A `Values` holds the results of reading a group's tensors.
 
     Args:
         norm: L2, in float64. not_finite: numbers that are NaN or infinite; where: the first tensor that has one.
@@ -116,7 +116,7 @@ def _values(source: Source, names: list[str], progress: Callable[[str], None]) -
 def salvaged(
     sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
 ) -> list[str]:
-    """Return what is damaged in weights that are about to be written anew and sealed. The function reads every file
+    """Return the damaged tensors among weights that are about to be rewritten and sealed. The function reads every file
     completely.
 
     Args:
@@ -194,7 +194,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison tells how the tensors of two sides A and B differ.
+    """A `Comparison` holds the differences between the tensors of two sides A and B.
 
     Args:
         only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).

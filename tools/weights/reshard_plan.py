@@ -1,5 +1,5 @@
-"""This module finds which rank writes which slice of a new layout, and what that costs. Planning reads only the headers
-of files.
+"""This module finds which rank writes which slice of a new layout, and the cost of reading and writing. Planning reads
+only the headers of files.
 """
 
 from __future__ import annotations

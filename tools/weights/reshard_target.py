@@ -62,7 +62,7 @@ class Lying:
 
 @dataclass(frozen=True)
 class Layout:
-    """A `Layout` says in MindSpore's terms how ranks share a tensor.
+    """A `Layout` describes in MindSpore's terms how a tensor is split over ranks.
 
     Args:
         devices: the ranks of a pipeline stage as a matrix, in row-major order: its shape.

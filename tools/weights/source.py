@@ -56,7 +56,7 @@ class Source:
 
     @cached_property
     def ranks(self) -> int:
-        """Return the number of ranks that wrote here."""
+        """Return the number of ranks that wrote this source."""
         return len({rank_of(file) for file in self.stored.files})
 
     @cached_property

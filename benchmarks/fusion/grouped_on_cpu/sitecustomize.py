@@ -1,4 +1,5 @@
-"""On PYTHONPATH of a worker: `plugins.grouped_gradient`'s compiler pass on CPU, where a recipe does not switch it on.
+"""On the PYTHONPATH of a worker, this module enables the compiler pass of `plugins.grouped_gradient` on CPU, where a
+recipe cannot switch it on.
 
 The pass must be known to MindSpore before the one that renames operators for CPU. TC3_COUNT is a folder: each rank
 notes there how often InplaceGroupedMatmulAdd has run. TC3_WITHOUT_PASS leaves the pass out.

@@ -1,4 +1,5 @@
-"""Benchmark only: on PYTHONPATH of a worker, record every exchange of routed tokens, and skew the routers.
+"""On the PYTHONPATH of a worker, this module records every exchange of routed tokens, and skews the routers; it is used
+only by a benchmark.
 
 TC3_BENCH_DISPATCH is a folder: rank N writes N.jsonl there, one line for each AlltoAllV that the step's graph runs: the
 elements of a row (1: numbers of experts, not tokens), the bytes of the array that the kernel reads and of the one that

@@ -55,11 +55,11 @@ class Call:
     Args:
         name: the name of the operator, for messages.
         query, key, value: tensors in the layout `layout`.
-        mask: 1 where a query must not look, as the sparse mode wants it; None if there is none.
+        mask: 1 where a query must not attend, in the form of the sparse mode; None if there is no mask.
         query_ends, key_ends: the cumulative ends of the documents in TND; None in other layouts.
         heads: the number of heads of the query.
         scale: the scale of the scores.
-        before, behind: tokens that a query sees to its left and right (`pre_tokens`, `next_tokens`).
+        before, behind: the numbers of tokens that a query sees before and after itself (`pre_tokens`, `next_tokens`).
         layout: one of LAYOUTS.
         sparse: the sparse mode.
     """
@@ -221,9 +221,9 @@ class Block(NamedTuple):
     """These are rows of one sample, and the only keys to which any of them may attend.
 
     Args:
-        batch: number of the sample.
-        rows, columns: places in the sequences of queries and keys.
-        hidden: True where a row must not look, broadcasting to [heads, rows, columns]; None if it may everywhere.
+        batch: the number of the sample.
+        rows, columns: the positions in the sequences of queries and keys.
+        hidden: True where a row must not attend, broadcasting to [heads, rows, columns]; None if nothing is masked.
     """
 
     batch: int
@@ -359,7 +359,7 @@ def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, 
     Raises:
         NotImplementedError: the call needs dropout, a position bias, a padding mask, prefixes, or an unsupported layout
             or sparse mode.
-        ValueError: a mask or document ends of another form than the sparse mode asks for.
+        ValueError: the mask or the ends of documents do not have the form of the sparse mode.
     """
     call = forward_call(inputs)
     out = call.empty_output()

@@ -49,7 +49,7 @@ def GroupedMatmul(
 
     Raises:
         NotImplementedError: the call needs biases, quantization or other kinds of groups.
-        ValueError: a group list that does not cover the dimension.
+        ValueError: the group list does not cover the dimension.
     """
     extra = {"bias": bias, "scale": scale, "offset": offset}
     extra |= {"antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
@@ -85,7 +85,7 @@ def InplaceGroupedMatmulAdd(
         out: [groups, k, n] or [groups * k, n], changed in place.
 
     Raises:
-        ValueError: a group list that does not cover the rows.
+        ValueError: the group list does not cover the rows.
     """
     products = np.stack([x[rows].T @ weight[rows] for rows in _groups(group_list, len(x))])
     return out + products.reshape(out.shape)
@@ -112,7 +112,8 @@ def MoeTokenPermute(
     Args:
         tokens: [tokens, hidden].
         indices: experts, [tokens, topk] or [tokens].
-        num_out_tokens: copies that are kept; all of them if None or 0, all but -num_out_tokens if negative.
+        num_out_tokens: the number of copies that are kept; all of them if None or 0; if negative, all except the last
+            -num_out_tokens.
     """
     _refuse_padding("MoeTokenPermute", padded_mode)
     experts = indices.reshape(-1)

@@ -36,8 +36,8 @@ def kernel(
 
     Args:
         table: `KERNELS` by default.
-        widen: whether it shall see bfloat16 and float16 as float32, so that its result is rounded once, when it is
-            stored. False for what only moves values.
+        widen: whether the function gets bfloat16 and float16 as float32, so that its result is rounded only once, when
+            it is stored. False for operators that only move values.
         updates: the input that the operator changes in place; the function's (first) result is written there as well.
     """
 

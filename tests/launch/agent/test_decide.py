@@ -146,7 +146,7 @@ def test_hosts_whose_agents_were_started_anew_are_there_again():
     assert judge(attempt(*anew)).decision == "restart"
     smaller = Smaller(1, [], "half of it")
     both = judge(attempt(*anew), can=lambda hosts: smaller)
-    assert both.decision == "restart" and "Started again (" in both.why
+    assert both.decision == "restart" and "The run starts again (" in both.why
     lost = judge(attempt(anew[0], end(B, 101, "lost node", by=A)), can=lambda hosts: smaller)
     assert lost.decision == "smaller"
 

@@ -115,7 +115,7 @@ def test_who_takes_part_is_said_by_the_plan_and_not_by_what_was_expected(tmp_pat
     agent = Agent(replace(job(tmp_path, 1, said), hosts=("a", "b", "c")))
     first = Plan(0, 1.0, ["a", "b"], 1, "a", 9000, ["c"])
     write(folder_of(tmp_path, 0) / "plan.json", first)
-    agent.last = 0, Verdict(2.0, "restart", "b: eth0 has no link. Started again", "b", cause="lost node")
+    agent.last = 0, Verdict(2.0, "restart", "b: eth0 has no link. The run starts again", "b", cause="lost node")
     agent._say_plan(replace(first, attempt=1, hosts=hosts))
     assert words in said[0] and "same hosts" not in said[0]
 

@@ -12,8 +12,8 @@ import yaml
 from click.testing import CliRunner
 
 from launch.cli import tc3
-from launch.firsthour.ladder import LADDER
-from launch.firsthour.rungs import Hour
+from launch.firsthour.checks import HOUR_CHECKS
+from launch.firsthour.hour import Hour
 from launch.run.compile_cache import FOLDER
 from tools.files.page import BEGINS
 from tools.measured import CLUSTER, MEMORY, read_bundle, write_bundle
@@ -36,16 +36,16 @@ def test_the_plan_of_the_438b_on_512_nodes_is_within_the_hour(tmp_path):
     done = run(R438, "--dry-run", "--nodes", hosts, "--json", "--work", tmp_path / "w")
     plan = json.loads(done.output)
     assert (plan["nodes"], plan["devices"]) == (512, 4096)
-    assert sum(rung["seconds"] for rung in plan["rungs"]) == pytest.approx(plan["seconds"])
+    assert sum(check["seconds"] for check in plan["checks"]) == pytest.approx(plan["seconds"])
     assert plan["seconds"] <= plan["budget"] == 3600
-    by_name = {rung["rung"]: rung for rung in plan["rungs"]}
+    by_name = {check["check"]: check for check in plan["checks"]}
     assert by_name["devices"]["where"] == "node[000-511], ranks 0-4095"
     assert f"--nodes {hosts}" in by_name["hosts"]["commands"][0]
     assert not (tmp_path / "w").exists()
     text = run(R438, "--dry-run", "--nodes", hosts).output
     assert "sum of the limits: 3420 of 3600 s" in text
-    for rung in plan["rungs"]:
-        assert f"{rung['rung']}: at most {rung['seconds']:.0f} s" in text
+    for check in plan["checks"]:
+        assert f"{check['check']}: at most {check['seconds']:.0f} s" in text
 
 
 def test_every_command_of_the_plan_is_one_that_tc3_takes(tmp_path):
@@ -74,7 +74,7 @@ def test_the_same_command_keeps_what_was_found(hour):
     folder, words = hour
     done = run(R438, *words, "--out", folder / "again.zip")
     assert done.exit_code == 0
-    assert len(re.findall("kept from before", done.stderr)) == len(LADDER)
+    assert len(re.findall("kept from before", done.stderr)) == len(HOUR_CHECKS)
     first, again = (read_bundle(folder / name) for name in ("b.zip", "again.zip"))
     assert first.texts == again.texts and CLUSTER in again.texts and MEMORY in again.texts
     refused = run(MINI, *words, "--out", folder / "other.zip")
@@ -91,8 +91,8 @@ def test_the_bundle_is_read_and_its_page_needs_no_other_file(hour, tmp_path):
     assert page.startswith(BEGINS)
     assert "nothing on this page was measured" in page
     assert "src=" not in page and "href=" not in page
-    for rung in ("hosts", "calibrate"):
-        assert f"<td>{rung}</td>" in page
+    for check in ("hosts", "calibrate"):
+        assert f"<td>{check}</td>" in page
     assert "node00" not in page + "".join(read_bundle(hour[0] / "b.zip").texts.values())
 
 
@@ -170,10 +170,10 @@ def test_the_small_recipe_trains_on_made_up_data_and_saves(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_rehearsal_runs_every_rung_on_this_cpu(tmp_path, monkeypatch):
+def test_the_rehearsal_runs_every_check_on_this_cpu(tmp_path, monkeypatch):
     """With the smallest recipe; no limit of time is asserted, and the budget leaves room for a busy machine.
 
-    Of the rung `resume`, the run that is killed and the run that goes on load the graph of the one that is not.
+    Of the check `resume`, the run that is killed and the run that goes on load the graph of the one that is not.
     """
     monkeypatch.setenv(FOLDER, str(tmp_path / "graphs"))
     tiny = ROOT / "tests" / "training" / "tiny.yaml"
@@ -182,7 +182,7 @@ def test_the_rehearsal_runs_every_rung_on_this_cpu(tmp_path, monkeypatch):
     content = json.loads(done.stdout)
     assert content["verdict"] == "go with"  # the memory of a CPU's worker is unknown, and so it is said
     found = read_bundle(tmp_path / "b.zip", tiny)
-    outcomes = {one["rung"]: one for one in found.json("outcomes.json")}
+    outcomes = {one["check"]: one for one in found.json("outcomes.json")}
     verdicts = {name: outcomes[name]["verdict"] for name in ("mini", "parallel", "resume")}
     assert verdicts == {"mini": "unknown", "parallel": "ok", "resume": "ok"}  # this recipe has no golden numbers
     losses = outcomes["resume"]["evidence"]

@@ -1,5 +1,5 @@
-"""The rungs that train on NPUs: their commands, what they write, and how they judge losses. No NPU is here, so what the
-commands would have written is written by the tests; the small recipes are compiled in tests/tools/recipe.
+"""The checks that train on NPUs: their commands, what they write, and how they judge losses. No NPU is here, so the
+tests write what the commands would have written; the small recipes are compiled in tests/tools/recipe.
 """
 
 import json
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch.firsthour import npu
-from launch.firsthour.ladder import judged
+from launch.firsthour.checks import judged
+from launch.firsthour.hour import Hour
 from launch.firsthour.npu import NpuHour, hour_of
-from launch.firsthour.rungs import Hour
 from launch.firsthour.trainings import CURVE, judge_curves
 from plugins.errors import ClusterError, RecipeError
 from tools.accuracy.judge import tolerance
@@ -152,8 +152,8 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
         def usual(self):
             return 1.0 if self.folder.name == "apply_rope_fusion_true" else 2.0
 
-    monkeypatch.setattr("launch.firsthour.rungs.ask", lambda words, seconds: asked.append(words) or fit)
-    monkeypatch.setattr("launch.firsthour.rungs.load_run", Read)
+    monkeypatch.setattr("launch.firsthour.hour.ask", lambda words, seconds: asked.append(words) or fit)
+    monkeypatch.setattr("launch.firsthour.hour.load_run", Read)
     monkeypatch.setattr(npu, "text_of", script)
     monkeypatch.setattr(npu, "call_each", lambda argvs, seconds: sent.append(list(argvs)) or dict.fromkeys(argvs, ""))
     found, evidence = hour.stage(60, {})
@@ -168,7 +168,7 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
     assert overlay["model"]["model_config"]["apply_rope_fusion"] is True
 
 
-def test_too_few_devices_for_a_stage_leave_the_other_rungs_alone(tmp_path):
+def test_too_few_devices_for_a_stage_leave_the_other_checks_alone(tmp_path):
     hour = NpuHour(R438, tmp_path / "work")
     hour.npus = [Path(f"/dev/davinci{number}") for number in range(8)]
     assert (hour.world, hour.counts) == (8, [2, 8])

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from launch.firsthour.calibrate import fit_memory, memory_row
-from launch.firsthour.ladder import climb, judged, verdict
+from launch.firsthour.checks import judged, run_checks, verdict
 from launch.firsthour.simulate import DEFECTS, Cluster, Play, read_cluster
 from launch.firsthour.trainings import rank_counts
 from plugins.errors import ClusterError
@@ -19,7 +19,7 @@ from tools.profile.study import run_of
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "launch" / "firsthour" / "nine_defects.yaml"
-HOSTS = ("hosts", "versions", "devices", "operators")  # rungs that look at many nodes
+HOSTS = ("hosts", "versions", "devices", "operators")  # checks that look at many nodes
 
 
 @cache
@@ -27,11 +27,11 @@ def config():
     return run_of(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml", ())
 
 
-def climbed(cluster, folder, rungs=None):
-    """Outcomes of a simulated cluster; with `rungs` only of these, and no others are run."""
+def simulated(cluster, folder, checks=None):
+    """Outcomes of a simulated cluster; with `checks` only of these, and no others are run."""
     work = Play(cluster, config()).work_of()
-    chosen = {name: work[name] for name in rungs or work}
-    return climb(chosen, folder, 3600, lambda outcome, kept: None)
+    chosen = {name: work[name] for name in checks or work}
+    return run_checks(chosen, folder, 3600, lambda outcome, kept: None)
 
 
 def named(outcomes):
@@ -55,18 +55,18 @@ IN_TRAININGS = {
     "doubled gradient": "parallel",
     "lost moments": "resume",
     "slow group": "collectives",
-}  # defect -> the rung that shows it
+}  # defect -> the check that shows it
 
 
 def test_nine_defects_at_once_are_each_named_with_node_and_device_and_nothing_else(tmp_path):
     cluster = read_cluster(EXAMPLE)
     assert {one["what"] for one in cluster.defects} == set(WORDS) == set(DEFECTS) - IN_TRAININGS.keys()
     assert cluster.nodes == 64
-    outcomes = climbed(cluster, tmp_path)
+    outcomes = simulated(cluster, tmp_path)
     wanted = {(WORDS[one["what"]], one["node"], one.get("device")) for one in cluster.defects}
     assert named(outcomes) == wanted
     assert verdict(outcomes)[0] == "no go"
-    assert {one.rung for one in outcomes if not one.told} == {
+    assert {one.check for one in outcomes if not one.told} == {
         *("collectives", "mini", "parallel", "stage", "resume", "calibrate")
     }
 
@@ -79,8 +79,8 @@ def test_each_defect_alone_is_named_wherever_it_is(tmp_path, number):
         defect["to"] = [f"node{7 * number + 5:03d}", 6]  # four nodes further, which is measured
     if "device" in defect:
         defect["device"] = 6
-    rungs = HOSTS if defect["what"] == "wrong rounding" else HOSTS[:3]
-    outcomes = climbed(replace(example, defects=[defect], seed=number), tmp_path, rungs)
+    checks = HOSTS if defect["what"] == "wrong rounding" else HOSTS[:3]
+    outcomes = simulated(replace(example, defects=[defect], seed=number), tmp_path, checks)
     assert named(outcomes) == {(WORDS[defect["what"]], defect["node"], defect.get("device"))}
 
 
@@ -96,12 +96,12 @@ def test_each_defect_alone_is_named_wherever_it_is(tmp_path, number):
 )
 def test_a_defect_of_a_training_is_found_by_the_rules_for_real_trainings(tmp_path, defect, failed):
     work = Play(Cluster(defects=[defect]), config()).work_of()
-    rungs = ("mini", "parallel", "resume")
-    outcomes = [judged(name, *work[name](60, {})) for name in rungs]
-    bad = [(one.rung, item.what) for one in outcomes for item in one.findings if item.verdict == "fail"]
-    rung = IN_TRAININGS.get(defect["what"], "mini")
-    assert [what for name, what in bad if name == rung] == failed
-    assert {name for name, _ in bad} <= {rung, "parallel"}
+    checks = ("mini", "parallel", "resume")
+    outcomes = [judged(name, *work[name](60, {})) for name in checks]
+    bad = [(one.check, item.what) for one in outcomes for item in one.findings if item.verdict == "fail"]
+    check = IN_TRAININGS.get(defect["what"], "mini")
+    assert [what for name, what in bad if name == check] == failed
+    assert {name for name, _ in bad} <= {check, "parallel"}
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_numbers_of_devices_are_powers_of_two_of_the_cluster():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_clean_cluster_raises_no_alarm(tmp_path, seed):
-    outcomes = climbed(Cluster(seed=seed), tmp_path, HOSTS[:3])
+    outcomes = simulated(Cluster(seed=seed), tmp_path, HOSTS[:3])
     assert named(outcomes) == set()
-    assert all(one.verdict == "ok" for one in outcomes if one.rung in HOSTS[:3])
+    assert all(one.verdict == "ok" for one in outcomes if one.check in HOSTS[:3])
 
 
 def test_planted_efficiencies_and_memory_are_found_again_to_one_percent(tmp_path):
     cluster = replace(read_cluster(EXAMPLE), defects=())
-    outcomes = climbed(cluster, tmp_path)
+    outcomes = simulated(cluster, tmp_path)
     word, (line,) = verdict(outcomes)  # stages of 512 devices cannot send to each other in a cluster of 512
     assert word == "go with" and line.startswith("unknown collectives: pp, 2 ranks")
     found = outcomes[-1].evidence
@@ -200,9 +200,9 @@ def test_a_wrong_cluster_is_refused_by_its_key(tmp_path, change, words):
 
 
 def test_outcomes_are_plain_json(tmp_path):
-    outcomes = climbed(Cluster(nodes=2, devices_per_node=2), tmp_path, HOSTS)
+    outcomes = simulated(Cluster(nodes=2, devices_per_node=2), tmp_path, HOSTS)
     for one in outcomes:
-        assert json.loads(json.dumps(one.as_json())) == json.loads((tmp_path / f"{one.rung}.json").read_text())
+        assert json.loads(json.dumps(one.as_json())) == json.loads((tmp_path / f"{one.check}.json").read_text())
 
 
 @pytest.mark.parametrize("recipe", ["finetune_4k", "pretrain_4k"])

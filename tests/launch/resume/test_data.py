@@ -305,7 +305,7 @@ def test_a_run_goes_back_to_before_the_guilty_step_without_restarts(train, guard
     assert left == ["iteration_00000008", "iteration_00000010", *(f"set_aside_iteration_000000{n}" for n in (12, 16))]
     assert stored(guarded.run_dir)["plugins"]["spike_guard"] == {"rollbacks": 2, "skipped": [[88, 96]]}
     assert "holds step 12, which spiked: renamed set_aside_iteration_00000012" in err
-    assert "attempt 0 ended: " in out and BACK in out and "Started again without its samples" in out
+    assert "attempt 0 ended: " in out and BACK in out and "The run starts again without the samples of the spike" in out
 
 
 def test_without_a_good_checkpoint_it_starts_from_the_beginning(train, guarded):

@@ -21,7 +21,7 @@ from tools.doctor import cli, probe
 from tools.doctor.checks import Patient
 from tools.doctor.outliers import against, gate, outliers
 from tools.doctor.report import gather
-from tools.measured import OUTCOMES, Bundle, Manifest, read_bundle, recipe_digest, software, write_bundle
+from tools.measured import FORMAT, OUTCOMES, Bundle, Manifest, read_bundle, recipe_digest, software, write_bundle
 from tools.process.host import Root
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -122,10 +122,10 @@ PLAIN = ROOT / "recipes" / "mini" / "pretrain.yaml"
 def bundle(path, probes):
     """A bundle of an hour that probed these hosts."""
     manifest = Manifest(
-        format=1, made="2026-11-27T00:00:00Z", device="910B3", devices=16, simulated=False, names="plain",
+        format=FORMAT, made="2026-11-27T00:00:00Z", device="910B3", devices=16, simulated=False, names="plain",
         recipe="recipes/mini/pretrain.yaml", digest=recipe_digest(PLAIN), versions=software(), verdict="go",
     )  # fmt: skip
-    rows = [{"rung": "devices", "verdict": "ok", "evidence": {"probes": probes}, "findings": [], "seconds": 1.0}]
+    rows = [{"check": "devices", "verdict": "ok", "evidence": {"probes": probes}, "findings": [], "seconds": 1.0}]
     write_bundle(path, manifest, {OUTCOMES: json.dumps(rows) + "\n"})
     return read_bundle(path)
 

@@ -19,7 +19,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.resolve import resolve
-from tools.measured import CLUSTER, Manifest, recipe_digest, software, write_bundle
+from tools.measured import CLUSTER, FORMAT, Manifest, recipe_digest, software, write_bundle
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.runs import attempts
@@ -215,7 +215,7 @@ def test_a_run_without_recipe_or_steps_says_so(found):
 
 def bundle(path, texts):
     manifest = Manifest(
-        format=1, made="2026-11-27T00:00:00Z", device="910B3", devices=16, simulated=False, names="plain",
+        format=FORMAT, made="2026-11-27T00:00:00Z", device="910B3", devices=16, simulated=False, names="plain",
         recipe="recipes/mini/pretrain.yaml", digest=recipe_digest(MINI), versions=software(), verdict="go",
     )  # fmt: skip
     write_bundle(path, manifest, texts)

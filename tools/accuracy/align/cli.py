@@ -55,7 +55,7 @@ def align(
     keep: Path | None,
     as_json: bool,
 ) -> None:
-    """Find where RECIPE stops agreeing with a reference, as the report's Figure 1 does.
+    """Find the first difference between RECIPE and a reference, as in the report's Figure 1.
 
     Six stages on CPU: configuration; forward of the first batch; every gradient; the first update of every weight; the
     losses of all steps; the recipe's own workers. The comparison stops at the first stage that fails and names the

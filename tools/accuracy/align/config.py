@@ -1,5 +1,5 @@
-"""This module makes the first stage of `tc3 accuracy align`: before anything runs, it compares two
-configurations key by key, and sorts the differences by the report's classes (section 3.2.1).
+"""This module is the first stage of `tc3 accuracy align`: before anything runs, it compares two configurations key by
+key, and classifies the differences as the report does (section 3.2.1).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Setting:
     """A `Setting` is one difference between the settings of two recipes.
 
     Args:
-        ours, theirs: both values as text. group: the class of the report.
-        kind: MUST or UNKNOWN, which fail; LAYOUT, which may change rounding only, as a run has to show; MAY otherwise.
+        ours, theirs: both values as text. group: the class of the report. kind: MUST and UNKNOWN fail; LAYOUT may
+            change only rounding, which a run has to show; MAY is any other difference.
     """
 
     path: str
@@ -59,7 +59,8 @@ def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
     and not by their paths.
 
     Raises:
-        DataError: the corpus of a recipe for CPU is not there. One for Ascend may have it elsewhere: by path then.
+        DataError: the corpus of a recipe for CPU does not exist. The corpus of a recipe for Ascend may be on another
+            machine; it is then compared by its path.
     """
     found = [_setting(change) for change in compare(ours, theirs).changes]
     if _sums_gradients(ours) and _sums_gradients(theirs):
@@ -125,11 +126,12 @@ def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Return the CRC-32 of a Megatron corpus's index, of its first 64 MiB of tokens and of its tokenizer, each over all
     its prefixes, and the shares in which the prefixes are blended.
 
-    With equal sums and equal `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; the ladder
-    compares the batches themselves later. The tokenizer's sum is empty where `tc3 data prepare` left none beside.
+    With equal checksums and equal `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; a later
+    stage compares the batches themselves. The checksum of the tokenizer is empty if `tc3 data prepare` did not write
+    one.
 
     Raises:
-        DataError: there is no such corpus.
+        DataError: the corpus does not exist.
     """
     weights, prefixes = _blend(recipe)
     index = tokens = tokenizer = 0

@@ -3,9 +3,9 @@ configuration, forward, backward, optimizer, training steps, more devices.
 
 `climb` runs both sides and stops at the first stage that fails. On the last stage each side trains with its own
 workers, and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU
-workers. Where one of them splits its model (tensor, pipeline, context parallel), both run as MindSpore's sharded graph,
-in which every layout starts from the same weights. `print_ladder` shows a line for each stage, and below it what the
-first failure points at.
+workers. If one of them splits its model (tensor, pipeline or context parallelism), both run as MindSpore's sharded
+graph, in which every layout starts from the same weights. `print_ladder` shows a line for each stage, and below it the
+likely cause of the first failure.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
     """Return the recipes for a sharded run on CPU; a recipe for Ascend becomes the mini recipe that keeps its strategy.
     Return None if no recipe splits the model.
 
-    One path is compared with one process of its own graph. What MindFormers computes otherwise in another layout is
-    left out on both sides (docs/stock-differences.md).
+    A recipe is compared with one process that runs the same graph. Features that MindFormers computes differently in
+    other layouts are switched off on both sides (docs/stock-differences.md).
     """
     split = [_splits(path, overrides) for path in paths]
     if not any(split):
@@ -123,7 +123,7 @@ def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str
     """Train both sides by `tc3 train`, and return the stage that compares their losses.
 
     Raises:
-        SideFailedError: a side failed, or was refused: the five stages before have run, and are not given up for that.
+        SideFailedError: a side failed, or was refused. The results of the five stages before are kept.
     """
     counts = [View(side).devices for side in sides.recipes]
     if max(counts) == 1:
@@ -176,7 +176,8 @@ class Ladder:
     def verdict(self) -> str:
         """Return NOT_ALIGNED if a stage of the comparison failed, and ALIGNED if at least one ran and none failed.
 
-        Where nothing ran: SAME_NUMBERS when no setting differs that could change a number, NOT_COMPARED otherwise.
+        If nothing ran, return SAME_NUMBERS if no setting differs that could change a number, and NOT_COMPARED
+        otherwise.
         """
         if any(stage.status == FAILED for stage in self.stages):
             return NOT_ALIGNED
@@ -194,7 +195,7 @@ class Ladder:
 
     @property
     def broken(self) -> bool:
-        """Return whether a run did not finish; its stage then has no rows."""
+        """Return whether a run did not finish, so that its stage has no rows."""
         return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
@@ -211,13 +212,14 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A `Wanted` says which recipe is aligned with which reference, for how many steps, and with which data and seed.
+    """A `Wanted` holds the arguments of an alignment: the recipe, the reference, the number of steps, the data and the
+    seed.
 
     Args:
         path: the recipe. against: `hf`, or the path of another recipe. steps: the number of steps in stages 5 and 6.
-        overrides: overrides of both recipes. data: a Megatron prefix instead of the recipe's; folder: where the runs
-            write.
-        python: interpreter of the reference. seed: the seed of the weights that both sides start from.
+        overrides: overrides for both recipes. data: a Megatron prefix that replaces the recipe's corpus; folder: the
+            folder of the runs. python: the interpreter that runs the reference. seed: the seed of the weights that both
+            sides start from.
     """
 
     path: Path
@@ -234,7 +236,7 @@ def climb(wanted: Wanted, say: Say) -> Ladder:
     """Run all stages of the comparison; `say` is called with sentences about the progress.
 
     Raises:
-        TC3Error: a wrong input. A run that breaks down is a failed stage.
+        TC3Error: an input is wrong. If a run fails, its stage fails, and no error is raised.
     """
     ladder = Ladder(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
     if align_sides.is_mini(wanted.path):
@@ -277,8 +279,8 @@ def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
 
 
 def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
-    """Compare two recipes, both by MindFormers: their settings at their own size, their numbers at a size that CPU
-    runs.
+    """Compare two recipes, both with MindFormers: their settings at their own size, and their results at a size that a
+    CPU can run.
     """
     paths = wanted.path, Path(wanted.against)
     ladder.stages.append(_configuration(ladder, paths, wanted))

@@ -1,5 +1,5 @@
-"""This module is MindFormers' side of `tc3 accuracy align`: a callback of its trainer loads weights and records what is
-compared.
+"""This module is MindFormers' side of `tc3 accuracy align`: a callback of its trainer loads weights and records the
+values that are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class AlignRecorder(Callback):
     comparison has to match.
 
     Args:
-        weights: .npz of parameters by MindFormers' names; every parameter of it must exist. None keeps the model's own.
+        weights: an .npz file of parameters by MindFormers' names, all of which must exist in the model. None: the model
+            keeps its own weights.
         record: the file to write.
         columns: `train_dataset.input_columns`.
     """

@@ -2,8 +2,9 @@
 records.
 
 A recipe is reduced to one CPU worker and a few steps, without monitoring. MindFormers' trainer with the recorder and
-the reference run as separate processes, which exchange .npz files. A `Record` holds what one side did as named arrays:
-weights, the trace of the forward pass, gradients, updates, and the curve of losses and norms, in either side's names.
+the reference run as separate processes, which exchange .npz files. A `Record` holds the results of one side as named
+arrays: weights, the trace of the forward pass, gradients, updates, and the losses and norms of all steps. The names are
+those of one of the two sides.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
     """Return the record of `recorder` and the steps of `launch.workers.metrics`, under MindFormers' names.
 
-    Gradients come out of Adam's first moments after one step, which are (1 - beta1) times the clipped gradient: no
-    second graph is compiled, and it is the gradient that the trainer used.
+    Gradients are computed from Adam's first moments after one step, which are (1 - beta1) times the clipped gradient.
+    They are the gradients that the trainer used, and no second graph has to be compiled.
     """
     steps = list(metrics)
     # a model without MTP layers, or of grouped-query attention, has no parts of the loss; without clipping no norm
@@ -184,7 +185,7 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Return the recipe on one worker with the same global batch; the sections that it shares with `recipe` are copies.
 
     Raises:
-        RecipeError: a plugin without which it would be another computation.
+        RecipeError: the recipe has a plugin without which the computation would be different.
     """
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
         raise RecipeError(
@@ -254,7 +255,7 @@ def rope_dimensions(recipe: Mapping[str, Any]) -> int:
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """Return a recipe without the keys that say where it writes, and without the sections `beside`."""
+    """Return a recipe without the keys for its output paths, and without the sections `beside`."""
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
 
 
@@ -262,7 +263,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """One side of the comparison did not finish; the message holds the last lines of its output and names its log."""
+    """This error means that one side of the comparison did not finish; the message holds the last lines of its output
+    and names its log.
+    """
 
 
 def find_torch(python: str) -> None:
@@ -311,7 +314,8 @@ def run_reference(
 
     Args:
         weights: Hugging Face name -> array. batch: a batch in the form of a record.
-        other: the other side, in Hugging Face's names: the reference also takes each of its steps by itself.
+        other: the record of the other side, in Hugging Face's names: the reference also computes each of its steps from
+            the state before that step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = json.dumps({"sizes": sizes.as_json(), "hyper": hyper.as_json()})
@@ -347,7 +351,7 @@ def start(command: list[str], log: Path, run: Path) -> None:
     """Run one side until it ends, with its output in `log`.
 
     Raises:
-        RecipeError: it refused what it was given. ClusterError: torch is missing. SideFailedError: it failed.
+        RecipeError: the process refused its input. ClusterError: torch is missing. SideFailedError: the process failed.
     """
     threads = str(len(os.sched_getaffinity(0)))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -1,14 +1,14 @@
-"""This module defines what each stage of an alignment compares, and finds where a failed stage first goes wrong.
-NumPy only.
+"""This module defines the comparisons of each stage of an alignment, and finds the first difference of a failed stage.
+The module uses only NumPy.
 
-Two records are compared stage by stage (report, Figure 1): forward, backward, one update, the curve. Each stage has a
-fixed tolerance. It is compared with the effect of rounding on the reference: the distance between two of its runs whose
-weights differ in the last place. If this effect exceeds the tolerance, a difference proves nothing, and the row is
-`undecided`, which is neither passed nor failed. A row is also undecided if a changed choice of an expert explains the
-difference. Values that are not finite fail, on either side.
+Two records are compared stage by stage (report, Figure 1): forward, backward, one update, the losses of all steps. Each
+stage has a fixed tolerance. The tolerance is compared with the effect of rounding on the reference: the distance
+between two runs of it whose initial weights differ in the last bit. If this effect exceeds the tolerance, a difference
+proves nothing, and the row is `undecided`, which is neither passed nor failed. A row is also undecided if a token that
+chose another expert explains the difference. If a value is not finite on one of the sides, its row fails.
 
-For a stage that failed, `explain_*` name the first module, gradient or group of parameters that differs, and what that
-usually means (section 3.2.1).
+For a failed stage, the functions `explain_*` return the first module, gradient or group of parameters that differs, and
+the usual cause (section 3.2.1).
 """
 
 from __future__ import annotations
@@ -357,8 +357,8 @@ def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
 
 
 def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> str:
-    """Return a sentence that says which parameter group moved differently, and whether weight decay or the learning
-    rate explains it.
+    """Return a sentence that names the parameter group whose update differs, and says whether weight decay or the
+    learning rate explains it.
     """
     bad = [row.name for row in stage.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
@@ -381,7 +381,7 @@ def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> 
 
 
 def explain_curve(stage: Stage) -> str:
-    """Return a sentence that names the first step that differs, by how much, and what such a difference means."""
+    """Return a sentence with the first step that differs, the size of the difference, and its usual cause."""
     first = next(row for row in stage.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:

@@ -54,17 +54,17 @@ ROOT = Path(__file__).resolve().parents[3]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep: Path | None, as_json: bool) -> None:
-    """Find where two runs first differ: at which step, in what, in which module and on which ranks.
+    """Find where two runs first differ: the step, the kind of value, the module and the ranks.
 
     A and B are folders of runs, or recipes, which are trained for --steps steps (a recipe for Ascend as its mini recipe
-    on CPU). They are compared in the order in which a difference arises: the configuration, what a run starts from or a
-    resume restored; then for each step the samples, loss and parts, gradients by weight, global norm and clipping, the
-    update, the routers. The first that differs is printed, with its usual cause. Two runs of one layout and
-    configuration must agree to the last bit.
+    on CPU). They are compared in the order in which a difference arises: the configuration, and the state from which a
+    run starts or that a resume restored; then for each step the samples, the loss and its parts, the gradient of each
+    weight, the global norm and clipping, the update, and the routers. The first difference is printed, with its usual
+    cause. Two runs of one layout and configuration must agree to the last bit.
 
-    Without B, only laws that need no reference are checked: the global norm is that of the gradients, weights move as
-    AdamW with the step's learning rate and decay moves them, experts' loads add up to the choices made, biases move
-    against the loads, copies on several ranks are equal, and a resume restores what the run had.
+    Without B, only laws that need no reference are checked: the global norm is that of the gradients, AdamW with the
+    step's learning rate and decay explains the updates, the experts' loads add up to the number of choices, biases move
+    against the loads, copies on several ranks are equal, and a resume restores the saved state.
 
     Losses and samples are in every run's metrics; the rest is recorded with `--set plugins.step_record.steps=3`.
 

@@ -1,6 +1,7 @@
 """This module reads what a run has recorded of its steps (plugins/step_record) for `tc3 accuracy diagnose`.
 
-The numbers of each tensor are put together from all ranks: parts of a split tensor are added up, copies count once.
+The statistics of each tensor are combined over all ranks: those of the parts of a split tensor are added up, and copies
+count once.
 """
 
 from __future__ import annotations
@@ -103,13 +104,13 @@ class Side:
     Attributes:
         steps: step -> the metrics of the rank that knows the loss.
         samples: step -> rank -> column -> digests.
-        software: package -> version, as the last part of the run had it.
-        starts, states: what was recorded of the state, by step.
+        software: package -> version, in the last part of the run (after its last resume).
+        starts, states: the recorded states, by step.
         folder: the folder of the record.
         first: the first step that its metrics should have.
-        gaps: what its records lack, a sentence each.
+        gaps: what its records lack, one sentence for each gap.
         held: whether the outputs of its modules were compared with a forward pass in NumPy.
-        end: module -> sketch of its output, with what the training left; empty if not recorded.
+        end: module -> sketch of its output with the final weights; empty if it was not recorded.
     """
 
     name: str
@@ -158,7 +159,7 @@ class Side:
         return next((line["modules"] for line in lines if line.get("modules")), {})
 
     def parts(self) -> dict[int, dict[str, Any]]:
-        """Return rank -> name -> [whole shape, offset], as the first recorded step has it."""
+        """Return rank -> name -> [whole shape, offset] of the first recorded step."""
         first = next(iter(self.states.values()), None)
         return {rank: line.get("parts") or {} for rank, line in first.lines.items()} if first else {}
 
@@ -200,7 +201,7 @@ class Side:
         return self._norms(step, "gradient")
 
     def moves(self, step: int) -> dict[str, float]:
-        """Return weight -> norm of its whole step."""
+        """Return weight -> norm of its update, over all of its parts."""
         return self._norms(step, "square")
 
     def _norms(self, step: int, key: str) -> dict[str, float]:
@@ -226,7 +227,8 @@ def read_side(folder: Path) -> Side:
     """Return all that a run has recorded of its steps.
 
     Raises:
-        DataError: not a run, no step, or a rank's record is missing or damaged; the message says what to record.
+        DataError: the folder is not a run or has no step, or a rank's record is missing or damaged; the message says
+            what to record.
     """
     file = folder / "recipe.yaml"
     if not file.is_file():

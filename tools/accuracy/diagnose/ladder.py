@@ -1,15 +1,15 @@
-"""This module says where two runs first differ, or where one run breaks a law that needs no second run (`laws`). The
-module compares what `evidence.read_side` has read of each run.
+"""This module finds where two runs first differ, or where one run breaks a law that needs no second run (`laws`). The
+module compares the records that `evidence.read_side` has read.
 
 The stages, in the order in which a difference arises: versions of the software; the configuration, as written and as
-built; what a (resumed) run starts from; then for each step its samples, the outputs of its modules, its loss and parts,
-its gradients, the global norm with clipping, the update, the routers. `diagnose` makes all findings and sorts them by
-step and stage; the first stage with a difference above rounding is the verdict, and what follows is usually its
-consequence.
+built; the state from which a new or resumed run starts; then for each step its samples, the outputs of its modules, its
+loss and parts, its gradients, the global norm with clipping, the update, the routers. `diagnose` makes all findings and
+sorts them by step and stage; the first stage with a difference above rounding is the verdict, and what follows is
+usually its consequence.
 
 Two runs of one layout, configuration and software must agree to the last bit: on CPU they do, and on a device with
-deterministic operators. Others add numbers in another order: for them losses are held to `LOSS`, norms to `NORM`, norms
-of weights and gradients to `GROUP`.
+deterministic operators. Other pairs of runs add up in a different order: for them the tolerances are `LOSS` for losses,
+`NORM` for norms, and `GROUP` for norms of weights and gradients.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ class Verdict:
     """A `Verdict` is the result of `tc3 accuracy diagnose`.
 
     Args:
-        findings: the findings in order. changes: changes of keys that change numbers; layout: changes of the layout.
+        findings: the findings in order. changes: the changes of keys that affect results; layout: the changes of the
+            layout.
         software: the packages whose versions differ between the runs, with both versions.
-        compared: stages that had something to look at; unknown: stages that had not, with what to record.
-        bits: whether equality to the last bit was asked.
+        compared: the stages that could be compared; unknown: the stages that could not, with the records that they
+            need.
+        bits: whether the runs had to agree to the last bit.
         gaps: what the records of the runs lack; runs with gaps are not called equal.
     """
 
@@ -87,7 +89,8 @@ class Verdict:
         """Return the findings of the first stage that differs by more than rounding; if no stage does, return those of
         the first stage.
 
-        A sum in another order changes bits before a fault changes numbers, and explains no larger difference.
+        Another order of summation changes the last bits at an earlier stage than a fault, and does not explain a larger
+        difference.
         """
         grave = [each for each in self.findings if not each.rounding] or list(self.findings)
         return tuple(each for each in grave if (each.step, each.stage) == (grave[0].step, grave[0].stage))
@@ -111,7 +114,7 @@ class Verdict:
 
 
 class OtherModelError(ValueError):
-    """The two runs are of different models."""
+    """This error means that the two runs have different models."""
 
 
 def diagnose(a: Side, b: Side | None = None) -> Verdict:

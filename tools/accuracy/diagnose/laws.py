@@ -1,10 +1,10 @@
 """This module checks the records of one run against laws, which are relations that hold in every correct run; it also
 defines findings and the stages of a comparison.
 
-The laws: what was built is what the recipe says; each module's output, of the first step and of the end, is that of the
-forward pass written out in NumPy; the global norm is that of the gradients; weights move as AdamW moves them; experts'
-loads add up to the choices made, and biases move against them; copies on several ranks are equal; a resume restores
-what was there.
+The laws are these. The built model and optimizer have the settings of the recipe. Each module's output, in the first
+step and at the end, is that of a forward pass in NumPy. The global norm is that of the gradients. AdamW explains the
+updates of the weights. The experts' loads add up to the number of choices, and biases move against the loads. Copies of
+a tensor on several ranks are equal. A resume restores the saved state.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ WORST = 3  # findings shown of a stage
 @dataclass(frozen=True)
 class Finding:
     """A `Finding` is one difference between two runs, or one law that a run breaks. `side` names the run that breaks a
-    law, and is empty for a difference between two runs; `late` says that the difference was looked for only when the
-    run ended, so that any earlier step may have caused it.
+    law, and is empty for a difference between two runs. If `late` is true, the check was made only at the end of the
+    run, so any earlier step may have caused the difference.
     """
 
     step: int
@@ -336,7 +336,7 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def noise_of(key: str) -> float:
-    """Return the error that a fitted learning rate, or a fitted weight decay of 0, may have."""
+    """Return the largest error by chance of a fitted learning rate, or of a fitted weight decay of 0."""
     return 1e-9 if key == "rate" else 1e-3
 
 
@@ -357,8 +357,8 @@ def module_of(name: str) -> str:
 
 
 def output_of(side: Side, name: str) -> str:
-    """Return the module to which a recorded output belongs: layers behind the decoder's are MTP's; queries, keys,
-    values and their sum are attention's.
+    """Return the module to which a recorded output belongs: layers after those of the decoder belong to MTP; queries,
+    keys, values and their weighted sum belong to attention.
     """
     words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])
     if words[0] == "layers" and int(words[1]) >= layers:

@@ -1,6 +1,5 @@
-"""This module compares one run with what its recipe says, computed independently of MindFormers: the settings with
-which the model and the optimizer should be built, and the forward pass of the first recorded step, written out in
-NumPy.
+"""This module computes independently of MindFormers what one run should have recorded: the settings with which the
+model and the optimizer should be built, and the outputs of the first recorded step, by a forward pass in NumPy.
 """
 
 from __future__ import annotations
@@ -81,12 +80,11 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (a step, module -> its output in that step, computed in NumPy, router -> tokens at a tie, "") or (0,
-    nothing, nothing, why not).
+    """Return (a step, module -> its output in that step, computed in NumPy, router -> tokens at a tie, ""), or (0,
+    nothing, nothing, the reason) if the outputs cannot be computed.
 
     Args:
-        kept_in: the file of weights and batch: those of the first step that was recorded of the run's last part, or
-            `END`.
+        kept_in: the file of weights and batch: that of the first recorded step of the run's last part, or `END`.
     """
     file = side.folder / kept_in
     if not file.is_file():

@@ -2,20 +2,20 @@
 cause.
 
 `compare_dumps` gives a `Report`: rows judged by Table 2, and the first finding of the forward pass, of the backward
-pass, among the weights and in state. Its headline says what the earliest of them usually means (report, section 3.2.1):
-all that is later may follow from it. Within a step the order is
+pass, among the weights and in state. Its headline states the usual cause of the earliest finding (report, section
+3.2.1), because all later ones may follow from it. Within a step the order is
 
     weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
     the batch     what arrives at the outermost cell
     forward       call by call, and with it state: counters and caches, which a call may just have filled
     backward
 
-What differs in the first step was there before any update. In a later one, the step before it agreed: then weights
-are the optimizer's, and state is that of whatever moves it between two steps.
+A difference in the first step existed before any update. If a later step is the first to differ, the optimizer has
+caused differences of weights, and the code that changes a state between two steps has caused differences of that state.
 
-msprobe's own `compare` is not used. Its Result lets a bfloat16 cast or a softmax scaled by 1.01 pass, an API that one
-side lacks is "pass", and it computes cosines and percentages that Table 2 does not ask for at many times the cost of
-reading the data (benchmarks/accuracy_compare.py). The dump's format is all that is msprobe's here.
+msprobe's own `compare` is not used. Its result is "pass" for a bfloat16 cast, for a softmax scaled by 1.01, and for an
+API that one side lacks. It also computes cosines and percentages that Table 2 does not need, at many times the cost of
+reading the data (benchmarks/accuracy_compare.py). Only the format of the dump comes from msprobe.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
     Args:
         rows: the rows of a comparison, in the order of execution.
-        trained_known: whether the dumps tell weights from state; otherwise all parameters are `weights`.
+        trained_known: whether the dumps distinguish weights from state; otherwise all parameters are `weights`.
     """
     findings = [row for row in rows if row.kind]
     if not findings:
@@ -88,7 +88,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return a phrase that names the call or update from which a row's tensor came, as far as the dump shows it."""
+    """Return a phrase that names the call or update that computed a row's tensor, as far as the dump shows it."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -215,9 +215,9 @@ class Report:
     Args:
         golden, bench: the folders.
         level, task: the settings `level` and `task` of msprobe.
-        marked: both dumps say that they are whole; msprobe's own do not say.
-        judged: what became of weights' changes from one step to the next.
-        trained_known: whether the dumps tell which parameters a gradient trains.
+        marked: whether both dumps state that they are complete; msprobe's own dumps do not state it.
+        judged: the counts of judged updates of weights, see `Updates`.
+        trained_known: whether the dumps show which parameters a gradient trains.
     """
 
     golden: str
@@ -330,8 +330,9 @@ def compare_dumps(
     """Compare two dumps tensor by tensor and return the report.
 
     Args:
-        promoted: the golden side computed in a wider type (report section 3.1 (1)), which is not a finding then.
-        progress: called with tensors done and in all.
+        promoted: whether the golden side computed in a wider type (report section 3.1 (1)), so that another type is not
+            a finding.
+        progress: called with the number of compared tensors and the number of all tensors.
 
     Raises:
         DataError: the dumps are not of the same kind, one is broken, or neither holds a tensor.

@@ -1,26 +1,27 @@
-"""This module measures how far a dumped tensor is from the golden one: its largest error, a common factor, and what
-statistics show.
+"""This module measures the distance of a dumped tensor from the golden one: the largest error, a common factor of all
+elements, and the differences of statistics.
 
 **The error of a tensor, chunk by chunk in float32, so that no tensor is held whole.**
 
     error = |got - want| / max(|want|, rms(want), smallest)
 
 `judge.errors` is the reference. Here the mean square is summed in float32 within a chunk, so that an error may differ
-from the reference's by about 1e-5 of itself; tensors that float32 cannot square, and those with NaN or infinities, go
-the reference's way in float64. Identical tensors, which are most of a rerun, are only compared bit by bit.
+from the reference's by about 1e-5 of itself; tensors whose squares float32 cannot hold, and those with NaN or
+infinities, are computed in float64, as in the reference. Identical tensors, which are most tensors of a rerun, are only
+compared bit by bit.
 
 **Is a whole tensor a little too large or too small? Element by element Table 2 cannot tell.**
 
-In 16 bits and at real widths Table 2 allows 7 to 20 % for each element, because errors of an accumulation add up. They
-have either sign: over the tensor they cancel, and a factor that all elements share (a softmax scaled by 1.01) does not.
-With d = got - want and sums over the tensor:
+In 16 bits and at real widths Table 2 allows 7 to 20 % for each element, because errors of an accumulation add up. These
+errors have either sign and cancel over the tensor; a factor that all elements share (a softmax scaled by 1.01) does not
+cancel. With d = got - want and sums over the tensor:
 
     low  = <got, want> / <want, want> = 1 + <want, d> / <want, want>     least squares, if all errors are got's
     high = <got, got> / <got, want>                                      the same the other way, if all are want's
 
-Errors of `want` make `low` too small by their mean square, errors of `got` make `high` too large by theirs. On
-whichever side the errors are, the factor is between the two, so independent errors of any size are not a finding by
-themselves. It is one if
+Errors of `want` make `low` too small by their mean square, and errors of `got` make `high` too large by theirs. The
+factor lies between the two, on whichever side the errors are, so independent errors of any size are not a finding. The
+factor is a finding if
 
     distance of 1 from [low, high]  >  floor + sigmas sqrt(sum(want^2 d^2)) / sum(want^2)
 
@@ -78,7 +79,8 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
     otherwise None.
 
     Args:
-        sums: `Measured.sums` of the two; the files are read again only if these say that the factor is over the floor.
+        sums: `Measured.sums` of the two; the files are read again only if the factor computed from these sums is over
+            the floor.
         dtype: the judged type.
     """
     floor, sigmas = systematic(dtype)
@@ -120,11 +122,12 @@ class Measured:
     """A `Measured` holds the differences that were measured between two arrays.
 
     Args:
-        error: the largest; inf where one is not finite and they differ, or for integers that differ.
-        outside: values over the tolerance, or different integers.
+        error: the largest error; inf if one of two values is not finite and they differ, or if integers differ.
+        outside: the number of values over the tolerance, or of different integers.
         where: the flat index of the worst value; got, want: this value on both sides.
-        nans, infinities: their numbers in `got`; a NaN in both is counted, an infinity in both is not.
-        sums: for `scaled`: of want^2, of want (got - want), of (got - want)^2 over the finite values; 0 for
+        nans, infinities: the number of NaNs and infinities in `got`; a NaN in both arrays is counted, an infinity in
+            both is not.
+        sums: the sums of want^2, want (got - want) and (got - want)^2 over the finite values, for `scaled`; 0 for
             identical arrays and for integers.
     """
 

@@ -3,9 +3,9 @@
 msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. At L1 and L2, where it shows no weights, `tc3 accuracy
 dump` adds `weights/stepN/rankM/` of the same layout: the weights before step N. At L2 MindSpore itself writes the
 kernels of compiled graphs, `rank_R/Net/GRAPH/STEP/*.npy`, with names
-TYPE.SCOPE.TASK.STREAM.MICROSECONDS.input|output.N.FORMAT.DTYPE.npy; those that are too long for a file system stand in
+TYPE.SCOPE.TASK.STREAM.MICROSECONDS.input|output.N.FORMAT.DTYPE.npy; names that are too long for the file system are in
 mapping.csv. Operators below `Gradients` are the backward pass; those below `optimizer` count as weights, because they
-make the update.
+compute the update.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Name:
 
     Args:
         text: the key itself.
-        kind: Cell (Module is read as Cell), or who was hooked: Functional, Mint, Tensor, Primitive ...
+        kind: the kind of the hooked object: Cell (Module is read as Cell), Functional, Mint, Tensor, Primitive ...
         path: the cell's path in the model, or the function's name.
         type: the cell's class, or the function's last name.
         phase: forward, backward or parameters_grad.
-        call: how often the module was called before in this step.
+        call: the number of earlier calls of the module in this step.
     """
 
     text: str
@@ -84,7 +84,7 @@ class Name:
 
     @property
     def place(self) -> str:
-        """Return the path of the cell, or the name of the function, in which a person would look."""
+        """Return the path of the cell or the name of the function, for messages."""
         return f"{self.path} ({self.type})" if self.kind == "Cell" else f"{self.kind}.{self.path}"
 
 
@@ -93,7 +93,7 @@ def parse(text: str) -> Name:
     `Functional.NAME.N.backward`.
 
     Raises:
-        ValueError: the key is of no such form.
+        ValueError: the key has another form.
     """
     parts = text.split(".")
     marks = (FORWARD, BACKWARD, GRADIENT)
@@ -116,7 +116,7 @@ class NpyFile:
     context manager.
 
     Raises:
-        DataError: the file is missing, is no .npy, or is shorter than its header says.
+        DataError: the file is missing, is not an .npy file, or is shorter than its header says.
     """
 
     def __init__(self, path: Path):
@@ -185,14 +185,15 @@ class Item:
     """An `Item` is one tensor or plain value of an entry.
 
     Args:
-        label: role and place: `input.0`, `output.1`, `parameters.weight`, or a gradient's parameter.
+        label: role and position: `input.0`, `output.1`, `parameters.weight`, or the parameter of a gradient.
         role: input, output, parameters or gradient.
-        dtype: as the framework names it, in lower case without its module; the type's name for a plain value.
+        dtype: the framework's name of the type, in lower case and without its module; for a plain value, the name of
+            its Python type.
         shape: the shape of the tensor.
-        statistics: largest, smallest, mean, L2 norm; None where msprobe has none.
-        file: the values, if they were dumped.
-        value: a plain value itself.
-        trained: whether a gradient trains it, where the dump says so by itself.
+        statistics: largest, smallest, mean, L2 norm; None for each that msprobe has not written.
+        file: the file of the values, if they were dumped.
+        value: the plain value.
+        trained: whether a gradient trains it, if the dump states it.
     """
 
     label: str
@@ -239,7 +240,7 @@ def kernel_entries(rank: Path, step: int) -> list[Entry]:
     """Return the kernels of one step, in the order in which they ran.
 
     Raises:
-        DataError: a file is broken, or has no name of MindSpore's.
+        DataError: a file is broken, or its name does not have MindSpore's form.
     """
     found = [file for folder in sorted(rank.glob(f"Net/*/{step}")) for file in _kernel_files(folder)]
     found.sort(key=lambda file: file[0])
@@ -290,8 +291,9 @@ class Dump:
     Args:
         folders: step -> rank -> folder with dump.json.
         level, task: the settings `level` and `task` of msprobe.
-        marker: what `tc3 accuracy dump` stated; None for msprobe's own dumps, whose completeness nobody knows.
-        weights: step -> rank -> folder with the dump.json of weights that msprobe did not show.
+        marker: the record of `tc3 accuracy dump`; None for msprobe's own dumps, for which it is unknown whether they
+            are complete.
+        weights: step -> rank -> folder with the dump.json of weights that msprobe did not dump.
     """
 
     folder: Path
@@ -303,7 +305,7 @@ class Dump:
 
     @property
     def steps(self) -> list[int]:
-        """Return all phases of which the dump holds entries."""
+        """Return all steps of which the dump holds entries."""
         return sorted({*self.folders, *self.weights})
 
     @property
@@ -326,7 +328,7 @@ def open_dump(folder: Path) -> Dump:
     """Read which steps and ranks the folders of a dump hold.
 
     Raises:
-        DataError: it is not a dump, or not a whole one.
+        DataError: the folder is not a dump, or not a complete one.
     """
     if not folder.is_dir():
         if folder.exists():

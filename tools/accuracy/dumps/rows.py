@@ -14,14 +14,15 @@ What is known (a name is matched by a part of its class or function, in lower ca
     losses            all values of the largest input
     sums and means    values of the input for each of the output
 
-A cell that holds other cells takes the largest count among them. Everything else, and what only moves values (which in
-a chain are no longer exact), is judged by `DEFAULT`: the strictest row.
+A cell that holds other cells takes the largest count among them. Everything else is judged by `DEFAULT`, the strictest
+row, and so are operators that only move values (because in a chain of operators their inputs are no longer exact).
 
 **Which parameters does a gradient train? The others are state: counters, a router's bias, running statistics, caches.**
 
-msprobe shows a parameter behind its cell's forward pass. That cannot have changed a weight, but it may just have filled
-a counter: a counter that differs in the first step does not show different initial weights. A parameter is trained if
-the dump holds a gradient of it, in any step, on any rank and either side, or says so itself (`requires_grad`).
+msprobe dumps a parameter after the forward pass of its cell. The forward pass cannot have changed a weight, but it may
+have changed a counter, so a counter that differs in the first step does not mean that the initial weights differ. A
+parameter is trained if one of the dumps holds a gradient of it, in any step and on any rank, or states it
+(`requires_grad`).
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ _WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 class Counter:
-    """A `Counter` computes the accumulation count of each tensor of one step on one rank: how many terms an element
-    sums.
+    """A `Counter` computes the accumulation count of each tensor of one step on one rank: the number of terms that an
+    element sums.
 
     Args:
-        entries: all calls of the step, golden side.
+        entries: all calls of the step on the golden side.
     """
 
     def __init__(self, entries: list[Entry]):
@@ -119,13 +120,13 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
 
 
 class Trained:
-    """A `Trained` says which parameters a gradient trains, as far as the two dumps show that.
+    """A `Trained` holds the parameters that a gradient trains, as far as the two dumps show it.
 
     Args:
         entries: all calls of both dumps.
 
     Attributes:
-        known: whether they tell anything: dumps of only forward passes do not.
+        known: whether the dumps show it; dumps of only forward passes do not.
     """
 
     def __init__(self, entries: Iterable[Entry]):
@@ -149,16 +150,16 @@ class Row:
     """A `Row` is the comparison of one tensor, or of one call that only one side has.
 
     Args:
-        step, rank, order: the place of the call in the run; `order` counts the calls of a step.
+        step, rank, order: the position of the call in the run; `order` is its number within the step.
         phase: forward, backward, weights, or state (parameters that no gradient trains).
         place: the cell's path and class, or the function.
         name: msprobe's name.
         role: input, output, parameters or gradient; call for a call that only one side has.
         count, tolerance: accumulation count and row of Table 2.
-        error: the largest of `judge.errors`; of statistics, of an update or of the factor where `by` says so.
+        error: the largest of `judge.errors`, or the error of the quantity that `by` names.
         kind: the kind of finding; empty if the row passed.
         detail: the worst value, or what is wrong.
-        by: values, statistics, update, or factor (of all values together, `errors.scaled`).
+        by: the judged quantity: values, statistics, update, or factor (of all values together, `errors.scaled`).
         cause: the usual cause of a wrong update of this kind.
     """
 

@@ -3,39 +3,41 @@ the next, because the weights themselves hide wrong updates.
 
 **From values: what lies along the weight (weight decay), along the update (learning rate) and beside both.**
 
-A step moves a weight by a thousandth of it or less, so a wrong weight decay passes Table 2 by value. With u the update
-of GOLDEN, d that of BENCH less u, w the weight before, and L2 norms over the parameter, judged are
+A step changes a weight by a thousandth of its value or less, so the weights pass Table 2 even with a wrong weight
+decay. Let u be the update of GOLDEN, d the update of BENCH minus u, and w the weight before the step, with L2 norms
+over the parameter. Two conditions are checked:
 
     the whole        |d| / |u|           <=  base + 2 sqrt(error of the gradient)
     along the weight |<d, v>| / |v| |u|  <=  base + sigmas sqrt(sum(v^2 d^2)) / |v| |u|       v = w - u <w, u> / <u, u>
 
 base is the strictest row of Table 2, plus rounding: twice the unit roundoff of the weight's type times |w| / |u|. The
-other terms are not caused by the optimizer: Adam divides a gradient by its own size, so that where a gradient is
-smaller than its error the update may have either sign. With bit-identical gradients both terms vanish.
+other terms allow for errors of the gradients: Adam divides a gradient by its own size, so if a gradient is smaller than
+its error, the update may have either sign. With bit-identical gradients both terms vanish.
 
-The root is a mean over many elements. In a small parameter a single step that is turned round is more than it allows
-(one of 2,700 makes |d| / |u| 0.038), and that happens to one parameter in some hundred. So, where gradients differ, the
-`TURNED` elements that differ most are forgiven 2 max|u| each, as much as one turned step moves an element. Of n
-elements about n e / 5 are turned, e being the error of the gradient, and the root has room for n e of them: more than
-n e + TURNED is, as a Poisson variable, below 1e-9. A wrong value of any other size, and whatever is wrong in more
-elements than these, still counts in full.
+The root is a mean over many elements. In a small parameter, a single element whose update has the wrong sign exceeds it
+(one of 2,700 gives |d| / |u| = 0.038), which happens in about one of some hundred parameters. If gradients differ, the
+`TURNED` elements that differ most are therefore each allowed 2 max|u|, the distance between the two signs. Of n
+elements about n e / 5 change their sign, where e is the error of the gradient, and the root allows for n e of them: the
+chance that more than n e + TURNED do so is below 1e-9 (a Poisson variable). A wrong value of any other size, and errors
+in more elements than these, still count in full.
 
-The first has to allow for the worst. On another platform, where every gradient errs, that is more than weight decay
-moves. But noise does not depend on the weight: its part along the weight is what independent signs leave of it, as in
-`errors.scaled`, and weight decay, which is all along the weight, stands out. v instead of w, because noise also makes
-an update shorter as a whole, and an update is not quite at right angles to its weight.
+The first condition must allow for the largest possible noise. On another platform, where every gradient has an error,
+this noise is larger than the effect of weight decay. But noise does not depend on the weight, so in its component along
+the weight independent signs cancel, as in `errors.scaled`. Weight decay lies along the weight, and is visible there.
+The component along v is used and not that along w, because noise also shortens an update as a whole, and an update is
+not exactly orthogonal to its weight.
 
-With those terms, an update that passes excuses its weight, if that was right one step earlier: a step that noise turned
-round moves a single value by more than Table 2 allows.
+If an update passes with these terms, the new weight also passes, provided that it was right one step earlier: an
+element whose update has changed its sign by noise differs by more than Table 2 allows.
 
-The error of a gradient is the largest that was dumped of it so far, or, where the dump has no gradients of parameters
-(L1, L2), the largest error of anything in the backward pass.
+The error of a gradient is the largest error of its dumps so far. If the dump has no gradients of parameters (L1, L2),
+it is the largest error of any tensor in the backward pass.
 
 **What largest, smallest, mean and L2 norm of a weight before and after a step tell about the update between.**
 
-The update itself is not in such a dump, nor its length. Known is how far each statistic moved on either side, and with
-n values, s the size of an element's update, W the norm and M the largest magnitude of the weight, the two sides' moves
-of one statistic may be apart by
+Such a dump holds neither the update nor its norm, but the change of each statistic on either side. With n values, s the
+size of an element's update, W the norm and M the largest magnitude of the weight, the changes of one statistic on the
+two sides may differ by
 
     largest, smallest   base s + 4 eps M                                    4 s more where gradients differ
     mean                (base + sigmas g / sqrt(n)) s + 2 sigmas eps W / n
@@ -87,12 +89,13 @@ class Seen:
     """A `Seen` compares two updates of one weight as far as the dumped statistics determine them.
 
     Args:
-        error, allowed: of the statistic that is off most: of its move, relative to what the update's size may move it.
+        error, allowed: the error and the tolerance of the statistic that is off most, relative to the change that an
+            update of this size can cause.
         detail: the name of that statistic.
-        longer: by which share of itself the whole update differs; grown: by which share of the weight less it decays;
-            None where it is no such difference.
-        least: the smallest share of the update that would have been seen.
-        unknown: why the update cannot be judged, or empty.
+        longer: the relative difference of the whole update; grown: the share of the weight by which decay is too small;
+            None if neither explains the difference.
+        least: the smallest relative error of the update that would have been found.
+        unknown: the reason why the update cannot be judged, or empty.
     """
 
     error: float = 0.0
@@ -127,8 +130,8 @@ def judge_statistics(
     """Compare two updates of one weight, each given by the weight before and after.
 
     Args:
-        size: the update of an element of the median weight in this step.
-        gradient_error: the error of this weight's gradient; 0 if its statistics are equal.
+        size: the size of the update of an element of the median weight in this step.
+        gradient_error: the error of this weight's gradient; 0 if its statistics are the same in both dumps.
         dtype: the judged type.
     """
     numbers = [_numbers(item) for item in (*golden, *bench)]
@@ -210,7 +213,7 @@ class Updates:
     Args:
         judged: the number of judged updates; exact: the number that was judged from all values.
         unknown: the number of updates that were not judged, by the reason.
-        least: of each that statistics tell, the smallest share of it that would have been seen.
+        least: for each update that was judged by statistics, the smallest relative error that would have been found.
     """
 
     judged: int = 0
@@ -229,10 +232,10 @@ class _Step:
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
-    """Return `rows`, in which weights with a wrong update are marked, and how many updates could be judged.
+    """Return `rows`, in which weights with a wrong update are marked, and the counts of judged updates.
 
     Args:
-        rows: `rows[i]` is that of `pairs[i]`, steps in order.
+        rows: the rows of `pairs`, in the same order, with steps in ascending order.
     """
     rows, updates = list(rows), Updates()
     steps = _steps(pairs, rows)

@@ -2,8 +2,8 @@
 weights.
 
 `tc3 accuracy dump` writes its request into tc3_dump.json, first with complete = false and again when everything is on
-disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; the weights after
-the last step, and at L1 and L2 those before each step, are written in its layout beside it.
+disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; this module
+writes the weights after the last step, and at L1 and L2 those before each step, in msprobe's layout.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stated(folder: Path) -> dict[str, Any] | None:
     """Return the record; None for a dump that was written by msprobe without this command.
 
     Raises:
-        DataError: the file is not as `write` left it.
+        DataError: the file was not written by this module, or was changed.
     """
     file = folder / MARKER
     if not file.exists():
@@ -68,7 +68,7 @@ def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
 
     Args:
         level: L0 (cells), L1 (functions), mix (both), or L2 (kernels of a compiled graph).
-        task: statistics, or tensor (values as .npy besides).
+        task: statistics, or tensor (which also writes the values as .npy files).
         rank: the rank of this worker; each has a configuration file of its own.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
@@ -86,8 +86,8 @@ def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
 def use_numpy_statistics() -> None:
     """Make msprobe compute a tensor's statistics with NumPy, because `mint.norm` has no CPU kernel.
 
-    Stands in for `MindsporeDataProcessor.get_stat_info` of mindstudio-probe 26.2.0; the results differ from its own in
-    that sums are taken in float64.
+    It replaces `MindsporeDataProcessor.get_stat_info` of mindstudio-probe 26.2.0; its results differ only because sums
+    are computed in float64.
     """
     import mindspore as ms
     from msprobe.core.dump.data_dump.data_processor.base import TensorStatInfo
@@ -120,8 +120,8 @@ def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
     """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`).
 
     A cell's key is the one under which msprobe keeps its parameters at L0. bfloat16 is written as float32. Weights that
-    do not exist yet (they are made when the graph of several devices is compiled) are left out. Each says whether a
-    gradient trains it: counters, biases and caches are parameters too.
+    do not exist yet are left out (they are created when the graph of several devices is compiled). Each entry states
+    whether a gradient trains the parameter, because counters, biases and caches are parameters, too.
     """
     import mindspore as ms
 

@@ -1,10 +1,10 @@
 """This module runs the sharded graph for the equivalence matrix, reads what its ranks wrote, and compares it with one
 process of the same graph.
 
-Losses are held to 1e-5 absolute and global norms to 5e-5 relative, tighter than those of trained runs: both sides are
-the same graph from the same weights. Gradients go by Table 2, as there; the state after the last step by its row for
-the tokens of all steps, which moments accumulate. Gradients, weights and moments are read from the checkpoints of all
-ranks as whole tensors.
+Losses must agree to 1e-5 absolute and global norms to 5e-5 relative. This is tighter than for trained runs, because
+both sides run the same graph from the same weights. Gradients are judged by Table 2, as those of trained runs; the
+state after the last step is judged by the row of Table 2 for the tokens of all steps, which the moments accumulate.
+Gradients, weights and moments are read as whole tensors from the checkpoints of all ranks.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """An `ExecutedRuns` holds the sharded runs of one recipe; each is made once, and the run of one process with which
-    it is compared is made when it is first needed.
+    """An `ExecutedRuns` holds the sharded runs of one recipe. Each layout runs once, and the run of one process with
+    which it is compared is started when it is first needed.
     """
 
     word = "run"
@@ -184,7 +184,7 @@ class ExecutedRuns(Runs):
         """Compare a sharding with one process of the same graph.
 
         Raises:
-            RunFailedError: one of the two failed, now or when it was first needed, or left no whole record.
+            RunFailedError: one of the two runs failed, now or earlier, or left no complete record.
         """
         reference = self._run(sharding.against, sharding.alone)
         return compare_executed(self._run(name, sharding), reference, sharding)
@@ -201,7 +201,7 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     """Train a recipe of `derive_sharded`, and read its checkpoints, which are then deleted.
 
     Args:
-        noted: a weight of whose gradient the last rank shall note the norm, because no checkpoint has its copy.
+        noted: a weight; the last rank records the norm of its gradient, because no checkpoint holds that rank's copy.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.
@@ -226,13 +226,13 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
 
 
 def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
-    """Return what a run did, from its metrics and from the checkpoint of every step.
+    """Return the results of a run, read from its metrics and from the checkpoint of every step.
 
-    A gradient is read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, or Muon's, m' = momentum * m + g:
-    after reduction and clipping.
+    A gradient (after reduction and clipping) is computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g,
+    or from Muon's, m' = momentum * m + g.
 
     Raises:
-        DataError: there are no metrics, or the first step moved the weights. CheckpointError: a step has no complete
+        DataError: there are no metrics, or the first step changed the weights. CheckpointError: a step has no complete
             checkpoint, or several.
     """
     view = View(recipe)

@@ -2,8 +2,8 @@
 commit that changes them explains why.
 
 The file holds, for each run of the matrix: losses and global norm of each step, norms of the gradients by group, and a
-digest of the samples in their order. Numbers are compared by Table 2, since processors add up in different orders;
-samples must be the same.
+digest of the samples in their order. Losses and norms are compared by Table 2, because processors add up in different
+orders; samples must be the same.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def golden_file(folder: Path, recipe: str) -> Path:
 
 
 def recorded(folder: Path, recipe: str) -> str:
-    """Return the name under which a golden file in `folder` knows its recipe: its path in this checkout, or else its
-    path from the folder.
+    """Return the name of a recipe in a golden file in `folder`: its path in this checkout, or its path relative to the
+    folder.
     """
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, real_path(folder))
@@ -45,7 +45,8 @@ def recorded(folder: Path, recipe: str) -> str:
 def owner(file: Path, recipe: str) -> str:
     """Return the recipe to which the numbers of a golden file belong; "" if it is `recipe`.
 
-    Two recipes of one name in folders of one name have one file: anybody's mini/pretrain.yaml and this repository's.
+    Two recipes with the same name in folders with the same name share one file, for example a user's mini/pretrain.yaml
+    and the one of this repository.
 
     Raises:
         DataError: it is not a golden file.

@@ -1,5 +1,5 @@
-"""This module makes the equivalence matrix of a recipe: every strategy is compared with one worker, and shown on a
-terminal, as JSON and as HTML.
+"""This module builds the equivalence matrix of a recipe, which compares every strategy with one worker, and shows it on
+a terminal, as JSON and as HTML.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Row:
     """A `Row` is one row of the equivalence matrix: a strategy, and the result of its comparison.
 
     Args:
-        status: PASS, FAIL, NONE (with a reason) or KNOWN: MindFormers itself differs, and all else passes.
-        tensors: compared; used: largest share of a tolerance.
-        findings: in the order in which they arise; the first says where the fault is.
+        status: PASS, FAIL, NONE (not compared, with a reason), or KNOWN (MindFormers itself differs, and everything
+            else passes).
+        tensors: the number of compared tensors; used: the largest error as a share of its tolerance.
+        findings: in the order in which differences arise; the first shows where the fault is.
     """
 
     case: Case
@@ -118,15 +119,15 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
     """Return the strategies with these names or of these kinds ("trained", "executed"), and those that were drawn at
     random.
 
-    Without any: all that is trained, and of the executed ones, each of which takes minutes, the usual.
+    Without names: all trained strategies, and the default selection of the executed ones, each of which takes minutes.
 
     Args:
-        base: the recipe, of `one_worker`, without which no row is left out for want of experts.
-        drawn: how `draw_cases` draws layouts of it. Names of layouts that are drawn leave out the others: what failed
-            in the night is executed again by itself.
+        base: the recipe from `one_worker`; if it is given, rows that need a part that its model lacks are left out.
+        drawn: the arguments with which `draw_cases` draws layouts of it. If names of drawn layouts are given, the other
+            layouts are left out, so that a layout that failed can be executed again by itself.
 
     Raises:
-        RecipeError: no such case, or only ones that cannot be executed.
+        RecipeError: a name is unknown, or none of the named strategies can be executed.
     """
     if drawn:
         layouts = draw_cases(base, *drawn)
@@ -163,11 +164,12 @@ def equivalence(
     """Run the chosen strategies of the equivalence matrix.
 
     Args:
-        path: the path of the recipe. names: as `choose` takes them. work: folder for the training runs. started: told
-            the name of each run before it starts.
-        drawn: how many layouts are drawn, the seed, and how many processes each has at most; without names nothing
-            else is run then.
-        finished: told each row as soon as it is judged: who interrupts a night of runs has seen what was found.
+        path: the path of the recipe. names: the names for `choose`. work: the folder for the training runs. started:
+            called with the name of each run before it starts.
+        drawn: the number of drawn layouts, the seed, and the largest number of processes of a layout; without names,
+            only these layouts run.
+        finished: called with each row as soon as it is judged, so that an interrupted command has already reported its
+            results.
 
     Raises:
         RecipeError: the recipe or a name is wrong.
@@ -300,7 +302,7 @@ def _table(*columns: str) -> Table:
 
 
 def share(used: float) -> str:
-    """Return as text which share of a tolerance was used: in per cent, or as a power of ten if it is tiny."""
+    """Return as text the share of a tolerance that an error uses: in per cent, or as a power of ten if it is tiny."""
     return f"{used:.0%}" if used >= 0.005 else f"{used:.0e}"
 
 

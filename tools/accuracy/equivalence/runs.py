@@ -1,5 +1,5 @@
-"""This module makes the training runs of the equivalence matrix: it starts `tc3 train`, and puts together what the
-ranks recorded.
+"""This module runs the trainings of the equivalence matrix: it starts `tc3 train`, and combines the records of the
+ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """A training run of the matrix failed; the message holds the last lines of its output."""
+    """This error means that a training run of the matrix failed; the message holds the last lines of its output."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Trained:
     """A `Trained` holds what a run on one or more workers recorded.
 
     Args:
-        workers: how many workers trained.
+        workers: the number of workers.
         steps: the metrics of each step.
-        samples: for each step the digests of its samples, sorted; empty where they are unknown.
+        samples: for each step the sorted digests of its samples; empty if they are unknown.
         norms: for each step the norm of each weight's gradient, after clipping.
-        state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
-            routers' biases and loads, whole.
-        differing: tensor -> ranks whose copy is not rank 0's.
-        shares: for each step the norm of the last stage's own gradient of the embedding, of runs that note it.
-        held_out: step -> held-out loss, of runs that evaluate.
+        state: whole tensors: the weights, their initial values, their moments, the smallest mean squares of gradients,
+            and the routers' biases and loads.
+        differing: tensor -> the ranks whose copy differs from that of rank 0.
+        shares: for each step the norm of the last stage's own gradient of the embedding, if the run records it.
+        held_out: step -> held-out loss, if the run evaluates.
     """
 
     workers: int
@@ -88,10 +88,10 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the run of that name; `make` trains it the first time that it is asked for.
+        """Return the run with this name; the first call trains it with `make`.
 
         Raises:
-            RunFailedError: it failed, now or when it was first needed, or its record cannot be read.
+            RunFailedError: the run failed, now or earlier, or its record cannot be read.
         """
         if name in self.failures:
             raise self.failures[name]
@@ -128,7 +128,7 @@ def refuse_other_data(recipe: Recipe) -> None:
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
     """Write a corpus of random tokens, the same on every machine, that lasts for `steps` steps; return its prefix.
 
-    length: tokens of a sample, where they are not the recipe's.
+    length: the tokens of a sample, if they are not those of the recipe.
     """
     model = recipe["model"]["model_config"]
     tokens = 2 * (steps + 2) * recipe["runner_config"]["batch_size"] * ((length or model["seq_length"]) + 1)
@@ -174,10 +174,10 @@ def launch(recipe: Recipe, run_dir: Path) -> None:
 
 
 def read_run(run_dir: Path) -> Trained:
-    """Put together what the ranks of a finished run recorded.
+    """Return the combined records of the ranks of a finished run.
 
     Raises:
-        DataError: there is no record, or not of every rank, or no metrics.
+        DataError: there is no record, the record of a rank is missing, or there are no metrics.
     """
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
@@ -258,7 +258,7 @@ def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> f
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return the smallest values, other than 0, of the mean squares by which AdamW divided."""
+    """Return the smallest values, except 0, of the mean squares by which AdamW divided."""
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)
 

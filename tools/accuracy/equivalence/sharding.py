@@ -43,22 +43,26 @@ class Sharding:
 
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
-            over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; schedule: their order, a
-            `pipeline_scheduler` of MindSpore; zero: the optimizer's state cut over dp; recompute: all activations;
-            accumulate: steps of gradient accumulation, 0 for as many as a rank has samples.
-        moe, mtp: whether the model has experts and an MTP layer; layers: how many; sparse: how many of them, from the
-            last on, have experts; aux: the router's auxiliary loss, which is taken per rank and micro-batch and so is
-            off where tokens are split between those, unless each sample is a micro-batch of its own, here and in one
-            process.
-        groups: the number of groups of experts, of half of which a token's are chosen (`n_group`); shared: experts that
-            every token goes to; length: tokens of a sample. 0 in each is what the recipe has.
-        mode: the mode of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks:
-            the chunks of tokens in a layer, of the ep_overlap plugin; 1 is without it.
-        documents: whether documents see only themselves, by the compressed mask, in samples of `DOCUMENTS` tokens.
+            over tp; vpp: the number of chunks of layers of a stage; micro: the number of micro-batches of the pipeline;
+            schedule: their order, a `pipeline_scheduler` of MindSpore; zero: whether the optimizer's state is sharded
+            over dp; recompute: whether all activations are recomputed; accumulate: the steps of gradient accumulation;
+            0: one for each sample of a rank.
+        moe, mtp: whether the model has experts and an MTP layer; layers: the number of layers; sparse: the number of
+            layers with experts, which are the last ones; aux: whether the router has its auxiliary loss. This loss is
+            computed for each rank and micro-batch, so it is off if tokens are split between these, unless each sample
+            is a micro-batch of its own, both here and in one process.
+        groups: the number of groups of experts (`n_group`); the experts of a token are chosen from half of the groups.
+            shared: the number of shared experts; length: the tokens of a sample. 0 in each of the three means the
+            recipe's own number.
+        mode: the mode of the hierarchical_ep plugin, as it runs on Ascend; "": MindFormers' own dispatcher. chunks: the
+            number of chunks of tokens in a layer (ep_overlap plugin); 1: without the plugin.
+        documents: whether tokens attend only to their own document, by the compressed mask, in samples of `DOCUMENTS`
+            tokens.
         held_out: whether the held_out_loss plugin evaluates after every step.
-        streams: residual streams of the hyper_connections plugin; 1 is without it.
+        streams: the number of residual streams (hyper_connections plugin); 1: without the plugin.
         moves: whether the expert_balance plugin shuffles the experts after every step.
-        known: the stock difference that this strategy has from one process, told and not judged.
+        known: a known difference of stock MindFormers between this strategy and one process, which is reported and not
+            judged.
     """
 
     tp: int = 1
@@ -128,8 +132,8 @@ class Sharding:
 
     @property
     def words(self) -> str:
-        """Return in words how this sharding differs from one process with the smallest model of two dense layers: ``"dp
-        2, tp 2, sp, zero"``.
+        """Return the differences of this sharding from one process with the smallest model of two dense layers in
+        words: ``"dp 2, tp 2, sp, zero"``.
         """
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}

@@ -1,10 +1,10 @@
-"""This module lists the rows of `tc3 accuracy equivalence`: every strategy, and how it is tried on a CPU (report, Table
-3).
+"""This module lists the rows of `tc3 accuracy equivalence`: every strategy, and the way in which it runs on a CPU
+(report, Table 3).
 
-Trained: MindFormers' data-parallel graph with this repository's classes for CPU. Executed: MindSpore's sharded graph
-with MindFormers' own operators, by CPU processes (`sharding.py`). Layouts that no row lists are drawn at random: a
-drawn layout is legal by the rules of MindFormers for the recipe's toy model, so that whatever `tc3 train` refuses of
-it, or whatever differs from one process, is a fault of something.
+A *trained* strategy runs MindFormers' data-parallel graph with this repository's classes for CPU. An *executed*
+strategy runs MindSpore's sharded graph with MindFormers' own operators on CPU processes (`sharding.py`). Layouts that
+no row lists are drawn at random. A drawn layout is legal by the rules of MindFormers for the recipe's toy model, so it
+is a fault if `tc3 train` refuses it, or if it differs from one process.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Variant:
     switched on.
 
     Args:
-        mode, chunks: of expert parallelism over all workers; apart: documents do not see each other; balance: the
-            attention_balance plugin; recompute; held_out: the held_out_loss plugin.
-        against: the run it must equal.
+        mode, chunks: the mode and the chunks of expert parallelism over all workers; apart: whether documents do not
+            attend to each other; balance: whether the attention_balance plugin is on; recompute: whether activations
+            are recomputed; held_out: whether the held_out_loss plugin is on.
+        against: the run that it must equal.
     """
 
     workers: int = 1
@@ -75,8 +76,8 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return what this row needs and the recipe lacks: a part of the model of a `model_config`, or an optimizer
-        that the row's graph can compute; return an empty text if it lacks nothing.
+        """Return the part that this row needs and the recipe lacks: a part of the model, or an optimizer that the row's
+        graph can compute; return an empty text if nothing is missing.
         """
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
@@ -213,10 +214,10 @@ def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> l
     """Return different random layouts of a recipe from `one_worker`; equal arguments give equal layouts.
 
     Args:
-        most: processes of a layout.
+        most: the largest number of processes of a layout.
 
     Raises:
-        RecipeError: there are fewer than `count`.
+        RecipeError: there are fewer than `count` legal layouts.
     """
     numbers = random.Random(seed)
     found: dict[Sharding, None] = {}

@@ -1,15 +1,15 @@
 """This module defines the findings of a comparison of two runs of one recipe, and compares runs that MindFormers
 trained.
 
-A finding names step, phase, module, tensor and ranks, and what is usually wrong there (report, section 3.2.2). Findings
-come in the order in which a difference arises: other samples explain everything; a loss of step 1 is the forward pass,
-a gradient norm of step 1 the backward pass, the state (and the losses of later steps) the optimizer.
+A finding names step, phase, module, tensor and ranks, and the usual cause (report, section 3.2.2). Findings come in the
+order in which differences arise. Different samples explain all other differences. A loss of step 1 shows the forward
+pass, a gradient norm of step 1 the backward pass, and the state (with the losses of later steps) the optimizer.
 
-After each step the bias by which a router's choices are steered goes up by a fixed rate for an expert that got less
-than its share of the choices of all ranks, and down for one that got more. That is exact, except that a token at a tie
-between two experts may go to the other one and so turn the move of an expert whose load is next to its share. So loads
-are recorded as well: the biases of two runs must be equal wherever both runs' loads say that they moved alike, and each
-must have moved as its own loads say.
+After each step a router's bias rises by a fixed rate for an expert that got less than its share of the choices of all
+ranks, and falls for one that got more. This is exact, with one exception: a token at a tie between two experts may
+choose the other one, and so change the direction for an expert whose load is next to its share. Loads are therefore
+recorded, too. The biases of two runs must be equal if the loads of both runs require the same direction, and each bias
+must have moved in the direction that its own loads require.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Finding:
     Args:
         step: the step, from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: the names of the module and the
             tensor that differ.
-        error, allowed: as `judge` measures, by Table 2. ranks: the ranks of the whole run whose part is wrong.
-        detail: the worst element, or what else is wrong.
+        error, allowed: the error as `judge` measures it, and its tolerance by Table 2. ranks: the ranks of the whole
+            run whose part is wrong. detail: the worst element, or another description of the fault.
     """
 
     step: int
@@ -135,9 +135,7 @@ class At(NamedTuple):
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
 
     def number(self, module: str, tensor: str, got: Number, want: Number, allowed: float, of: Number = None) -> Finding:
-        """Return a finding about a scalar, relative to `of` (what it should be); a missing or non-finite scalar is
-        wrong.
-        """
+        """Return a finding about a scalar, relative to `of` (its right value); it is wrong if missing or not finite."""
         got, want = (np.nan if value is None else value for value in (got, want))
         finite = np.isfinite(got) and np.isfinite(want)
         error = abs(got - want) / max(abs(want if of is None else of), 1e-30) if finite else np.inf
@@ -149,8 +147,9 @@ class Comparison:
     """A `Comparison` holds the differences between all tensors of two runs.
 
     Args:
-        tensors: how many were compared; used: the largest share of its tolerance that any used; findings: in order
-            of execution, the first is where the fault is; known: differences of MindFormers itself, not judged.
+        tensors: the number of compared tensors; used: the largest error as a share of its tolerance; findings: in the
+            order of execution, so that the first shows where the fault is; known: differences of MindFormers itself,
+            which are not judged.
     """
 
     tensors: int
@@ -274,7 +273,7 @@ def copies(run: Trained) -> Iterator[Finding]:
 
 
 def unclipped(run: Trained) -> Iterator[Finding]:
-    """Return a finding if no gradient was clipped, because such a run proves nothing about clipping; global norms are
+    """Return a finding if no gradient was clipped, because such a run does not test clipping; the global norms are
     those before clipping.
     """
     norms = [
@@ -302,7 +301,7 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return the phases to which losses and gradients of a step belong: from the second step on they also show the
+    """Return the phases that the losses and gradients of a step can show: from the second step on, these include the
     optimizer's updates.
     """
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
@@ -318,14 +317,14 @@ def mean_tolerance(tokens: int) -> float:
     """Return the tolerance of a loss: the tolerance that Table 2 states for the sum over the tokens, reduced because
     the errors of single tokens cancel in the mean.
 
-    Near the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary), so that the
-    whole of Table 2 would hide a wrong mask.
+    At the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary size), so the
+    full tolerance of Table 2 would hide a wrong mask.
     """
     return tolerance(DTYPE, tokens) / tokens**0.5
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Compare the moments after the last step, and then how far weights have moved, by Table 2's row for `tokens`
+    """Compare the moments after the last step, and then the total updates of the weights, by Table 2's row for `tokens`
     tokens.
     """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
@@ -345,14 +344,16 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return how far a weight may be off because of the errors that Table 2 allows its gradients.
+    """Return the error of a weight that results from the errors that Table 2 allows for its gradients.
 
-    AdamW divides a gradient g by its own size, so an error e of it moves a step by up to 2 * e / |g| of the learning
-    rate, and where |g| is smaller than its error the step is the sign of noise: up or down by all of it. As `judge`
-    measures, e is relative to |g| or to the root mean square of the tensor, whichever is larger.
+    AdamW divides a gradient g by its own size, so an error e of the gradient changes an update by up to 2 * e / |g| of
+    the learning rate. If |g| is smaller than its error, noise decides the sign of the update, which may be up to the
+    whole learning rate in either direction. As in `judge`, e is relative to |g| or to the root mean square of the
+    tensor, whichever is larger.
 
     Args:
-        mean_square: the smallest of any step, whose root stands for |g|. moved: sum of the learning rates of all steps.
+        mean_square: the smallest mean square of any step, whose root is used for |g|. moved: the sum of the learning
+            rates of all steps.
     """
     size = np.sqrt(mean_square.astype(np.float64))
     error = allowed * np.maximum(size, np.sqrt(np.mean(np.square(size))))

@@ -21,12 +21,14 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This device has no kernel for the operator or the data type; the message comes from MindSpore."""
+    """This error means that this device has no kernel for the operator or the data type; the message comes from
+    MindSpore.
+    """
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators on the device that MindSpore has here. It is a context manager, because mode
-    and synchronisation are global and must be restored.
+    """A `MindSporeDevice` runs operators on the device that MindSpore has here. The class is a context manager, because
+    mode and synchronisation are global and must be restored.
     """
 
     def __init__(self) -> None:

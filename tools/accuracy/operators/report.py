@@ -50,7 +50,7 @@ class Report:
     """A `Report` holds the results of `tc3 accuracy ops`, with a row for each comparison.
 
     Args:
-        device: what the operators ran on.
+        device: the device on which the operators ran.
         seed, reruns: the seed and the number of reruns of the run.
     """
 
@@ -76,7 +76,7 @@ class Report:
         return not self.with_status(FAIL)
 
     def counted(self) -> dict[str, int]:
-        """Return how many combinations of operator and data type have which status."""
+        """Return the number of combinations of operator and data type for each status."""
         found = [status_of(rows) for rows in self.cells().values()]
         return {status: found.count(status) for status in (PASS, FAIL, NOT_RUNNABLE)}
 

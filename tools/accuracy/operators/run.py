@@ -1,8 +1,8 @@
 """This module tests one operator in one data type: forward, backward, special values and reruns; every check is a row.
 
-A case holds the inputs as the device gets them, seeded, with values near the ends of the type's range clipped (report,
-section 3.1 (3)). Its golden outputs and gradients are computed by the spec's NumPy functions in the promoted type.
-Special inputs consist of infinities, NaN, denormals and zeros only. Reruns must be identical bit by bit.
+A case holds the seeded inputs of the device, with values near the ends of the type's range clipped (report, section 3.1
+(3)). Its golden outputs and gradients are computed by the spec's NumPy functions in the promoted type. Special inputs
+consist of infinities, NaN, denormals and zeros only. Reruns must be identical bit by bit.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def specials(dtype: str) -> np.ndarray:
     """Return zero, denormals, the smallest normal, ones, half the largest, infinities and NaN, as `dtype` holds them,
     [13].
 
-    Half: so that the order of two factors near one does not decide about overflow. No negative zero: kernels differ
-    in its sign, and training does not depend on it.
+    Half the largest is used so that the order of two factors near one does not decide about overflow. Negative zero is
+    left out, because kernels differ in its sign, and training does not depend on it.
     """
     low, high = SMALLEST[dtype], LARGEST[dtype] / 2
     values = [0.0, low / 4, -low / 4, low, -low, 1.0, -1.0, 2.0, high, -high, np.inf, -np.inf, np.nan]
@@ -77,10 +77,11 @@ def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one test: inputs and incoming gradients as the tested type holds them, golden outputs and gradients.
+    """A `Case` is one test: inputs and incoming gradients, rounded to the tested type, with golden outputs and
+    gradients.
 
     Args:
-        extreme: elements of the inputs, as the device gets them, that are below the lower bound or not finite.
+        extreme: the number of elements of the device's inputs that are below the lower bound or not finite.
         douts: gradients of the float outputs; empty without a backward.
     """
 
@@ -141,11 +142,11 @@ class Row:
     Args:
         shape: the sizes of the case.
         phase: forward, backward, special (infinities, NaN, denormals, zeros) or rerun (bit-identical?).
-        tensor: number of the output or of the input that the gradient belongs to.
+        tensor: the number of the output, or of the input to which the gradient belongs.
         status: pass, fail or not runnable.
         count, tolerance, error: see accumulation, tolerance and judge.
-        outside: elements over the tolerance, or that differ between runs.
-        detail: the worst element, and how many inputs are extreme; or MindSpore's message.
+        outside: the number of elements that are over the tolerance, or that differ between runs.
+        detail: the worst element and the number of extreme inputs, or MindSpore's message.
     """
 
     op: str
@@ -165,7 +166,8 @@ def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, see
     """Run all checks of an operator in one data type on a device, and return a row for each.
 
     Args:
-        dtype: full name. reruns: how often each case runs in all; 1 checks no reruns. seed: the seed of the inputs.
+        dtype: the full name of the data type. reruns: the number of times that each case runs; with 1, reruns are not
+            checked. seed: the seed of the inputs.
     """
     rows: list[Row] = []
     for shape in spec.shapes:

@@ -2,8 +2,9 @@
 of this host with them.
 
 `tc3 accuracy ops` judges a device by golden results that NumPy computes on the same host, so a host whose CPU or NumPy
-computes wrong would judge its device wrong, too. The file holds, for the first shape of every operator and data type,
-the root mean square of each golden output and gradient and a few of its elements, as another CPU computed them.
+computes wrong results would also judge its device wrongly. The file holds, for the first shape of every operator and
+data type, the root mean square of each golden output and gradient and a few of its elements, as another CPU computed
+them.
 
 `python -m tools.accuracy.operators.shipped --update` renews the file, from NumPy only.
 """

@@ -1,4 +1,4 @@
-"""This module defines a test of one operator, and how many terms each element of its result accumulates.
+"""This module defines a test of one operator, with the number of terms that each element of its result accumulates.
 
 Specs are data: small functions over NumPy arrays and one MindSpore call. The counts, which choose the row of Table 2,
 follow from an operator's shapes and indices: each function that counts takes the operator's input arrays.
@@ -76,7 +76,7 @@ def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
 
 
 def busiest(index: np.ndarray) -> int:
-    """Return how often the most frequent index occurs."""
+    """Return the number of times that the most frequent index occurs."""
     return int(np.unique(index, return_counts=True)[1].max())
 
 
@@ -85,18 +85,17 @@ class Spec:
     """A `Spec` describes the test of one operator.
 
     Args:
-        name: what the user types; a `.suffix` names another kernel or formula for the same golden baseline.
-        source: who uses it in TeleChat3-MoE training, or which kernel it is.
-        shapes: test cases; each is the tuple of sizes that `make` takes.
+        name: the name in `tc3 accuracy ops`; a `.suffix` names another kernel or formula with the same golden baseline.
+        source: the module of TeleChat3-MoE training that uses it, or the name of the kernel.
+        shapes: the test cases; each is the tuple of sizes for `make`.
         make: (rng, *sizes) -> input arrays: float32 (rounded to the tested type later), integers or booleans.
         golden: inputs -> output or tuple of outputs, in the float type of its inputs.
         call: the module `mindspore` -> function of tensors that returns a tensor or a tuple.
         counts: inputs -> accumulation counts.
         grad: (*inputs, *gradients of the float outputs) -> gradients of inputs `wrt`; None: not differentiable.
-        wrt: which inputs have gradients.
-        fixed: which float inputs stay float32 with every tested type.
-        roundings: kernels in a row that store in the tested type; an upper bound.
-        clip: whether inputs are clipped from below; not where zero means something.
+        wrt: the inputs that have gradients. fixed: the float inputs that stay float32 with every tested type.
+        roundings: an upper bound of the number of consecutive kernels that store in the tested type.
+        clip: whether the magnitudes of inputs are clipped from below; False if zero has a meaning.
         special: "each" to try all special values (elementwise), "row" to put one in each row of the first input.
         dtypes: tested types other than the three usual ones, or fewer.
     """
@@ -137,7 +136,7 @@ def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[.
     older one of `mindspore.ops`.
 
     Args:
-        rest: arguments behind the tensors. settings: the settings of the primitive itself.
+        rest: the arguments after the tensors. settings: the settings of the primitive itself.
     """
 
     def call(ms: Any) -> Callable[..., Any]:

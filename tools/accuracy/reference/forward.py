@@ -1,8 +1,8 @@
-"""This module computes the forward pass in NumPy and float64: it is the slow oracle of both frameworks, and uses the
-trace's names.
+"""This module computes the forward pass in NumPy and float64: it is the slow reference for both frameworks. Its outputs
+have the names of the modules in the trace.
 
-No cache, no fusion, no batching of experts. Equations: DeepSeek-V3 technical report, section 2.1; YaRN: Peng et al.,
-section 3.2, as DeepSeek-V3 applies it.
+It has no cache, no fusion and no batching of experts. The equations are those of the DeepSeek-V3 technical report,
+section 2.1; YaRN is that of Peng et al., section 3.2, as DeepSeek-V3 applies it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This module defines the common start of both sides: seeded weights, and the reference's optimizer and schedule. NumPy
-only.
+"""This module defines the common start of both sides: seeded weights, and the reference's optimizer and schedule. The
+module uses only NumPy.
 
 The weights are the same on every machine, and chosen so that mistakes show. The optimizer's settings and the schedule
 of the learning rate are computed from the recipe anew, and not read out of MindFormers.
@@ -28,9 +28,9 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
     """Return Hugging Face's name -> initial weight, float32, for every weight.
 
-    Not quite what training starts from: norms are not 1 and biases not 0, so that leaving one out is seen. Weights are
-    small elsewhere: with unit variance throughout, only rounding moves the twentieth loss by 1e-3, because tokens
-    change experts.
+    They differ from the initial weights of a training: norms are not 1 and biases not 0, so that a missing one is
+    found. All other weights are small, because with unit variance everywhere rounding would change the twentieth loss
+    by 1e-3 (tokens change experts).
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
@@ -86,7 +86,7 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
     """Return the hyperparameters of the first `steps` steps of a recipe.
 
     Raises:
-        RecipeError: an optimizer or a schedule that the reference does not have.
+        RecipeError: the reference does not have the recipe's optimizer or schedule.
     """
     optimizer, wrapper = recipe["optimizer"], recipe["runner_wrapper"]
     if optimizer["type"] != "AdamW":

@@ -1,8 +1,8 @@
 """This module trains the reference model and records its forward, backward and AdamW. The module needs torch and
 transformers.
 
-The model is Hugging Face's DeepseekV3ForCausalLM with what its configuration cannot say (MTP layers, loads of experts,
-a trace of every module).
+The model is Hugging Face's DeepseekV3ForCausalLM, with the parts that its configuration does not have (MTP layers,
+loads of experts, a trace of every module).
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Reference:
     def move_bias(self, loads: Loads) -> None:
         """Make the aux-free update: an expert with more than its share of the tokens gets a lower bias, and vice versa.
 
-        loads: layer -> share of the choices that each expert got, [E], of the other side, which then decides: this is
-            about the rule, the counts are compared by themselves. Other layers go by the last forward pass.
+        loads: layer -> each expert's share of the choices on the other side, [E]. If given, these decide, because this
+        method tests only the rule (the counts are compared separately). Other layers use the last forward pass.
         """
         for layer, (scores, chosen, _) in self.routed.items():
             counts = self.counts(layer)
@@ -232,14 +232,14 @@ def single_steps(
     cannot explain a difference.
 
     Args:
-        states: before each step and after the last: `weight`, and Adam's `moment` and `square`, by name.
+        states: the states before each step and after the last one: `weight`, and Adam's `moment` and `square`, by name.
         loads: for each step, layer -> share of the choices that each expert got on the other side, [E].
 
     Returns:
-        `loss` of each step; `update`, how far the next weights are from the other side's, relative to how far they
-        moved (L2 over all); `bias`, the largest difference of a router's bias, moved by the other side's counts where
-        these differ; `moved`, choices of an expert that went to another one, out of `choices`; `tokens` that count in
-        the loss. Each [steps].
+        Arrays [steps]: `loss`; `update`, the distance of the next weights from the other side's, relative to the size
+            of the update (L2 over all weights); `bias`, the largest difference of a router's bias, updated with the
+            other side's counts if these differ; `moved`, the number of choices that went to another expert, out of
+            `choices`; `tokens`, the number of tokens in the loss.
     """
     model = reference.model
     out: dict[str, list[float]] = {name: [] for name in ("loss", "update", "bias", "moved", "choices", "tokens")}

@@ -1,20 +1,21 @@
 """This module counts the activations that a layer keeps for its backward, under every recompute option. All sizes are
 bytes of one micro-batch on one device.
 
-Counted tensor by tensor as Korthikanti et al. (arXiv 2205.05198) do; without gates, with dropout and unfused attention
-this is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism, and 10 instead of 10 / t without it.
+Activations are counted tensor by tensor, as by Korthikanti et al. (arXiv 2205.05198). Without gates, with dropout and
+unfused attention, the sum is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism, and has 10
+instead of 10 / t without it.
 
-Beside kept activations Megatron holds more where the weights that compute are whole.
+If the computing weights are not sharded, Megatron holds more tensors than the kept activations.
 
-Read in the sources, not fitted:
+They were found in its sources, and are not fitted:
 
-* Transformer Engine keeps one spare gradient, in the precision that computes, of every shape that a matmul's weight
-  has (`get_dummy_wgrad` in its pytorch/module/base.py; linear layers since 2.3, grouped ones since 2.10). Megatron Core
-  takes the output layer's from there as well (core/tensor_parallel/layers.py). They are never freed.
-* Without it that gradient is made anew for each weight and is gone once it is added up.
-* In a layer's backward most is there when the MLP's activation is differentiated: gradients of the first products and
-  of the activation's result, while the result itself is gone.
-* In the loss's backward the output layer makes the gradient of its input and gathers that input again.
+* Transformer Engine keeps one spare gradient, in the precision that computes, of every shape that a matmul's weight has
+  (`get_dummy_wgrad` in its pytorch/module/base.py; linear layers since 2.3, grouped ones since 2.10). Megatron Core
+  takes the output layer's from there as well (core/tensor_parallel/layers.py). The spare gradients are never freed.
+* Without Transformer Engine this gradient is allocated for each weight, and freed after it is accumulated.
+* The backward pass of a layer needs most when the MLP's activation function is differentiated: the gradients of the
+  first products and of the activation's result exist, and the result itself is freed.
+* In the backward pass of the loss the output layer computes the gradient of its input, and gathers this input again.
 """
 
 from __future__ import annotations
@@ -204,10 +205,10 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return the bytes of communication buffers: for a gathered activation, and for the token copies of one micro-batch
-    that the device receives for its experts and gets back.
+    """Return the bytes of communication buffers: those for a gathered activation, and those for the token copies of one
+    micro-batch that the device receives for its experts and that come back to it.
 
-    What is gathered and what is to be scattered are there at once unless the collective is part of the matmul.
+    The gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
     """
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
@@ -217,9 +218,10 @@ def buffers(config: Configuration, kind: str) -> float:
 
 
 def mtp_option(config: Configuration) -> str:
-    """Return what MTP layers recompute: "full" if the last decoder layer is recomputed fully, else "none".
+    """Return the recompute option of MTP layers: "full" if the last decoder layer is recomputed fully, else "none".
 
-    MindFormers sets them up as the last layer; the operators of a partial recomputation are none of an MTP layer's own.
+    MindFormers gives them the setting of the last layer, but partial recomputation does not apply to the operators of
+    MTP layers.
     """
     places = []
     for chunk, row in enumerate(config.layers):
@@ -231,14 +233,14 @@ def mtp_option(config: Configuration) -> str:
 
 
 def working(config: Configuration, kinds: list[str]) -> float:
-    """Return the largest number of bytes that one pass of a chunk needs beside kept tensors, for a recomputed layer or
-    for the loss.
+    """Return the largest number of bytes that one pass of a chunk needs in addition to kept tensors, for a recomputed
+    layer or for the loss.
     """
     return fullest_pass(config, kinds)[1]
 
 
 def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
-    """Return in words which part of a pass needs the bytes of `working`, and these bytes."""
+    """Return the name of the part of a pass that needs the bytes of `working`, and these bytes."""
     found = [("", 0.0)]
     for kind in dict.fromkeys(kinds):
         again = bool(config.recompute.full) and (kind != "mtp" or mtp_option(config) == "full")

@@ -30,9 +30,9 @@ class Change:
     """A `Change` is one change of a run that reduces its memory, or two such changes made together.
 
     Args:
-        name: in words.
-        config: the run with it.
-        peaks: [stages] bytes.
+        name: the change in words.
+        config: the run with the change.
+        peaks: [stages], the peak memory of each stage in bytes.
     """
 
     name: str
@@ -49,7 +49,7 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
     """Return each change that is possible for this run and that reduces the memory of its fullest stage.
 
     Args:
-        limit: bytes that a stage may reach; lists of recomputation are as short as it allows.
+        limit: the bytes that a stage may reach; as few layers are recomputed as this limit allows.
     """
     now = max(memory.peak for memory in all_stages(config))
     return [change for change in _all(config, limit, _moves(config)) if change.peak < now * (1 - _LEAST)]
@@ -166,7 +166,7 @@ def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
     """Recompute only as many whole layers of each stage (the first of each chunk) as are needed to fit; return None if
     no layer or every layer would be recomputed.
 
-    Layers are added in turns over the chunks, the chunk of which most micro-batches wait first.
+    Layers are added in turns over the chunks, beginning with the chunk that has most micro-batches in flight.
     """
     now = run.recompute.full or tuple((0,) * run.pp for _ in run.layers)
     found: Table = now

@@ -1,19 +1,21 @@
 """This module counts the memory of the fullest device of a stage under uneven loads (`tools.estimate.loads`).
 
-A device that receives more tokens keeps more rows for its backward, works on more and receives into larger buffers. All
-three grow in proportion to its own load, layer by layer, and the fullest device is found among all of a group: one
-device is rarely the fullest one of every layer. Even loads give `stage_memory` to the last byte.
+A device that receives more tokens keeps more rows for its backward pass, and needs more working memory and larger
+receive buffers. All three grow in proportion to its load in each layer. The fullest device is searched among all
+devices of a group, because a device that is the fullest one in every layer is rare. Even loads give `stage_memory` to
+the last byte.
 
-* Each layer's own load counts, with the micro-batches that the schedule holds at its fullest moment. If micro-batches
-  are told apart, those in flight are taken to be as full as the step's fullest one in each chunk, which is an upper
-  bound.
-* If a load says only how full the fullest device of each layer is (one max/mean), all layers are taken to have that
-  device, which is an upper bound, too.
-* What HCCL reserves does not depend on the rows that an AlltoAllV moves: two buffers for each communicator, beside the
-  memory of the job (`tools.dryrun.memory.hccl_buffers`).
+* Each layer has its own load, and the micro-batches in flight are those of the schedule's fullest moment. If the loads
+  differ by micro-batch, all micro-batches in flight are assumed to be as full as the step's fullest one in each chunk,
+  which is an upper bound.
+* If only the load of the fullest device of each layer is known (one max/mean), it is assumed to be the same device in
+  all layers, which is an upper bound, too.
+* The memory that HCCL reserves does not depend on the rows that an AlltoAllV moves: HCCL has two buffers for each
+  communicator, which are not part of the job's memory (`tools.dryrun.memory.hccl_buffers`).
 
-`limit_ratio` says up to which max/mean a stage fits, `judge` at how many steps of given loads it does not. A compile
-(`tc3 dryrun`) knows the bytes at even loads better; then only what uneven loads add is modelled (`Even`).
+`limit_ratio` computes the max/mean up to which a stage fits, and `judge` counts the steps of given loads in which it
+does not fit. A compile (`tc3 dryrun`) gives more exact bytes for even loads; then only the bytes that uneven loads add
+are modelled (`Even`).
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
     """Return [steps] bytes of the fullest device of a stage at its peak.
 
     Args:
-        shares: [steps, micro-batches, layers, devices], the loads over their mean, as `Loads` has them.
+        shares: [steps, micro-batches, layers, devices], the loads divided by their mean, as in `Loads`.
     """
     memory, held, chunks = _even(config, stage)
     grown = _grown(config, stage)
@@ -132,7 +134,7 @@ class Even:
     """An `Even` holds the bytes of a stage's device at even loads, as a compile has counted them.
 
     Args:
-        stage: its number. total: the bytes. least, most: what the total may be off at most.
+        stage: the number of the stage. total: the bytes. least, most: the errors by which the total may be off at most.
     """
 
     stage: int
@@ -155,8 +157,9 @@ def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even |
     """Return the memory that a stage needs under the loads `shares` (as in `peaks`).
 
     Args:
-        even: bytes of a compile. Only what the loads add to them is modelled, and may be off by as much as modelled
-            memory is; without a compile all of it is modelled, and the room leaves a margin for the error (`Room`).
+        even: the bytes at even loads that a compile has counted. Only the bytes that the loads add are then modelled,
+            with the error of modelled memory. Without a compile all bytes are modelled, and the limit has a margin for
+            the error (`Room`).
     """
     found = peaks(config, stage, shares)
     if even is None:
@@ -191,10 +194,12 @@ class Judged:
     """A `Judged` says how a run fits under uneven loads.
 
     Args:
-        fits: at even loads, as far as the model's known error allows a statement.
-        up_to: the max/mean up to which it surely fits in every layer; 0: not even at 1.
-        full: the stage that is full first. most: the largest max/mean that a router can reach.
-        loads: what else was asked for; None: nothing. stages: their numbers. needs: of each stage under `loads`.
+        fits: the verdict at even loads, as far as the model's known error allows one.
+        up_to: the largest max/mean, assumed in every layer, with which it surely fits; 0: it does not surely fit at
+            even loads.
+        full: the stage that first exceeds the limit. most: the largest max/mean that a router can cause.
+        loads: the loads that were given; None: none. stages: the numbers of the stages. needs: the memory of each stage
+            under `loads`.
         room: the memory that a device has.
     """
 
@@ -229,8 +234,8 @@ class Judged:
 
     @property
     def lines(self) -> list[str]:
-        """Return one or two sentences that say up to which max/mean the run fits, and at how many steps of the loads it
-        does not fit.
+        """Return one or two sentences with the max/mean up to which the run fits, and the number of steps of the loads
+        in which it does not fit.
         """
         if not self.fits:
             found = ["loads: it does not surely fit at even loads, and uneven loads need more"]
@@ -289,7 +294,8 @@ def judge(config: Configuration, room: Room, loads: Loads | None = None, compile
     `loads`.
 
     Args:
-        compiled: what a compile counted of some or all stages; only these are judged. Empty: all stages are modelled.
+        compiled: the bytes of some or all stages that a compile has counted; only these stages are judged. Empty: all
+            stages are modelled.
     """
     evens: dict[int, Even | None] = {one.stage: one for one in compiled} or dict.fromkeys(range(config.pp))
     ratios = [limit_ratio(config, stage, room.bytes, even) for stage, even in evens.items()]

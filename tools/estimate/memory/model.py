@@ -1,15 +1,15 @@
 """This module counts the memory of one device of each stage: weights, gradients, optimizer state, activations by
 schedule, buffers.
 
-Weights are kept in fp32 with two Adam moments, over the ranks that hold copies where the optimizer is sharded.
-Gradients add up in fp32 and weights compute in the compute precision; both are only cut by tp and ep, unless gradients
-(`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too. For MindFormers recipes these four
-equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum. A
-MindFormers recipe may keep weights in another type (`params_dtype`); then there is no fp32 copy of them. AdamW still
-makes its moments in fp32 (core/optim/adamw.py, `clone_state`), and the accumulated gradients are clones of the weights
-(wrapper.py, `accu_grads`).
+Weights are kept in fp32 with two Adam moments; with a sharded optimizer both are sharded over the ranks that hold
+copies. Gradients are accumulated in fp32, and a copy of the weights in the compute precision computes. Both are cut
+only over tp and ep, unless gradients (`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too.
+For MindFormers recipes these four equal what MindSpore's compiled graph holds (`tc3 dryrun`). The sum is 18 bytes per
+parameter, as in Megatron. A MindFormers recipe may keep weights in another type (`params_dtype`); then there is no fp32
+copy of them. AdamW still keeps its moments in fp32 (core/optim/adamw.py, `clone_state`), and the accumulated gradients
+are clones of the weights (wrapper.py, `accu_grads`).
 
-Bytes of an element are set where a recipe is read (`tools.estimate.from_recipe`); this module multiplies them.
+`tools.estimate.from_recipe` sets the bytes of an element; this module multiplies them by the number of elements.
 
 Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held according to the schedule's
 order of operations. Fragmentation by the allocator is not counted.
@@ -40,15 +40,15 @@ class StageMemory:
     """A `StageMemory` holds the bytes that one device of a stage needs at its peak, by part.
 
     Args:
-        weights: as the optimizer updates them.
+        weights: the weights that the optimizer updates.
         state: the optimizer's moments.
-        accumulated: gradients, and those that Transformer Engine keeps spare.
-        gathered: weights in the type that computes, for the whole step.
-        activations: kept for backward, at the fullest moment of the schedule.
-        working: what one pass needs beside that.
-        buffers: of communication.
-        update: what clipping and the optimizer need after the last pass, beside weights, state and accumulated
-            gradients. Then nothing is gathered or kept.
+        accumulated: accumulated gradients, and the spare gradients of Transformer Engine.
+        gathered: weights in the computing type, if they exist for the whole step.
+        activations: activations that are kept for the backward pass, at the fullest moment of the schedule.
+        working: the bytes that one pass needs in addition to the kept activations.
+        buffers: communication buffers.
+        update: the bytes that clipping and the optimizer need after the last pass, in addition to weights, state and
+            accumulated gradients. At this time no weights are gathered and no activations are kept.
     """
 
     weights: float
@@ -115,8 +115,8 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 
 def update_memory(config: Configuration, stage: int) -> float:
-    """Return `updating` of one device of a stage; 0 for other software than MindFormers, which scales gradients in
-    place, and without accumulation.
+    """Return the bytes of `updating` on one device of a stage; 0 without accumulation, and for software other than
+    MindFormers, which scales gradients in place.
     """
     if not config.training_graph or _at_once(config):
         return 0.0
@@ -138,7 +138,7 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
     weight is updated. Each accumulated gradient is then set to zero by operators with two results of its size.
 
     Args:
-        gradients: for each trained weight the bytes of the divided gradient, and of the accumulated one.
+        gradients: the bytes of the divided gradient and of the accumulated gradient, for each trained weight.
     """
     pairs = list(gradients)
     return sum(divided for divided, _ in pairs) + 2 * max((summed for _, summed in pairs), default=0)
@@ -174,7 +174,8 @@ def exchange_of(slices: Iterable[float], item: int) -> float:
     moments of the optimizer have four bytes for each element.
 
     Args:
-        slices: elements that the device holds of each tensor of experts. item: bytes of an element of a weight.
+        slices: the number of elements that the device holds of each tensor of experts. item: the bytes of an element of
+            a weight.
     """
     return 2.0 * max(slices, default=0.0) * max(item, _WIDE)
 
@@ -267,13 +268,13 @@ def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
 
 
 def chunk_activations(config: Configuration, stage: int) -> list[float]:
-    """Return the bytes that one micro-batch of each chunk leaves for backward."""
+    """Return the bytes of activations that one micro-batch of each chunk keeps for the backward pass."""
     return [sum(chunk.values()) for chunk in chunk_modules(config, stage)]
 
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
-    """Return [chunks] module of `tools.estimate.memory.training_graph` -> bytes that one micro-batch leaves for
-    backward.
+    """Return [chunks] module of `tools.estimate.memory.training_graph` -> bytes that one micro-batch keeps for the
+    backward pass.
     """
     found = []
     for chunk, kinds in enumerate(config.stage_kinds(stage)):
@@ -292,8 +293,9 @@ def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> 
     """Return the recompute option of each of a chunk's layers: the first ones recompute fully, the next ones
     selectively, and then some repeat only communication.
 
-    MindFormers counts each option from the chunk's first layer and lets the stronger one win. Groups of operators come
-    beside what a layer has that does not recompute everything: "select+attention" (`tools.estimate.configuration`).
+    MindFormers counts each option from the chunk's first layer, and the stronger option wins. If a layer is not
+    recomputed as a whole, groups of operators are added to its option, as in "select+attention"
+    (`tools.estimate.configuration`).
     """
     recompute = config.recompute
     full = recompute.layers("full", chunk, stage)
@@ -335,7 +337,9 @@ def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return in words which pass of a stage needs most, and the bytes that it needs beside kept tensors."""
+    """Return the name of the pass of a stage that needs most, and the bytes that it needs in addition to kept
+    tensors.
+    """
     return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
 
 

@@ -1,5 +1,5 @@
-"""This module says how many bytes a prediction may reach on a device: the limit of the recipe or of the device, minus a
-margin.
+"""This module computes the number of bytes that a prediction may reach on a device: the limit of the recipe or of the
+device, minus a margin.
 
 The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
 
@@ -46,9 +46,9 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
     use.
 
     Args:
-        least, most: bytes on a device, as far as is known: both are the same number where one number is known.
-        limit: bytes that a job may use.
-        proven: bytes up to which it surely fits, where the numbers may be off by more than they say.
+        least, most: the bounds of the bytes on a device; both are the same if the number is known exactly.
+        limit: the bytes that a job may use.
+        proven: the bytes up to which the job surely fits, if the error may be larger than these bounds.
     """
     if least > limit:
         return DOES_NOT_FIT
@@ -78,8 +78,8 @@ class MemoryErrors:
         return max(LEFT_OUT, self.missed)
 
     def fitting(self, predicted: float, limit: float) -> int:
-        """Return how many known runs would fit: those whose measured memory over predicted memory is at most `limit`
-        over `predicted`.
+        """Return the number of known runs that would fit: the runs whose measured memory, divided by the predicted
+        memory, is at most `limit` divided by `predicted`.
         """
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
@@ -124,8 +124,8 @@ class Room:
     """A `Room` is the memory that a job may use.
 
     Args:
-        cap: bytes that it may use on a device; source: where that comes from.
-        margin: share of `cap` that predictions must leave free, because they are off by as much.
+        cap: the bytes that it may use on a device; source: the source of this number, in words.
+        margin: the share of `cap` that predictions must leave free, because they may be off by as much.
     """
 
     cap: float
@@ -154,7 +154,8 @@ def room_of(
         margin: the estimator's known error by default.
 
     Raises:
-        RecipeError: `context.max_device_memory` is no such text, or nothing can be said of the recipe's memory.
+        RecipeError: `context.max_device_memory` is not a size such as "58GB", or the model cannot predict the recipe's
+            memory.
     """
     require_known(recipe)
     limit = limit_of(recipe)

@@ -1,14 +1,14 @@
 """This module computes and draws the live bytes of one device over a training step.
 
-For each moment a time line has the bytes that exist for the whole step, those that wait for their backward, and those
-that the running pass needs. The same function composes the time lines of the analytical model and of the dry run's
-compiled graph.
+For each moment a time line has the bytes that exist for the whole step, those that are kept for a backward pass, and
+those that the running pass needs. The same function composes the time lines of the analytical model and of the dry
+run's compiled graph.
 
 **What is live between passes.**
 
 A pass is an operation of `tools.pipeline.schedules`. The tensors that a forward keeps exist from its start until its
-backward (or its weight gradients, if these are a separate pass) ends. Between passes only these tensors exist. After
-the last pass comes the update (clipping and the optimizer).
+backward (or its weight gradients, if these are a separate pass) ends. Between passes only these tensors exist. The
+update (clipping and the optimizer) follows after the last pass.
 """
 
 from __future__ import annotations
@@ -66,11 +66,10 @@ class TimeLine:
 
     Args:
         edges: [moments + 1] times: moment i lasts from edges[i] to edges[i + 1].
-        unit: of them, "seconds" or "passes".
-        labels: [moments] the pass that runs, such as "F 3.0" (micro-batch 3, chunk 0), or "update"; "" where neither
-            runs.
-        owners: whose bytes the columns are.
-        live: [moments, owners] bytes.
+        unit: the unit of the times, "seconds" or "passes".
+        labels: [moments] the pass that runs, such as "F 3.0" (micro-batch 3, chunk 0), or "update"; "" if nothing runs.
+        owners: the owners of the columns of `live`.
+        live: [moments, owners] the bytes of each owner at each moment.
     """
 
     edges: np.ndarray
@@ -133,13 +132,13 @@ def stitch(
     """Return the time line of a step from its passes.
 
     Args:
-        passes: of a stage in their order, which do not overlap.
-        constant: what is there for the whole step.
-        kept: [chunks] what one micro-batch leaves for its backward.
-        inside: what a pass needs beside them, in moments of equal length.
-        end: of the passes.
-        update: what clipping and the optimizer need beside weights, state and accumulated gradients. How long they
-            take is not known: they are given the mean time of a pass.
+        passes: the passes of a stage, in their order and without overlap.
+        constant: the bytes of each owner that exist for the whole step.
+        kept: [chunks] the bytes that one micro-batch keeps for its backward pass.
+        inside: the additional bytes that a pass needs, in moments of equal length.
+        end: the time at which the last pass ends.
+        update: the bytes that clipping and the optimizer need in addition to weights, state and accumulated gradients.
+            Their duration is unknown, and is drawn as the mean time of a pass.
     """
     split = {(item.op.micro_batch, item.op.chunk) for item in passes if item.op.kind == "W"}
     edges, labels, rows = [0.0], [], []
@@ -177,10 +176,11 @@ def stitch(
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
     """Return the modelled time line of a stage; its peak is `stage_memory(config, stage).peak`.
 
-    The model does not say which pass of a stage takes the most beside what is kept: each is given that much.
+    The model does not know which pass of a stage needs most in addition to the kept tensors, so each pass gets the
+    largest number of bytes.
 
     Args:
-        simulation: of the schedule, by `simulated`.
+        simulation: the simulated schedule, as `simulated` returns it.
     """
     memory = stage_memory(config, stage)
     name, _ = working_of(config, stage)
@@ -203,8 +203,8 @@ def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, 
     """Return the schedule with the fewest micro-batches that needs as much memory as the schedule with all of them.
 
     Args:
-        forward, backward: [chunks, stages] seconds of a micro-batch.
-        transfer: seconds between stages.
+        forward, backward: [chunks, stages] the seconds of a micro-batch.
+        transfer: the seconds of a transfer between stages.
 
     Raises:
         RecipeError: the schedule cannot run.
@@ -251,7 +251,7 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
     """Draw the memory of a stage over one step to an .svg or .png file; return `path`.
 
     Args:
-        limit: bytes, 0 for none.
+        limit: the memory limit in bytes; 0 for none.
 
     Raises:
         DataError: as in `tools.files.figure.save_figure`.

@@ -1,28 +1,31 @@
 """This module counts the activations that a layer of MindFormers' training_graph models keeps for its backward, under
 MindSpore 2.9.0.
 
-Counted in compiled graphs (`tc3 dryrun`: what a forward subgraph hands to its backward), for alltoall_deredundency and
-fused kernels; it is more than the mathematics needs:
+The tensors were counted in compiled graphs (`tc3 dryrun`: the tensors that a forward subgraph passes to its backward),
+for alltoall_deredundency and fused kernels. They are more than the mathematics needs:
 
-* norms compute in fp32 and keep input and result; the MLP's first product is kept in fp32, in bf16 in routed experts;
-* SwiGLU repeats itself: its result is not kept, whatever is recomputed;
-* under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again (also
-  with ulysses_degree_in_cp, which is not passed to flash attention);
-* of the routed copies every permutation and exchange is kept: their number is known to the routing only, and the
-  backward of each asks the tensor for its shape;
-* `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows; what other
-  operators save stands in `tools.estimate.configuration`.
+* norms compute in fp32, and their input and result are kept; the MLP's first product is kept in fp32, and in bf16 in
+  routed experts;
+* SwiGLU is computed again in the backward pass: its result is not kept, whatever is recomputed;
+* with context parallelism the gathered keys and values of the whole sequence are kept and not gathered again (also with
+  ulysses_degree_in_cp, which is not passed to flash attention);
+* each permutation and exchange of routed copies keeps its tensor, because only routing decides the number of copies,
+  and the backward pass reads the shape from the tensor;
+* `select_recompute` of the norms saves the memory of their results, and `select_comm_recompute` saves nothing that a
+  graph shows; `tools.estimate.configuration` describes the memory that other operators save.
 
-* what `compute_dtype` names is the type of all that is not fp32 here; in fp32 nothing is cast to it and kept twice. The
-  grouped-query attention gives its flash kernel fp16 then (attention.py:332), MLA gives it fp32;
-* a pass of a pipeline copies the weights that are as wide as it computes and that no optimizer shard gathers, and each
-  pass casts those that are narrower (`params_dtype`); a layer that does not run again keeps them for its backward.
+* all tensors that are not fp32 in this list have the type `compute_dtype`; if this is fp32, no tensor is cast and kept
+  twice. The flash kernel of grouped-query attention then gets fp16 (attention.py:332), and that of MLA gets fp32;
+* a pass of a pipeline copies the weights that already have the computing type, unless they are gathered from optimizer
+  shards, and each pass casts narrower weights (`params_dtype`); a layer that is not recomputed keeps these copies for
+  its backward pass.
 
-In backward the gradient of the largest weight is there in the type that computes and in its own, before it is added up.
+In the backward pass the gradient of the largest weight exists in the computing type and in its own type, before it is
+accumulated.
 
-What is kept is within 1 % of the graphs of the 438B recipe, what a pass needs beside it within -15 and +14 % of
-those of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the copies (105B's by 38 %), which is not counted: 6
-to 9 % of a layer's bytes.
+The kept bytes are within 1 % of the graphs of the 438B recipe; the additional bytes of a pass are between 15 % below
+and 14 % above those of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the copies (those of the 105B by 38 %).
+This padding, 6 to 9 % of a layer's bytes, is not counted.
 
 The modules to which memory belongs (`MODULES`) have the same names for the model's bytes and for those of a compiled
 graph.
@@ -189,9 +192,11 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 
 def layer_pass(config: Configuration, kind: str, again: bool) -> float:
-    """Return the most bytes that a layer's backward needs beside kept tensors, with or without a recomputed forward.
+    """Return the largest number of bytes that a layer's backward pass needs in addition to kept tensors, with or
+    without a recomputed forward pass.
 
-    What groups of operators make again is held meanwhile, too, whether this layer has all of the run's groups or not.
+    The results of recomputed groups of operators are included, whether this layer recomputes all groups of the run or
+    not.
     """
     gradients = config.item + config.weight_item
     largest = max(
@@ -216,7 +221,9 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the most bytes that the loss needs beside kept tensors; meanwhile the gradient of MTP's logits is kept."""
+    """Return the largest number of bytes that the loss needs in addition to kept tensors; this includes the gradient of
+    MTP's logits.
+    """
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
     return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp
@@ -225,10 +232,10 @@ def loss_pass(config: Configuration, mtp: bool) -> float:
 def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
     """Return (bytes of the result, ranks, stride) of every exchange that one micro-batch's logits need before the loss.
 
-    Logits come as [sequence, batch] and the loss takes [batch, sequence]. Where both are cut, MindSpore moves all of
-    them to ranks in another order to turn them, and back: an AllGather or AlltoAll over every digit of the rank, twice,
-    with digits to the largest base of which dp and cp are powers (8 of 8 x 8; 2 of 32 x 4, 16 x 8 and 64 x 2, as
-    compiled graphs show; assumed for numbers that are no such powers).
+    Logits have the shape [sequence, batch], and the loss needs [batch, sequence]. If both dimensions are cut, MindSpore
+    moves all logits to ranks in another order to transpose them, and back. It uses an AllGather or AlltoAll over every
+    digit of the rank, twice; the base of the digits is the largest number of which dp and cp are powers (8 for 8 x 8; 2
+    for 32 x 4, 16 x 8 and 64 x 2, as compiled graphs show; assumed if dp and cp are not such powers).
     """
     if not config.training_graph or config.cp == 1 or config.dp == 1:
         return []

@@ -1,14 +1,16 @@
 """This module fits the efficiencies of a device (`tools.estimate.efficiency`) to a few measured steps on it.
 
-Robust least squares on the logarithm of step time, by Gauss-Newton inside sane bounds:
+The fit is a robust least squares on the logarithm of step time, by Gauss-Newton inside sane bounds. It has three steps:
 
-1. *sensitivity*: how each row's predicted time moves with each parameter (a unit is a factor e, of a share in [0, 1]
-   all of it);
-2. *choice*: one parameter after the other, whichever moves the rows most in a way that those chosen before cannot
-   imitate; none that moves them by less than `TELLING`, and no more than there are rows. The others keep their values;
-3. *fit*: rows that miss by more than `OUTLIER` weigh less (Huber), and a pull to the starting values, weak where
-   device types differ much (`SPREAD`), decides what the rows leave open. What is a property of software or hosts is
-   nearly the same on all devices, what is one of the device is free.
+1. *sensitivity*: find the change of each row's predicted time with each parameter (the unit is a factor of e; for a
+  share in [0, 1], it is the whole range);
+2. *choice*: choose one parameter after the other, always the one that changes the rows most in a way that the earlier
+  ones cannot imitate. A parameter that changes them by less than `TELLING` is not chosen, and there are at most as many
+  parameters as rows. The others keep their values;
+3. *fit*: fit the chosen parameters. Rows that are off by more than `OUTLIER` have less weight (Huber). A penalty for
+  the distance from the starting values decides what the rows do not determine; it is weak for parameters that differ
+  much between device types (`SPREAD`). Parameters of software or hosts therefore stay nearly the same on all devices,
+  and parameters of the device are free.
 """
 
 from __future__ import annotations
@@ -87,10 +89,10 @@ class Calibration:
     """A `Calibration` is the result of fitting a cluster's efficiencies.
 
     Args:
-        efficiency: fitted where `fitted` says so, else as it was.
-        kept: parameter -> why the rows cannot tell it.
+        efficiency: the efficiencies: fitted for the parameters in `fitted`, otherwise unchanged.
+        kept: parameter -> the reason why the rows do not determine it.
         errors: row -> (before, after), predicted over measured step time - 1.
-        skipped: row -> why it plays no part.
+        skipped: row -> the reason why it was not used.
     """
 
     efficiency: Efficiency
@@ -105,7 +107,8 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
     measured on `cluster` (a name or file), whatever hardware they name.
 
     Raises:
-        DataError: no row has both a configuration and a step time, or one is not a step of such a cluster.
+        DataError: no row has both a configuration and a step time, or a row cannot have been measured on such a
+            cluster.
     """
     used, skipped = [], {}
     for row in rows:
@@ -143,9 +146,7 @@ def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return `values` in which the parameters `names` are set to the point `where`, which has the form of the result of
-    `coordinates`.
-    """
+    """Return `values` with the parameters `names` set to `where`, which has the form of the result of `coordinates`."""
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)
@@ -159,7 +160,8 @@ def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarr
     """Return the allowed range of each of the `coordinates`; no link of these clusters may be faster than its nominal
     figure.
 
-    Beyond that nothing moves (`DeviceTimes._speed`), so a search that went there would not find back.
+    Beyond the nominal figure the predicted time does not change (`DeviceTimes._speed`), so the fit could not return
+    from there.
     """
     bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
     for name, fractions in (

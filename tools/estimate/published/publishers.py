@@ -1,18 +1,20 @@
 """This module turns each publisher's rows into runs, with assumptions about their software where a row gives no value.
 
-Every source has one set of settings; values that a row leaves out are chosen by rules that do not use the measurement.
+Each source has one set of settings. Rules that do not use the measurement choose the values that a row leaves out.
 
 Sources of the settings: the papers of Megatron-LM (arXiv 2104.04473, 2205.05198), the defaults of Megatron Core and
-Megatron-Bridge, the Llama 3 and DeepSeek-V3 reports; all recalled but for what the rows themselves note.
+Megatron-Bridge, the Llama 3 and DeepSeek-V3 reports; all are quoted from memory, except for the values that the rows
+themselves state.
 
-Rows of torchtitan ("FSDP32 TP8") and of Megatron Core's benchmark of one MoE layer are read from their words, rows of
-MindFormers model cards from what the card links: `model`, `moe`, `parallel`, `recompute`.
+Rows of torchtitan ("FSDP32 TP8") and of Megatron Core's benchmark of one MoE layer are parsed from their text, and rows
+of MindFormers model cards from the files that the card links: `model`, `moe`, `parallel`, `recompute`.
 
-Megatron-Bridge's performance recipes set more for MoE models than its tables of results show.
+Megatron-Bridge's performance recipes have settings for MoE models that its tables of results do not show.
 
-Read in its repository (perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, releases r0.1.0
-to r0.6.0 of October 2025 to August 2026): dispatcher, overlap, recomputed operators, CUDA graphs. Rules by device,
-release and model only. Its token drop has a capacity factor of 1 and pads to it: experts get their average rows.
+Dispatcher, overlap, recomputed operators and CUDA graphs were read in its repository (perf_recipes of deepseek, qwen
+and gpt_oss, and the configurations before them, releases r0.1.0 to r0.6.0 of October 2025 to August 2026). The rules
+depend only on device, release and model. Its token drop pads to a capacity factor of 1, so each expert gets the average
+number of rows.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ MODELS = Path(__file__).parent / "models.yaml"
 
 
 class Unexpressed(Exception):
-    """An `Unexpressed` error says why a row cannot be expressed as a `Configuration`."""
+    """An `Unexpressed` error holds the reason why a row cannot be expressed as a `Configuration`."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,16 @@ class Settings:
     """A `Settings` holds the settings of the software with which a publisher measured its runs.
 
     Args:
-        masked: published FLOPs count the masked half of attention, too.
-        recompute, selective: what is recomputed where the row does not say; see `configuration.Recompute`.
-        mindformers: graph mode's layout (whole shared experts, gathered activations kept, fp32 residual).
+        masked: whether published FLOPs include the masked half of attention.
+        recompute, selective: the recomputation if the row does not state it; see `configuration.Recompute`.
+        mindformers: whether the run has the layout of MindFormers' graph mode (replicated shared experts, gathered
+            activations that are kept, fp32 residual).
         node_limit: see `configuration.Model`.
         overlap_tp_backward, wide_gradients: see `configuration.Configuration`.
-        interleaved: a row without vpp is interleaved all the same (its source leaves the column out).
+        interleaved: whether a row without vpp is interleaved nevertheless (its source has no such column).
         logit_bytes, spare_gradients, cp_exchanges_heads: see `configuration.Configuration`.
-        overlap: tensor-, data- and pipeline-parallel communication runs beside computation (MindFormers: data only).
+        overlap: whether tensor-, data- and pipeline-parallel communication overlaps with computation (MindFormers: only
+            data-parallel).
     """
 
     masked: bool = False
@@ -139,7 +143,7 @@ def public_model(name: str) -> Model:
 
 
 def public_class(kind: str, layers: int, hidden: int) -> dict[str, Any]:
-    """Return dimensions that a MindFormers card leaves out; {} if they are not known."""
+    """Return the dimensions that a MindFormers card leaves out; {} if they are unknown."""
     for entry in _models()["classes"]:
         if (entry["type"], entry["layers"], entry["hidden"]) == (kind, layers, hidden):
             return entry

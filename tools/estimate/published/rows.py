@@ -1,8 +1,8 @@
-"""This module reads a measurements file, and makes of each row a `Configuration` or the reason why there is none.
+"""This module reads a measurements file, and turns each row into a `Configuration`, or into the reason why it has none.
 
-Three kinds of `config` blocks are understood: dimensions written out, the name of a public model (models.yaml), and
-what MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out; these are chosen by
-the row's group (`publishers`), never by its measurement, and listed in `assumptions`.
+There are three kinds of `config` blocks: explicit dimensions, the name of a public model (models.yaml), and the files
+that MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out. The row's group
+(`publishers`) determines these values, never the row's measurement, and they are listed in `assumptions`.
 
 Before a row is used, its values are checked against what a run can have.
 """
@@ -91,7 +91,8 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
     """Refuse values that are not allowed in any row.
 
     Raises:
-        DataError: no id, a block of the wrong kind, a number that is none; names the key.
+        DataError: the row has no id, a block of the wrong kind, or a text in the place of a number; the message names
+            the key.
     """
     if "id" not in row:
         raise DataError(f"{place}.id: the key is missing")
@@ -158,9 +159,9 @@ class Row:
     """A `Row` is one row of a measurements file, which describes a measured run.
 
     Args:
-        samples: the step that the row speaks of, in samples; 0 when it does not say.
-        masked: its FLOPs count the masked half of attention, too.
-        reason: why there is no configuration.
+        samples: the number of samples in the row's step; 0 if the row does not state it.
+        masked: whether its FLOPs include the masked half of attention.
+        reason: the reason why the row has no configuration.
     """
 
     id: str
@@ -184,7 +185,7 @@ def read_rows(path: Path) -> list[Row]:
     """Return all rows of a measurements file.
 
     Raises:
-        DataError: it cannot be read, is not a mapping with a list `rows`, or two rows have one id.
+        DataError: the file cannot be read or is not a mapping with a list `rows`, or two rows have the same id.
     """
     content = read_yaml(path, DataError)
     rows = content.get("rows") if isinstance(content, dict) else content
@@ -210,7 +211,7 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
     """Return one row of a measurements file as a `Row`.
 
     Raises:
-        DataError: it has no id, or something in it is no such thing.
+        DataError: the row has no id, or one of its values has the wrong kind.
     """
     check_row(row, place)
     group, hardware = str(row.get("group", "")), str(row.get("hardware", ""))

@@ -26,11 +26,11 @@ class Prediction:
     """A `Prediction` is the prediction of one row; values that cannot be derived are None, and `reason` says why.
 
     Args:
-        step_time_s: of the samples that the row calls a step.
-        tflops_per_device: model FLOPs, nothing recomputed, as the row's source counts them.
-        mfu: share of the device's bf16 peak, 0 to 1.
-        peak_memory_gb: of the heaviest stage, in 1e9 bytes.
-        step_error, memory_error: predicted over measured - 1, None where there is nothing to compare.
+        step_time_s: the seconds of the row's step.
+        tflops_per_device: model FLOPs without recomputation, counted in the way of the row's source.
+        mfu: the share of the device's bf16 peak, from 0 to 1.
+        peak_memory_gb: the peak of the stage that needs most, in units of 1e9 bytes.
+        step_error, memory_error: predicted / measured - 1; None if there is no measurement.
     """
 
     row: Row

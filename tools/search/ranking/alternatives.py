@@ -1,12 +1,12 @@
-"""This module finds what `tc3 search` shows beside its ranked layouts: the best layouts of other pipeline schedules,
-and swapping.
+"""This module finds the additional results of `tc3 search`: the best layouts of other pipeline schedules, and the
+effect of swapping.
 
-1F1B and interleaved 1F1B are ranked in any case. Each other schedule is handled separately: its legal candidates ranked
-(by its filling of equal stages, see `tools.pipeline.simulate.filling`), the best few placed with the same effort as
-1F1B's, and judged by simulating it.
+1F1B and interleaved 1F1B are ranked in any case. Each other schedule is handled separately: its legal candidates are
+ranked (by its filling of equal stages, see `tools.pipeline.simulate.filling`), the layers of the best few are placed
+with the same effort as for 1F1B, and the results are compared by simulating the schedule.
 
 The cost of swapping a layer's activations to the host is printed beside that of recomputing them. Swapping is only
-simulated: MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
+simulated, because MindFormers 1.9.0 does not pass `swap_config` to any model (docs/schedules.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OF_EACH = 3  # candidates of a schedule that are placed
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A `Scheduled` says what one other schedule would gain."""
+    """A `Scheduled` holds the best layout of one other schedule."""
 
     schedule: str
     entry: Entry | None  # its fastest layout; None with `why` where it has none
@@ -49,7 +49,7 @@ class Scheduled:
 
     @property
     def runs(self) -> str:
-        """Return in words who can run the schedule."""
+        """Return in words which software can run the schedule."""
         if self.schedule == BY_ENVIRONMENT:
             return f"not by a recipe: {self.reason}"
         return f"simulated only: {self.reason}" if self.reason else "runnable"
@@ -75,7 +75,7 @@ class BySchedule:
         """Return the fastest of the schedules that a recipe can ask for.
 
         Args:
-            uneven: the layouts under loads, in their order, which then decides.
+            uneven: the layouts under loads, in their order; if given, this order decides.
         """
         able = [one for one in self.every if one.entry and not one.reason]
         order = {one.name: place for place, one in enumerate(uneven)}

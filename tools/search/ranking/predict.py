@@ -1,9 +1,9 @@
 """This module predicts the peak memory of every stage and the seconds of a step, for a whole block of candidates at
 once.
 
-The numbers are those of `tools.estimate.memory.model` and `tools.estimate.time_model`, whose functions compute each
-term once; it is looked up for all candidates. Memory is a sum whose terms
-depend on few degrees each:
+The results are those of `tools.estimate.memory.model` and `tools.estimate.time_model`. Their functions compute each
+term once, and the term is then looked up for all candidates. Memory is a sum of terms, each of which depends only on a
+few degrees:
 
     static        weights, gradients, optimizer state      by stage, tp, ep, sharding (and devices of a stage)
     activations   kept by micro-batches in flight          by stage, tp, cp, samples, number of micro-batches, policy
@@ -11,9 +11,9 @@ depend on few degrees each:
                   (both also by ep and sharding where passes copy weights)
     buffers       of communication                         by stage, tp, cp, samples, whether experts are spread
 
-A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), a stage's gradients and optimizer
-on what it holds and how that is spread. The references are `all_stages` and `TimeModel.step` (the closed form of the
-pipeline) of a candidate's configuration.
+A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), the time of a stage's gradients
+and optimizer depends on its weights and their sharding. The reference results are `all_stages` and `TimeModel.step`
+(the closed form of the pipeline) for a candidate's configuration.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Memo:
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the value of a key, which is made from the arguments if it is new."""
+        """Return the value of a key; the value of a new key is computed from the arguments."""
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
@@ -306,13 +306,13 @@ class TimeTable(TimeModel):
         return (block.pp - 1) / np.maximum(1e-9, [found[int(one)] for one in m])
 
     def least(self, block: Block, work: np.ndarray) -> np.ndarray:
-        """Return lower bounds [rows] in seconds on the step of every layout of these candidates' layers, whatever
-        memory there is.
+        """Return lower bounds [rows] in seconds for the step of any layout of these candidates' layers, without a
+        memory limit.
 
-        Of a stage's own work and of what comes before its first and after its last pass, averaged over the stages so
-        that each layer counts the same wherever it is: with one chunk a stage s needs at least m w_s + sum of w_j of
-        the stages j before it. With several chunks only the stages' work counts. Gradients and optimizer count
-        nothing, for they hang on the layers.
+        The bound consists of a stage's own work and of the time before its first and after its last pass, averaged over
+        the stages so that each layer counts the same wherever it is: with one chunk, stage s needs at least m w_s plus
+        the sum of w_j of the stages j before it. With several chunks only the stages' work counts. Gradients and
+        optimizer are left out, because they depend on the layout of the layers.
 
         Args:
             work: [rows, stages] forward and backward of one micro-batch that recomputes nothing.

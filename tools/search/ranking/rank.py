@@ -1,17 +1,17 @@
 """This module ranks the whole space by predicted step time: every legal candidate that fits, with its memory and time.
 
 A candidate is ranked with balanced layers (`candidates`) and the closed form of the pipeline. For "planned"
-recomputation each stage takes the cheapest mix of two uniform policies that keeps the cap: memory is convex in the mix,
-so the mix fits if the line between both does. This is what per-layer recomputation can reach if layers may be divided;
-whole layers come close.
+recomputation each stage takes the cheapest mix of two uniform policies that keeps the memory limit: memory is convex in
+the mix, so the mix fits if linear interpolation between the two policies fits. Per-layer recomputation reaches this if
+layers may be divided, and comes close with whole layers.
 
-`Chances` says which candidates could still be faster than the best placed one, and gives a lower bound for the space.
-Every candidate has a bound that needs no further computation (`Ranking.bounds`). If that bound is below the best time,
-the search computes tighter ones (`tools.layout.place`) and tells them to it; a candidate whose bound is above the best
-time is proven not to be faster, by the estimator.
+`Chances` finds the candidates that could still be faster than the best placed one, and a lower bound for the whole
+space. Every candidate has a bound that needs no further computation (`Ranking.bounds`). If this bound is below the best
+time, the search computes tighter ones (`tools.layout.place`). A candidate whose bound is above the best time is proven
+not to be faster, according to the estimator.
 
-Where a request has no answer, `explain_infeasible` says why and names the nearest request that has one: a smaller
-margin, no limit, other devices, more memory.
+If no strategy is feasible, `explain_infeasible` returns the reason and the nearest request with a feasible strategy: a
+smaller margin, no limit, another number of devices, or more memory.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Ranking:
     def short_list(self, count: int) -> list[Ranked]:
         """Return the fastest distinct candidates.
 
-        Of candidates with the same degrees and micro-batch the fastest stands for all, and of one tp, pp, cp and ep
-        two: dispatch modes, sharding and recomputation would fill the list with one layout otherwise. Uniform
-        recomputation stands there only where limits leave out "planned", which is never slower.
+        The list has one candidate, the fastest, for the same degrees and micro-batch, and at most two for the same tp,
+        pp, cp and ep. Otherwise one layout would fill the list with its dispatch modes, sharding and recomputation.
+        Uniform recomputation is in the list only if limits exclude "planned", which is never slower.
         """
         taken: list[Ranked] = []
         layouts: set[tuple[int, ...]] = set()
@@ -180,8 +180,8 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
     """Return for each stage the cheapest mix of two policies that fits under the cap: ([rows, stages] seconds, bytes).
 
     Args:
-        peaks, works: [rows, policies, stages] of the uniform policies. Where none fits the stage gets the one that
-            holds least.
+        peaks, works: [rows, policies, stages] of the uniform policies. If none fits, the stage gets the policy that
+            needs least memory.
     """
     least = peaks.argmin(axis=1)[:, None]
     best_peak = np.take_along_axis(peaks, least, axis=1)[:, 0]

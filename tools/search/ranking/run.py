@@ -1,9 +1,9 @@
-"""This module runs a whole search: it ranks the space, places every candidate that could be the fastest, and judges the
-best ones beside the recipe's own layout.
+"""This module runs a whole search: it ranks the space, places the layers of every candidate that could be the fastest,
+and compares the best ones with the recipe's own layout.
 
-An `Entry` is one line of the result: a run with its predicted step, its memory, and where its time goes. Candidates'
-layers are placed quickly, and at last by the pipeline optimiser's solver (`_Placing`), several at a time
-(`tools.search.ranking.workers`).
+An `Entry` is one line of the result: a run with its predicted step, its memory, and where its time goes. The layers of
+candidates are first placed quickly, and then by the solver of the pipeline optimiser (`_Placing`), several candidates
+at a time (`tools.search.ranking.workers`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def candidate(self) -> Candidate:
-        """Return the candidate of the search's space that this entry is."""
+        """Return the candidate of the search space that matches this entry."""
         return candidate_of(self.config)
 
     @property
@@ -189,8 +189,8 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """Return by which share another layout's step could at most be shorter than the fastest step found. Without a
-        bound the share is 1.
+        """Return the largest share by which the step of another layout could be shorter than the fastest step found; 1
+        without a bound.
 
         The fastest step found counts even if a dry run has dropped its layout since.
         """
@@ -263,7 +263,7 @@ def add_loads(
     interrupted.
 
     Args:
-        others: schedule -> its fastest layout, of those that were asked for.
+        others: requested schedule -> its fastest layout.
     """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)

@@ -2,21 +2,23 @@
 simulated, never executed.
 
 MindFormers 1.9.0 swaps by `model.model_config.swap` with `layer_swap` (whole layers) or `op_swap` (operators by
-pattern); `swap_config` reaches no model. A layer's activations leave while the layers after it run, and come back,
-`backward_prefetch` layers ahead, while the backward of the layers behind it runs.
+pattern); `swap_config` is not passed to any model. A layer's activations are sent to the host while the layers after it
+run, and fetched `backward_prefetch` layers ahead during the backward pass.
 
-The model, for a stage that is never idle (bubbles hide more):
-* coming back is hidden behind backward only: what a layer's bytes take beyond a layer's backward adds to it;
-* leaving is hidden behind forward and backward of any micro-batch, for the link carries bytes both ways at once;
-* the first layer of a backward is fetched behind the operation before it, which is taken to be a backward, too;
-* of swapped layers only those on their way take memory, on every stage: the one whose backward runs and the one that is
-  fetched ahead of it, however many micro-batches are in flight.
+The model assumes a stage that is never idle (bubbles hide more):
+* only the backward pass hides the fetch: if fetching a layer takes longer than the backward pass of a layer, the
+  difference is added;
+* the forward and backward passes of any micro-batch hide the sending, because the link works in both directions at
+  once;
+* the first layer of a backward pass is fetched during the pass before it, which is assumed to be a backward pass, too;
+* only the swapped layers that are being transferred need memory on the device: the one whose backward pass runs and the
+  one that is fetched ahead of it, however many micro-batches are in flight.
 
 The model leaves out the host's memory bandwidth, which all devices of a node share, other traffic on the link, and a
 micro-batch whose backward directly follows its forward (the last stage), which should not be swapped.
 
-Two ways to swap are offered for each kind of layer: all but its input, and those modules' tensors that the backward
-hides, the most bytes of them.
+Two options are offered for each kind of layer: to swap everything except its input, or to swap the largest set of
+modules whose transfer the backward pass hides.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swap
     """Return the memory and time of a micro-batch's layer if `moved` of the `saved` bytes are swapped.
 
     Args:
-        one_way: seconds in which the link to the host carries `moved` in one direction.
-        backward: seconds of the layer's backward.
+        one_way: the seconds to transfer `moved` bytes over the link to the host in one direction. backward: the seconds
+            of the layer's backward pass.
     """
     return Swapped(max(0.0, one_way - backward), saved - moved, 2 * moved)
 
@@ -63,7 +65,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """A `Swapping` holds what swapping, the third choice for each layer, gains."""
+    """A `Swapping` holds the gain of swapping as a third choice for each layer."""
 
     without_s: float  # seconds of a step; infinite where nothing fits
     with_s: float
@@ -133,7 +135,9 @@ def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Sw
 
 
 def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> float:
-    """Return the most bytes, of these tensors, that the link carries in a layer's backward."""
+    """Return the largest number of bytes, out of these tensors, that the link transfers during a layer's
+    backward pass.
+    """
     every = [size for size in sizes if size]
     sets = chain.from_iterable(combinations(every, count) for count in range(len(every) + 1))
     return max(total for total in map(sum, sets) if _to_host(model, total) <= backward)

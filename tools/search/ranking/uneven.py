@@ -4,9 +4,9 @@ chance to run out of memory.
 The space is searched twice (`tools.search.ranking.run.search_under`): at even loads, and with the mean max/mean of the
 loads in every layer, at each `expert_parallel`, because 51 million candidates are too many for a step of each layer.
 The best layouts of both searches and the recipe's own are then predicted under the loads themselves
-(`tools.estimate.loads`), each with the loads that it has at its own `expert_parallel`. A layout of which a step needs
-more memory than the limit stands behind all others, because one such step ends a run. The fastest layout of each
-schedule of `--schedule` stands among them.
+(`tools.estimate.loads`), each with the loads that it has at its own `expert_parallel`. A layout that exceeds the memory
+limit in some step is ranked after all others, because one such step ends a run. The list includes the fastest layout of
+each schedule of `--schedule`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Uneven:
     """An `Uneven` is a layout with its predictions under uneven loads.
 
     Args:
-        name: its number at even loads, a schedule, or "recipe". layout: in words. config: the config of the run.
-            even_s: seconds of a step at even loads. seconds: the seconds of a step, expected under `loads`. judged: how
-            it fits under them.
+        name: its rank at even loads, a schedule, or "recipe". layout: the layout in words. config: the configuration of
+            the run. even_s: the seconds of a step at even loads. seconds: the expected seconds of a step under `loads`.
+            judged: whether it fits under `loads`.
     """
 
     name: str

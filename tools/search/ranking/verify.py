@@ -1,13 +1,14 @@
 """This module runs dry runs of the best strategies: they are written as overlays, compiled through the virtual cluster,
 and dropped if they fail.
 
-A quick dry run compiles each kind of layer once: whether MindSpore takes the strategy, and exactly what weights,
-gradients and optimizer state hold. Activations are the larger of the search's own prediction and what the dry run puts
-together for each stage from its kinds of layer; a full one compiles every kind of stage as it is, and its own estimate
-counts.
+A quick dry run compiles each kind of layer once. It shows whether MindSpore accepts the strategy, and gives the exact
+bytes of weights, gradients and optimizer state. For activations the larger of two numbers counts: the search's own
+prediction, and the sum that the dry run computes for each stage from its kinds of layer. A full dry run compiles every
+kind of stage unchanged, and only its own estimate counts.
 
-If a dry run's memory is further from the search's than its own error, the term that is off most is named, and counts by
-as much more in the strategies that are alike: those that then exceed the limit are dropped without a dry run.
+If the memory of a dry run differs from that of the search by more than the dry run's own error, the term with the
+largest difference is named. In strategies with an equal layer this term is corrected by the same factor, and strategies
+that then exceed the limit are dropped without a dry run.
 
 A strategy above the limit fails. A strategy below the limit, but by less than the search's margin, is neither failed
 nor proven to fit, because both estimates have errors of this size.
@@ -52,7 +53,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says what the outcome of a dry run means for a strategy."""
+    """A `Verdict` is the judgement of a strategy by its dry run."""
 
     problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
     doubts: list[str]  # why it is not proven to fit all the same
@@ -169,11 +170,11 @@ def verify(
     the corrected term are refused without a dry run.
 
     Args:
-        request: what was asked for: its cap of bytes on a device, its margin, its machine.
-        told: called with the number of each entry and its verdict.
+        request: the request, with its memory limit of a device, its margin and its machine.
+        told: a function that is called with the number of each entry and its verdict.
         full: compile every kind of stage.
         run: the dry run.
-        loads: the loads of each entry, how it fits under the loads that were asked for; empty: at even loads.
+        loads: for each entry, the result under the requested loads; empty: loads are even.
     """
     passed = False
     learned: dict[tuple[object, ...], Wrong] = {}
@@ -204,8 +205,8 @@ def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judg
     """Return what a strategy's dry run means.
 
     Args:
-        loads: how the strategy fits under uneven loads: what their fullest step adds to a stage by the model is added
-            to what was compiled.
+        loads: the result for the strategy under uneven loads. The bytes that the fullest step adds to a stage,
+            according to the model, are added to the compiled bytes.
     """
     estimate = max(found.total, default=0)
     if not found.exact:

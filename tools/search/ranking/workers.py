@@ -1,6 +1,6 @@
-"""This module places and bounds candidates, several at a time: the processes of a search and what each of them does.
+"""This module places and bounds candidates in several processes at a time.
 
-Every function here is given a request and candidates, and returns what `tools.layout.place` finds for them. The answer
+Every function here takes a request and candidates, and returns the results of `tools.layout.place` for them. The answer
 of a job does not depend on the number of processes.
 """
 
@@ -40,8 +40,8 @@ def place_all(
     """Place every "planned" candidate and report each when it is done; return False if Ctrl-C or SIGTERM ended this
     early.
 
-    The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
-    the effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
+    The other candidates are not placed, because the user's limits fix their recomputation. Each candidate gets the
+    effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
     """
     todo = [one for one in ranked if one.candidate.recompute == PLANNED]
     at_once = min(at_once or processes(), max(1, len(todo)))

@@ -1,4 +1,4 @@
-"""This module lists the checks of a cluster's first hour (the ladder): their order, which earlier checks each one
+"""This module lists the checks of a cluster's first hour: their order, which earlier checks each one
 needs, and what follows from their outcomes.
 
 A check relies only on the earlier checks that it needs. If one of these failed, or judged nothing, the check is not run
@@ -28,12 +28,13 @@ GO, GO_WITH, NO_GO = "go", "go with", "no go"
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A `Rung` is one check of a cluster's first hour.
+class HourCheck:
+    """An `HourCheck` is one check of a cluster's first hour.
 
     Args:
-        share: the share of the budget. needs: checks that it trusts. essential: no run may start while it is unknown.
-        asks: the question that it answers. gate: when it is ok. remedy: what to do where it is not.
+        share: the share of the budget. needs: the earlier checks whose results it uses. essential: whether no run may
+            start while it is unknown.
+        asks: the question that it answers. gate: the condition under which it is ok. remedy: how to mend a failure.
     """
 
     name: str
@@ -45,62 +46,62 @@ class Rung:
     remedy: str
 
 
-LADDER: tuple[Rung, ...] = (
-    Rung(
+HOUR_CHECKS: tuple[HourCheck, ...] = (
+    HourCheck(
         "hosts", 0.04, (), True, "Is every node fit to train?",
         "no check of tc3 doctor fails on any node", "do what tc3 doctor says for the check",
     ),
-    Rung(
+    HourCheck(
         "versions", 0.01, (), True, "Do software, drivers, clocks, disks and ports agree on all nodes?",
         "every fact is the same on all nodes, clocks differ by at most 0.1 s", "install what most nodes have",
     ),
-    Rung(
+    HourCheck(
         "devices", 0.10, (), True, "Is a device, a link, a disk or a memory slower or smaller than others?",
         "no device, link or disk is an outlier; every device has the same memory", "start without the named device",
     ),
-    Rung(
+    HourCheck(
         "collectives", 0.05, ("devices",), False, "Are the collectives of the recipe's groups as fast as predicted?",
         "no group is slower than others of its kind, none takes twice the predicted seconds",
         "start without the named node; look at its links",
     ),
-    Rung(
+    HourCheck(
         "operators", 0.10, (), True, "Does every device compute correct results, and the same ones twice?",
         "every result is within the report's Table 2, repeated to the same bits, and equal on all devices",
         "take the named device out; compare CANN and firmware with the others",
     ),
-    Rung(
+    HourCheck(
         "mini", 0.10, ("operators",), True, "Does a mini of the recipe train on one device as on a CPU?",
         "losses agree with golden ones, or with a CPU beside an NPU, by the report's Table 2",
         "tc3 accuracy diagnose A B names the module",
     ),
-    Rung(
+    HourCheck(
         "parallel", 0.15, ("versions", "mini"), True, "Do the recipe's kinds of parallelism train as one device does?",
         "on CPU losses agree to 1e-5, gradients and weights by Table 2; on NPUs losses agree by Table 2",
         "tc3 accuracy diagnose A B names the ranks",
     ),
-    Rung(
+    HourCheck(
         "stage", 0.25, ("devices", "mini"), False, "How far is a real stage from its prediction?",
         "the measured step is within a factor of two of the prediction", "tc3 search explain names the term",
     ),
-    Rung(
+    HourCheck(
         "resume", 0.10, ("mini",), True, "Does a killed run go on to the same losses?",
         "every loss after the resume has the same bits as without a kill", "tc3 accuracy diagnose RUN names the step",
     ),
-    Rung(
+    HourCheck(
         "calibrate", 0.05, ("stage",), False, "Which efficiencies and memory terms does this cluster have?",
         "the fitted model gives the measured step to 1 %", "measure a quieter machine, or more steps",
     ),
 )  # fmt: skip
-BY_NAME = {rung.name: rung for rung in LADDER}
+BY_NAME = {check.name: check for check in HOUR_CHECKS}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one thing that a check saw.
+    """A `Finding` is one result of a check.
 
     Args:
-        where: the host; "" if it is about no single host. device: its number on the host, or None.
-        what: the thing that was checked. seen: the result in words. remedy: what to do; "" if nothing.
+        where: the host; "" if the finding is not about a single host. device: the device's number on the host, or None.
+        what: the name of the checked item. seen: the result in words. remedy: how to mend it; "" if nothing is wrong.
     """
 
     verdict: Verdict
@@ -113,9 +114,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An `Outcome` is the result of a rung: its verdict, its findings, its evidence (JSON), and the seconds it took."""
+    """An `Outcome` is the result of a check: its verdict, its findings, its evidence (JSON), and its seconds."""
 
-    rung: str
+    check: str
     verdict: Verdict
     findings: tuple[Finding, ...] = ()
     evidence: dict[str, Any] = field(default_factory=dict)
@@ -142,18 +143,18 @@ def outcome_of(content: Mapping[str, Any]) -> Outcome:
     return Outcome(**{**content, "findings": findings})
 
 
-def judged(rung: str, findings: Sequence[Finding], evidence: dict[str, Any], seconds: float = 0.0) -> Outcome:
+def judged(check: str, findings: Sequence[Finding], evidence: dict[str, Any], seconds: float = 0.0) -> Outcome:
     """Return the outcome of a check whose verdict is that of its worst finding; without findings it is unknown."""
     verdict: Verdict = next((one for one in WORST if any(item.verdict == one for item in findings)), "unknown")
-    return Outcome(rung, verdict, tuple(findings), evidence, seconds)
+    return Outcome(check, verdict, tuple(findings), evidence, seconds)
 
 
-def seconds_of(rung: Rung, budget: float) -> float:
+def seconds_of(check: HourCheck, budget: float) -> float:
     """Return the seconds of a budget that a check may take."""
-    return rung.share * budget
+    return check.share * budget
 
 
-def climb(
+def run_checks(
     work: Mapping[str, Callable[[float, Mapping[str, Outcome]], tuple[Sequence[Finding], dict[str, Any]]]],
     state: Path,
     budget: float,
@@ -169,24 +170,24 @@ def climb(
         tell: called with each outcome, and whether it was kept from an earlier start.
     """
     done: dict[str, Outcome] = {}
-    for rung in LADDER:
-        kept = _kept(state, rung)
-        blocked = next((name for name in rung.needs if not done[name].bears), "")
+    for check in HOUR_CHECKS:
+        kept = _kept(state, check)
+        blocked = next((name for name in check.needs if not done[name].bears), "")
         if kept and not blocked:
             found = kept
         elif blocked:
             words = f"not run, because {blocked} is {done[blocked].verdict}"
-            found = judged(rung.name, [Finding("unknown", rung.name, words, remedy=f"mend {blocked} first")], {})
+            found = judged(check.name, [Finding("unknown", check.name, words, remedy=f"mend {blocked} first")], {})
         else:
-            found = _run(rung, work.get(rung.name), seconds_of(rung, budget), done, clock)
-        done[rung.name] = found
-        write_atomically(state / f"{rung.name}.json", json.dumps(found.as_json()) + "\n")
+            found = _run(check, work.get(check.name), seconds_of(check, budget), done, clock)
+        done[check.name] = found
+        write_atomically(state / f"{check.name}.json", json.dumps(found.as_json()) + "\n")
         tell(found, found is kept)
     return list(done.values())
 
 
 def _run(
-    rung: Rung,
+    check: HourCheck,
     function: Callable[[float, Mapping[str, Outcome]], tuple[Sequence[Finding], dict[str, Any]]] | None,
     seconds: float,
     done: Mapping[str, Outcome],
@@ -195,18 +196,18 @@ def _run(
     """Return the outcome of a check; an error that a user can mend makes it unknown, with the error's words."""
     began = clock()
     if function is None:
-        return judged(rung.name, [Finding("unknown", rung.name, "nothing here can run this check")], {})
+        return judged(check.name, [Finding("unknown", check.name, "nothing here can run this check")], {})
     try:
         findings, evidence = function(seconds, done)
     except (TC3Error, OSError) as error:
         words = " ".join(str(error).split())
-        findings, evidence = [Finding("unknown", rung.name, words, remedy=rung.remedy)], {}
-    return judged(rung.name, findings, evidence, clock() - began)
+        findings, evidence = [Finding("unknown", check.name, words, remedy=check.remedy)], {}
+    return judged(check.name, findings, evidence, clock() - began)
 
 
-def _kept(state: Path, rung: Rung) -> Outcome | None:
+def _kept(state: Path, check: HourCheck) -> Outcome | None:
     """Return what an earlier start found, if it need not be looked at again."""
-    path = state / f"{rung.name}.json"
+    path = state / f"{check.name}.json"
     if not path.is_file():
         return None
     try:
@@ -220,12 +221,12 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
     """Make the folder for the outcomes of all checks, or make sure that it belongs to the same recipe and software.
 
     Args:
-        key: what outcomes depend on. again: forget earlier outcomes.
+        key: the values on which outcomes depend. again: whether earlier outcomes are deleted.
 
     Raises:
         DataError: the folder holds the outcomes of another recipe, or of other software.
     """
-    path = state / "ladder.json"
+    path = state / "state.json"
     if path.is_file() and not again:
         try:
             known = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -238,8 +239,8 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
                     f"{key.get(name)}; choose another --work, or start over with --force"
                 )
         return
-    for rung in LADDER:
-        (state / f"{rung.name}.json").unlink(missing_ok=True)
+    for check in HOUR_CHECKS:
+        (state / f"{check.name}.json").unlink(missing_ok=True)
     write_atomically(path, json.dumps(key) + "\n")
 
 
@@ -250,15 +251,15 @@ def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
     """
     wanting = [(item, one) for one in outcomes for item in one.findings if item.verdict != "ok"]
     wanting.sort(key=lambda pair: WORST.index(pair[0].verdict))
-    lines = [line_of(one.rung, item) for item, one in wanting]
-    essential = [one for one in outcomes if BY_NAME[one.rung].essential]
+    lines = [line_of(one.check, item) for item, one in wanting]
+    essential = [one for one in outcomes if BY_NAME[one.check].essential]
     if any(one.verdict == "fail" for one in outcomes) or not all(one.told for one in essential):
         return NO_GO, lines
     return (GO_WITH, lines) if lines else (GO, [])
 
 
-def line_of(rung: str, item: Finding) -> str:
+def line_of(check: str, item: Finding) -> str:
     """Return a finding as one line."""
     place = f"{item.where or 'all nodes'}{'' if item.device is None else f', device {item.device}'}"
     remedy = f"; remedy: {item.remedy}" if item.remedy else ""
-    return f"{item.verdict:8s}{rung}: {item.what} ({place}): {item.seen}{remedy}"
+    return f"{item.verdict:8s}{check}: {item.what} ({place}): {item.seen}{remedy}"

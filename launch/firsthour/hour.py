@@ -23,9 +23,9 @@ from subprocess import PIPE, TimeoutExpired
 from typing import Any
 
 from launch.firsthour.calibrate import judge_fit, judge_stage
+from launch.firsthour.checks import HOUR_CHECKS, Finding, Outcome
 from launch.firsthour.collectives import judge_collectives, measured, rows_of
 from launch.firsthour.judge import compared, hosts_evidence, judge_devices, judge_hosts, judge_operators, results_of
-from launch.firsthour.ladder import LADDER, Finding, Outcome
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_golden, judge_parallel, judge_resume
 from launch.firsthour.variants import STEPS as VARIANT_STEPS
 from launch.firsthour.variants import Variant, judge_variants, variants_of, write_overlay
@@ -119,7 +119,7 @@ class Hour:
 
     @property
     def each(self) -> int:
-        """Return the number of workers that stand for the devices of this node."""
+        """Return the number of workers on this node, each of which represents a device."""
         return max(2, min(8, self.view.devices))
 
     @property
@@ -128,7 +128,7 @@ class Hour:
         return self.each
 
     def group_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the check `collectives`, of which nothing is measured yet."""
+        """Return the rows of the check `collectives`, without measured values."""
         # its data is not checked here: no training starts, and the small recipe has data of its own
         run = from_recipe(resolve(load_recipe(self.recipe), layout="file"))
         return rows_of(run, cluster(DEFAULT_HARDWARE), self.world, self.device == "CPU")
@@ -144,13 +144,13 @@ class Hour:
 
     def work_of(self) -> dict[str, Any]:
         """Return check -> the function that runs it."""
-        return {rung.name: getattr(self, rung.name) for rung in LADDER}
+        return {check.name: getattr(self, check.name) for check in HOUR_CHECKS}
 
     # The checks of hosts and devices.
 
-    def _asked(self, rung: str, seconds: float) -> dict[str, Answer]:
+    def _asked(self, check: str, seconds: float) -> dict[str, Answer]:
         """Return what tc3 doctor says on every node."""
-        words = self.commands()[rung][0]
+        words = self.commands()[check][0]
         if self.nodes:
             own = [word for word in words[2:] if word not in ("--nodes", str(self.nodes), "--json")]
             return ask_all(self.names, [str(self.recipe.absolute()), *own], seconds)
@@ -257,7 +257,9 @@ class Hour:
         flat["checkpoint"]["save_interleaved_steps"] = SAVE
 
     def write_small(self) -> None:
-        """Write a corpus, the small recipe that the trainings use, and the same with a profile of some steps."""
+        """Write a corpus, the small recipe that the trainings use, and a copy of this recipe that profiles some
+        steps.
+        """
         flat: Any = load_recipe(self.recipe) if self.view.on_cpu else load_mini(self.recipe, str(self.corpus))
         flat = copy.deepcopy(flat)
         self.write_corpus(int(flat["model"]["model_config"]["vocab_size"]))
@@ -292,7 +294,7 @@ class Hour:
     no_memory = NO_MEMORY
 
     def write_measured(self) -> None:
-        """Write the recipe that the check `stage` trains, and the same with a profile of some steps."""
+        """Write the recipe that the check `stage` trains, and a copy of this recipe that profiles some steps."""
         self.write_small()
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:

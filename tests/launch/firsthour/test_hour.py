@@ -1,4 +1,4 @@
-"""What the rungs make of the outputs of the commands that they run; the commands themselves have tests of their own.
+"""How the checks judge the outputs of the commands that they run; the commands themselves have tests of their own.
 
 Variants of a stage: which dispatch modes and fused operators are tried, which wins, and what the overlay holds.
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.firsthour import rungs
+from launch.firsthour import hour as hours
 from launch.firsthour.calibrate import judge_fit, judge_stage
+from launch.firsthour.checks import judged
+from launch.firsthour.hour import Hour
 from launch.firsthour.judge import judge_devices, judge_operators
-from launch.firsthour.ladder import judged
-from launch.firsthour.rungs import Hour
 from launch.firsthour.variants import SURE, judge_variants, variants_of, winner_of, write_overlay
 from plugins.errors import ClusterError
 from plugins.hierarchical_ep.plan import MODES
@@ -39,7 +39,7 @@ def verdict(findings):
 
 
 def answering(monkeypatch, content):
-    monkeypatch.setattr(rungs, "ask", lambda words, seconds, env=None: content)
+    monkeypatch.setattr(hours, "ask", lambda words, seconds, env=None: content)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_golden_losses(hour, monkeypatch, golden, without, file, wanted):
                             "passed": not golden})  # fmt: skip
     found, evidence = hour.mini(60, {})
     assert verdict(found) == wanted
-    assert judged("mini", found, {}).bears == (wanted != "fail")  # rungs above may go on without golden numbers
+    assert judged("mini", found, {}).bears == (wanted != "fail")  # checks above may go on without golden numbers
     assert "tests/" not in json.dumps(evidence)
 
 
@@ -94,11 +94,11 @@ def test_a_resume_is_compared_bit_by_bit(hour, monkeypatch, cut, wanted):
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(monkeypatch):
     script = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']);"
-    monkeypatch.setattr(rungs, "argv", lambda words: [sys.executable, "-c", f"{script} time.sleep(99)"])
-    monkeypatch.setattr(rungs, "GRACE", 0.1)
+    monkeypatch.setattr(hours, "argv", lambda words: [sys.executable, "-c", f"{script} time.sleep(99)"])
+    monkeypatch.setattr(hours, "GRACE", 0.1)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(ClusterError, match="did not finish within 2 s"):
-        rungs.ask(["doctor"], 2)
+        hours.ask(["doctor"], 2)
     time.sleep(0.1)
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
@@ -113,9 +113,9 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(monkeypatch):
     ],
 )
 def test_a_command_that_fails_says_why(monkeypatch, script, words):
-    monkeypatch.setattr(rungs, "argv", lambda given: [sys.executable, "-c", script])
+    monkeypatch.setattr(hours, "argv", lambda given: [sys.executable, "-c", script])
     with pytest.raises(ClusterError) as error:
-        rungs.ask(["check"], 30)
+        hours.ask(["check"], 30)
     assert words in str(error.value)
     assert "tc3 check" in str(error.value)
 
@@ -136,7 +136,7 @@ def test_nodes_are_asked_with_the_recipe_and_named(tmp_path, monkeypatch):
             "d": Answer(told, Skew(0, 0.01)),
         }
 
-    monkeypatch.setattr(rungs, "ask_all", answer)
+    monkeypatch.setattr(hours, "ask_all", answer)
     found, evidence = hour.hosts(60, {})
     assert asked == [(["a", "b", "c", "d"], [str(MINI)], 60)]
     assert {(item.where, item.verdict) for item in found if item.what == "ssh"} == {("c", "fail")}
@@ -208,7 +208,7 @@ def test_operators_run_on_every_device_of_every_node(tmp_path, monkeypatch):
         sent.append((list(argvs), argvs["a"][:2], seconds))
         return {"a": json.dumps({"rows": [row]}), "b": Trouble("ssh", "no route", "look") if len(sent) == 1 else "x"}
 
-    monkeypatch.setattr(rungs, "call_each", call)
+    monkeypatch.setattr(hours, "call_each", call)
     found, evidence = hour.operators(60, {})
     assert [one[1] for one in sent] == [["env", f"ASCEND_RT_VISIBLE_DEVICES={number}"] for number in (0, 1)]
     assert all(one[0] == ["a", "b"] and one[2] == 30 for one in sent)
@@ -273,8 +273,8 @@ def test_each_run_is_started_once_and_one_that_fails_is_not_judged(tmp_path, mon
         def usual(self):
             return {"own": 0.4, "mode_hierarchical": 0.3, "mode_deduplicated": 0.5}[self.folder.name]
 
-    monkeypatch.setattr(rungs, "ask", ask)
-    monkeypatch.setattr(rungs, "load_run", Read)
+    monkeypatch.setattr(hours, "ask", ask)
+    monkeypatch.setattr(hours, "load_run", Read)
     (found,), seconds = hour.compare_variants(0.0)
     assert seconds == {"own": 0.4, "mode_global": None, "mode_hierarchical": 0.3, "mode_deduplicated": 0.5}
     assert found.verdict == "ok"
