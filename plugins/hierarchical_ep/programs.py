@@ -164,8 +164,8 @@ def _check_pair(programs, calls, members: frozenset[int], rank: int, other: int)
         group = programs[rank][mine[0]].group
         known = sorted({call.group for call in programs[other]})
         raise ClusterError(
-            f"rank {other} never calls group {group}, but rank {rank} does in call {mine[0]}; the groups that rank "
-            f"{other} calls are {known}"
+            f"rank {other} has no collective in group {group}, but call {mine[0]} of rank {rank} is in this group; "
+            f"rank {other} has collectives in the groups {known}"
         )
     for my_index, their_index in zip(mine, theirs, strict=False):
         _check_match(rank, my_index, programs[rank][my_index], other, their_index, programs[other][their_index])

@@ -103,10 +103,10 @@ were trained with `plugins.step_record`. `tc3 accuracy diagnose A B`, with the u
        usually: the save left it out, the resume did not load it, or it was loaded into another part
 
 The option `--all` also lists the consequences: from step 3 on the learning rate (0.0015 and 0) and the update of every
-weight differ, and from step 4 on the losses differ. So the resume loaded data, weights and moments, but not the
-optimizer's counter. The counter is `global_step` of MindSpore's `Optimizer`; the learning-rate schedule and AdamW's
-bias correction read it. The fault must therefore lie in the code that loads a checkpoint into the optimizer. In this
-example the line of `dim_5` in `tests/zoo/unseen.py` sets the counter to 0. This reproduces a reported fault of
+weight differ, and from step 4 on the losses differ. This shows that the resume loaded data, weights and moments, but
+not the optimizer's counter. The counter is `global_step` of MindSpore's `Optimizer`; the learning-rate schedule and
+AdamW's bias correction read it. The fault must therefore lie in the code that loads a checkpoint into the optimizer. In
+this example the line of `dim_5` in `tests/zoo/unseen.py` sets the counter to 0. This reproduces a reported fault of
 DiM-DiffusionMamba: the model is loaded, but the learning rate starts from the beginning. Comparing two recorded runs
 takes a second of processor time.
 

@@ -198,8 +198,8 @@ def read_record(run_dir: Path, rank: int) -> Executed:
     file = calls_file(run_dir, rank)
     if not file.is_file():
         raise DataError(
-            f"{file}: the file is missing, because the rank did not finish its first step or an older checkout "
-            "trained it; train again"
+            f"{file}: the file is missing: either the rank did not finish its first step, or an older version of this "
+            "repository trained the run; train again"
         )
     try:
         told = json.loads(file.read_text("utf-8"))

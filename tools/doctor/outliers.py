@@ -399,7 +399,7 @@ def probes_of(bundle: Bundle) -> dict[str, Probe]:
 
 
 def against(probe: Probe, bundle: Bundle) -> list[Finding]:
-    """Return the findings about a host's probe compared with the probes of a first hour.
+    """Return the findings about a host's probe, compared with the probes that `tc3 firsthour` has measured.
 
     Raises:
         DataError: the hour has probed no host.

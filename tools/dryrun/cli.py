@@ -62,8 +62,8 @@ class Ranks(click.ParamType):
     type=Ranks(),
     default=ALL,
     show_default=True,
-    help="Compile these global ranks, such as 0,512; all-stages compiles one rank for each kind of pipeline stage. The "
-    "dry run checks that compiled ranks that share a group call its collectives in the same order.",
+    help="Compile these global ranks, such as 0,512; all-stages compiles one rank for each kind of pipeline stage. If "
+    "two of these ranks belong to one communication group, the order of their collectives is compared.",
 )
 @click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
 @click.option(

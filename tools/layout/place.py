@@ -88,8 +88,8 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
 
 
 def recomputing_least(config: Configuration, model: TimeModel, cap_bytes: float) -> list[Configuration]:
-    """Return several variants of `config` with its layers where they are and less recomputation; in some of them whole
-    layers are recomputed. On each stage the first layers have one option and the others a weaker one, so that the stage
+    """Return variants of `config` that recompute less and leave the layers on their stages; the last variant recomputes
+    no whole layer. On each stage the first layers have one option and the others a weaker one, so that the stage
     keeps `cap_bytes` and takes the least time.
     """
     some = [_least(config, model, cap_bytes, options) for options in (ORDER, ORDER[1:])]

@@ -65,8 +65,8 @@ _PAIRS = ("dual_pipe", "dual_pipe_v", "interleaved_1f1b_pairs")
 
 
 def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> list[Op]:
-    """Return the operations that `stage` of `stages` runs, in order. Each of chunks x micro_batches has one forward and
-    one backward.
+    """Return the operations that `stage` of `stages` runs, in order. Each micro-batch has one forward and one backward
+    pass in each chunk.
 
     `chunks` is how many pieces of the model a stage holds (MindFormers' `pp_interleave_num`), `parts` into how many
     a sequence is split (`seq_split_num`). Through each chunk of dual_pipe goes one half of the micro-batches.

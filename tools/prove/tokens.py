@@ -41,7 +41,7 @@ def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def by_place(x: Spread) -> Spread:
-    """Return the flat value that `by_rank` changed, if every rank has its own elements again."""
+    """Return a value in the order that it had before `by_rank` changed the order, if each rank has its own elements."""
     rows = x.dims[0][-1] if len(x.dims) == 1 and x.dims[0] else None
     if not isinstance(rows, Rows) or rows.path != (("flat",),):
         return x

@@ -318,7 +318,10 @@ def test_of_two_searches_that_write_the_same_file_the_last_wins(tmp_path):
 
 
 @pytest.mark.usefixtures("stand_in_placement")
-def test_a_file_that_cannot_be_written_costs_no_other(tmp_path):
+def test_a_file_that_cannot_be_written_any_more_costs_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "tools.search.command.check_writable", lambda _: None
+    )  # it was checked when it could be written
     (tmp_path / "file").write_text("", "utf-8")
     words = ["--top", 1, "--write", tmp_path / "file" / "best.yaml", "--html", tmp_path / "report.html"]
     with pytest.raises(DataError, match=r"best\.yaml: cannot be written"):

@@ -39,7 +39,7 @@ def elementwise(*_: np.ndarray) -> Counts:
 
 
 def moved(*_: np.ndarray) -> Counts:
-    """Return the count of an operator that only moves values, forward and backward: 0."""
+    """Return the number of rounded additions of an operator that only moves values: none, forward and backward."""
     return Counts(0, 0)
 
 

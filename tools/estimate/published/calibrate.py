@@ -140,7 +140,7 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """Return the fitted parameters as the logarithms or numbers that the fit changes."""
+    """Return the parameters in the form in which the fit changes them: shares as they are, all others as logarithms."""
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
