@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from tools.files.atomic import check_writable, keep_existing, write_atomically
+from tools.files.atomic import check_writable, keep_existing, real_path, write_atomically
 from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.budget import Budget, interruptible
@@ -89,7 +89,8 @@ def layout(
     """
     loaded = apply_overrides(load_recipe(recipe), overrides)
     keep_files_of(recipe, "--out", out)
-    path = out or path_of(loaded.source)
+    own = path_of(loaded.source)
+    path = out or own
     if not is_layout_file(path):
         keep_existing("--out" if out else "the layout file", path, force)
     check_writable(path)
@@ -109,7 +110,9 @@ def layout(
     else:
         _print(found, text)
     click.echo(f"written: {path}", err=True)
-    if look(loaded, OFFSET) != AUTO:
+    if real_path(path) != real_path(own):
+        click.echo(f"a launch reads only {own}: move the layout there to use it", err=True)
+    elif look(loaded, OFFSET) != AUTO:
         click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
     tell_end(found.predicted["ended_by_time_limit"], budget.stopped, "layout ")
 

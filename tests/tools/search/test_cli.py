@@ -193,7 +193,8 @@ def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path):
     assert isinstance(result.exception, DataError) and "--force" in str(result.exception)
     assert mine.read_text() == "anything: 1\n"
     assert run_layout(recipe, "--effort", "1", "--out", mine, "--force").exit_code == 0
-    assert run_layout(recipe, "--effort", "1", "--out", mine).exit_code == 0
+    again = run_layout(recipe, "--effort", "1", "--out", mine)
+    assert again.exit_code == 0 and "a launch reads only " in again.stderr and "once its" not in again.stderr
 
 
 RECIPE = str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
