@@ -60,7 +60,7 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
     """Return a table [chunks][stages] with the number of layers of `numbers` that each chunk and stage holds.
 
     Raises:
-        ValueError: one of them is not a layer of the model.
+        ValueError: one of the numbers is not the number of a layer of the model.
     """
     where, counts = places(layers, schedule), Counter[tuple[int, int]]()
     for number in set(numbers):
@@ -77,7 +77,8 @@ def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
     mapping of operator patterns, return the table of the pattern with most layers.
 
     Raises:
-        ValueError, TypeError: it is neither a flag, nor such a list or mapping.
+        ValueError, TypeError: the value is neither a flag, nor a list of layer numbers, nor a mapping from operator
+            patterns to flags or such lists.
     """
     if isinstance(value, dict):
         tables = [table for table in (table_by_numbers(inner, layers, schedule) for inner in value.values()) if table]
@@ -230,9 +231,9 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
 def shards_gradients(view: View) -> bool:
     """Return whether accumulated gradients are sharded.
 
-    With `optimizer_level: level2` they are sharded, whatever the flag says (MindSpore 2.9.0,
-    set_parallel_optimizer_config). With level1 and level3 they are not, and MindSpore refuses the flag together with
-    these levels.
+    With `optimizer_level: level2` the gradients are sharded, whatever `gradient_accumulation_shard` says (MindSpore
+    2.9.0, set_parallel_optimizer_config). With level1 and level3 the gradients are not sharded, and MindSpore refuses
+    that key together with these levels.
     """
     level = view.get(LEVEL)
     return view.flag(GRADIENTS) if level is None else level == "level2"
@@ -340,8 +341,8 @@ SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shar
 
 
 def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the layers by chunk and stage that a recompute key names; None if it names none, () if its patterns
-    disagree.
+    """Return the number of layers, [chunks][stages], that a recompute key names: None if the key names no layers, () if
+    its operator patterns name different layers.
     """
     if key == _SELECT and select_of(value, layers, read) is None:
         return None
@@ -366,7 +367,7 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
 
 
 def named_layers(value: Any, layers: Table) -> set[int]:
-    """Return the layers that a key names if activations are swapped."""
+    """Return the numbers of the layers that a recompute key names, if the recipe swaps activations."""
     if isinstance(value, dict):
         return set().union(*(named_layers(inner, layers) for inner in value.values()))
     return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
@@ -465,7 +466,7 @@ def require_ulysses(recipe: Recipe, model: Model, degree: int) -> None:
     """Refuse a `ulysses_degree_in_cp` above 1 if MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
 
     Raises:
-        RecipeError: heads are cut, and the attention is not MLA, or its queries and values have different widths.
+        RecipeError: the degree cuts heads, and the attention is not MLA or has queries and values of different widths.
     """
     if degree > 1 and (refused := not_compiled(model)):
         why, rule = refused

@@ -126,8 +126,8 @@ class ExpertTimes(DeviceTimes):
         `plugins.ep_overlap` runs it.
 
         Args:
-            cuts: the pairs (b, s) among which to choose; all that divide batch and sequence if none are given. stride:
-                the stride of the order of issue; None: the fastest.
+            cuts: the pairs (parts of the batch, parts of a sequence) among which to choose; if empty, all pairs that
+                divide batch and sequence. stride: the stride of the order of issue; None: the fastest stride.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.

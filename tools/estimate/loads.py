@@ -243,8 +243,8 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     `source` says so. Every other line must be whole.
 
     Raises:
-        DataError: there is no such file, a line is not whole or holds no such counts, the file is empty, or its experts
-            or layers are not the run's. The message has one line, with file, line and key.
+        DataError: the log does not exist, is empty, has a line that is incomplete or holds no counts of tokens, or has
+            other experts or layers than the run. The message has one line, with file, line and key.
     """
     path = load_file(path) if path.is_dir() else path
     if not path.is_file():

@@ -152,7 +152,7 @@ class Block:
         return len(self.columns["dp"])
 
     def select(self, rows: np.ndarray) -> Block:
-        """Return the candidates of some rows (indices or mask)."""
+        """Return the block with only some of its rows, given by indices or a mask."""
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
@@ -177,7 +177,9 @@ def meshes(devices: int) -> Iterator[Mesh]:
 
 
 def blocks(request: Request, funnel: Funnel) -> list[Block]:
-    """Return all legal candidates by pp and vpp; `funnel` counts the others."""
+    """Return all legal candidates, in one block for each pair of pp and vpp; `funnel` counts the candidates that are
+    not legal.
+    """
     model = request.base.model
     found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
     eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)

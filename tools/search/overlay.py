@@ -138,7 +138,8 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
-    """Return the keys to change; none if the recipe already sends tokens in this way, or has no experts.
+    """Return the keys of the recipe that must change for `config`'s dispatch of tokens to experts; {} if the recipe
+    already dispatches tokens in this way, or has no experts.
 
     `node` is the number of devices of a node, if it is not the recipe's. `auto` is replaced by the mode that it means
     for the recipe's own degrees and cluster.

@@ -165,7 +165,7 @@ _ALIKE = "the layouts that cannot be told apart: each may be the fastest, within
 
 
 def html(found: Found, times: TimeModel, title: str) -> str:
-    """Return the text of the whole HTML file."""
+    """Return the text of the HTML file with the answer of a search."""
     request = found.request
     head = (
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, "

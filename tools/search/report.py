@@ -251,7 +251,9 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the comment at the head of the overlay, which says what the file is and from which recipe it was made."""
+    """Return the comment at the head of the overlay file: the contents of the file, and the recipe from which it was
+    made.
+    """
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
@@ -372,8 +374,8 @@ def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: 
 
 
 def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
-    """Return what `write_overlay` takes: the fastest layout that can run of the requested schedules, or of 1F1B if none
-    was requested.
+    """Return the arguments of `write_overlay` for the fastest layout that can run: one of the requested schedules, or
+    of 1F1B if no schedule was requested.
     """
     one = others.writable(found.uneven)
     if one is None or one.entry is None:
@@ -384,7 +386,9 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
 
 
 def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
-    """Return rows for a table: the schedules by time, among them `first` (of 1F1B, interleaved or not)."""
+    """Return rows for a table: the best layout of each schedule, sorted by time, among them `first` (of 1F1B or
+    interleaved 1F1B).
+    """
     own = Scheduled(first.config.schedule, first, "")
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
     rows = [

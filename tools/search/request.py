@@ -47,7 +47,7 @@ _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\
 
 @dataclass(frozen=True)
 class Limit:
-    """A `Limit` is one limit, as the user wrote it and in its parts."""
+    """A `Limit` is one limit on the strategies of a search, such as `tp<=8`: the user's text and its parts."""
 
     text: str
     name: str  # what it limits
@@ -56,7 +56,7 @@ class Limit:
     modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
-        """Return which of the numbers (or indices of words) satisfy the limit."""
+        """Return for each number (or index of a word) whether it satisfies the limit."""
         numbers = np.asarray(numbers)
         if self.sign == "%":
             return numbers % self.modulus == self.values[0]
@@ -162,7 +162,8 @@ class Request:
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:
-        """Return the load of the fullest of `ep` devices over the mean."""
+        """Return the load of the fullest device of an expert-parallel group of `ep` devices, divided by the mean load.
+        """
         return dict(self.skews).get(ep, self.base.skew)
 
     @property

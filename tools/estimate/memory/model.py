@@ -43,7 +43,7 @@ class StageMemory:
         weights: the weights that the optimizer updates.
         state: the optimizer's moments.
         accumulated: accumulated gradients, and the spare gradients of Transformer Engine.
-        gathered: weights in the computing type, if they exist for the whole step.
+        gathered: weights in the computing type, if they are kept for the whole step.
         activations: activations that are kept for the backward pass, at the fullest moment of the schedule.
         working: the bytes that one pass needs in addition to the kept activations.
         buffers: communication buffers.

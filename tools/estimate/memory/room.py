@@ -106,7 +106,7 @@ def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
     """Record errors in a file such as errors.yaml; they are rounded down so that no margin becomes smaller.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     scale = 10**_DIGITS
     rounded = {name: math.floor(error * scale) / scale for name, error in errors.items()}
@@ -124,8 +124,9 @@ class Room:
     """A `Room` is the memory that a job may use.
 
     Args:
-        cap: the bytes that it may use on a device; source: the source of this number, in words.
-        margin: the share of `cap` that predictions must leave free, because they may be off by as much.
+        cap: the bytes that the job may use on a device; source: the source of this number, in words.
+        margin: the share of `cap` that predictions must leave free, because a prediction may be too small by this
+            share.
     """
 
     cap: float

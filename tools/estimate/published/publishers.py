@@ -13,8 +13,8 @@ Megatron-Bridge's performance recipes have settings for MoE models that its tabl
 
 Dispatcher, overlap, recomputed operators and CUDA graphs were read in its repository (perf_recipes of deepseek, qwen
 and gpt_oss, and the configurations before them, releases r0.1.0 to r0.6.0 of October 2025 to August 2026). The rules
-depend only on device, release and model. Its token drop pads to a capacity factor of 1, so each expert gets the average
-number of rows.
+depend only on device, release and model. Token drop of Megatron-Bridge pads to a capacity factor of 1, so each expert
+gets the average number of rows.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ def release(row: str) -> str:
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return the configuration of a row of the tables, with the settings of its recipe; these settings are added to
-    `assumed`.
+    """Return the configuration of a row of Megatron-Bridge's tables of results, with the settings of the row's recipe;
+    these settings are added to `assumed`.
     """
     if not config.model.experts:
         return config

@@ -75,7 +75,8 @@ class BySchedule:
         """Return the fastest of the schedules that a recipe can ask for.
 
         Args:
-            uneven: the layouts under loads, in their order; if given, this order decides.
+            uneven: the layouts ranked under uneven loads, the best first; if given, this order decides which schedule
+                is returned.
         """
         able = [one for one in self.every if one.entry and not one.reason]
         order = {one.name: place for place, one in enumerate(uneven)}
@@ -88,7 +89,7 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
     """Return the schedules that `--schedule` names, without those that the search considers in any case.
 
     Raises:
-        RecipeError: there is no such schedule, or it is not searched.
+        RecipeError: a schedule does not exist, or the search does not rank it.
     """
     names = [name for word in words for name in (OTHERS if word == ALL else (word,))]
     for name in names:
@@ -187,7 +188,7 @@ def swapping_words(found: Swapping) -> list[str]:
 
 
 def swapping_json(found: Swapping) -> dict[str, Any]:
-    """Return values for `--json`; seconds are None if nothing fits."""
+    """Return the result of swapping as values for `--json`; seconds are None if no layout fits."""
     seconds = (found.without_s, found.with_s)
     without, swapping = (None if one == float("inf") else one for one in seconds)
     more = {"layers": dict(found.layers), "swapping_by_stage": list(found.by_stage), "peak_gib": found.peak / GIB}

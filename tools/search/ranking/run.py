@@ -108,7 +108,8 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
     """Return the predicted times and memory of a run.
 
     Raises:
-        RecipeError: its schedule has no model, or cannot run with these numbers.
+        RecipeError: the run's schedule cannot be simulated, or cannot run with its numbers of stages, chunks and
+            micro-batches.
     """
     step = times.step(config, simulated=True)
     return Entry(name, config, step.total, step.by_part, peak_memory(config), bound, times.mfu(config, step.total))

@@ -42,7 +42,7 @@ from tools.layout.problem import PlacedInstance, pipeline_instance
 
 @dataclass(frozen=True)
 class Swapped:
-    """A `Swapped` is a layer that swaps, in the terms of a recompute option of `tools.layout.instance.Option`."""
+    """A `Swapped` holds the time and memory of a layer that swaps its activations to the host."""
 
     extra_backward: float  # seconds added to the layer's backward
     activation: float  # bytes that stay on the device for each micro-batch in flight

@@ -202,7 +202,7 @@ def verify(
 
 
 def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judged | None = None) -> Verdict:
-    """Return what a strategy's dry run means.
+    """Return the verdict on a strategy after its dry run.
 
     Args:
         loads: the result for the strategy under uneven loads. The bytes that the fullest step adds to a stage,
