@@ -116,7 +116,9 @@ def read_graph(file: Path) -> GraphText:
 
 
 def tensors(text: str) -> tuple[TensorType, ...]:
-    """Return `<Tensor[BFloat16], (256, -1)>, ...` as types, including members of tuples."""
+    """Return the tensor types that a text of the form `<Tensor[BFloat16], (256, -1)>, ...` lists, including members of
+    tuples.
+    """
     found = [(match.start(), TensorType(match[1], _shape(match[2]))) for match in _TENSOR.finditer(text)]
     for match in _TUPLE.finditer(text):
         dtypes = [dtype for dtype, count in re.findall(_MEMBER, match[1]) for _ in range(int(count or 1))]

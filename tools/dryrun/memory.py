@@ -167,7 +167,8 @@ class Memory:
 
 
 def update_of(held: Iterable[Held], sharded: bool) -> int:
-    """Return `updating` of a rank, whose gradients add up over micro-batches; 0 where they do not.
+    """Return the bytes that a rank needs after the last pass for clipping and the optimizer (`updating`); 0 if
+    gradients are not accumulated over micro-batches.
 
     Args:
         sharded: `parallel.enable_parallel_optimizer`, without which MindFormers divides gradients in fp32.
@@ -335,7 +336,7 @@ def at_fullest(memory: Mapping[str, int], part: str) -> int:
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], update: int = 0) -> TimeLine:
-    """Return the row of a stage, whose peak is the total of `memory_of`.
+    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`.
 
     Args:
         held, graph, passes, update: as in `memory_of`; if the passes are unknown, the backward pass of every chunk

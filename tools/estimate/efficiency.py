@@ -104,7 +104,7 @@ class KnownError:
 
     @property
     def words(self) -> str:
-        """Return a sentence."""
+        """Return a sentence with the mean and the largest error of predicted step times on published runs."""
         return (
             f"off by {100 * self.mean:.1f} % on average and {100 * self.worst:.1f} % at most on {self.rows} published "
             f"runs of this device type, each model left out of the fit that predicts it (docs/estimator.md)"
@@ -130,7 +130,7 @@ class Newer:
 
     @property
     def words(self) -> str:
-        """Return a sentence."""
+        """Return a sentence with the mean and the largest error of predicted step times on runs of newer software."""
         return (
             f"runs of software that is newer than the fit, or of another stack, were off by {100 * self.mean:.1f} % on "
             f"average and {100 * self.worst:.1f} % at most ({self.rows} runs, all device types): rely on a prediction "

@@ -106,7 +106,9 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time; return infinity without a plan."""
+        """Return the relative gap between the plan's step time and its lower bound, (time - bound) / time; return
+        infinity without a plan.
+        """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else float("inf")
 
 

@@ -416,7 +416,9 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 
 
 def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]:
-    """Return `ways`, and also `group_ways` if `groups` is True."""
+    """Return the instances from which placements of a configuration are computed (`ways`); with `groups`, also the
+    instances in which layers may recompute groups of operators (`group_ways`).
+    """
     return [*ways(config), *(group_ways(config, model) if groups else [])]
 
 

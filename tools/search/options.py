@@ -57,7 +57,7 @@ class Effort(click.ParamType):
     name = "effort"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the units of work.
+        """Return the units of work that the option's text asks for.
 
         Raises:
             click.BadParameter: the value is neither a known word nor a number in range.
@@ -130,7 +130,7 @@ class RecipeOrCommand(click.Group):
         return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write both forms."""
+        """Write both forms of the command line: with a recipe, and with a command."""
         formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 

@@ -148,8 +148,8 @@ class Room:
 def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
-    """Return `memory_gib` if it is given, else the recipe's limit if the device has that much, else `USABLE` of the
-    device's memory.
+    """Return the memory that a job may use: `memory_gib` if it is given, else the recipe's limit if the device has that
+    much memory, else the share `USABLE` of the device's memory.
 
     Args:
         margin: the estimator's known error by default.

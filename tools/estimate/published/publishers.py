@@ -330,7 +330,7 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return a row as (configuration, samples of a step, assumptions).
+    """Return what a row of a MindFormers model card says as (configuration, samples of a step, assumptions).
 
     Raises:
         Unexpressed: LoRA, or a model whose dimensions are not known.
