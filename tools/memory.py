@@ -186,7 +186,7 @@ def pass_in_words(label: str) -> str:
 
 
 def print_stages(report: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each stage, then who holds the peak of the stage with the most memory."""
+    """Print a row for each stage, then the owners of the bytes at the peak of the stage with the most memory."""
     unit, name = unit_of(max(stage["peak"] for stage in report["stages"]))
     table = Table(box=None, pad_edge=False)
     table.add_column("stage", justify="right")

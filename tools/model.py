@@ -317,8 +317,8 @@ class Adapters:
 
 @lru_cache(maxsize=4096)
 def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: bool = False) -> tuple[Weight, ...]:
-    """Return all weights of one layer of a kind, frozen, and those of its adapters: A [rank, inputs] is cut as the
-    inputs of its layer, B [outputs, rank] as the outputs.
+    """Return all weights of one layer of a kind, which are frozen, and the weights of the layer's adapters: A [rank,
+    inputs] is cut as the inputs of its linear layer are, and B [outputs, rank] as the outputs are.
     """
     own = weights(model, kind, shared_whole)
     found = [replace(weight, frozen=True) for weight in own]
@@ -335,7 +335,7 @@ def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: boo
 
 
 def adapter_parameters(model: Model, adapters: Adapters) -> int:
-    """Return the number of elements in all adapters of the model, which are all that is trained."""
+    """Return the number of elements in all adapters of the model; nothing else of the model is trained."""
     kinds = (*model.pattern, *["mtp"] * model.mtp)
     return sum(w.size for kind in kinds for w in with_adapters(model, kind, adapters) if not w.frozen)
 
@@ -377,7 +377,8 @@ def layer_size(model: Model, kind: str) -> int:
 
 
 def used_size(model: Model, kind: str) -> int:
-    """Return the number of elements that one token uses in a layer: of the routed experts, the top-k."""
+    """Return the number of weight elements that one token uses in a layer; of the routed experts only the top-k count.
+    """
     idle = sum(weight.size for weight in weights(model, kind) if weight.split == "experts")
     return layer_size(model, kind) - (idle // model.experts * (model.experts - model.top_k) if idle else 0)
 
@@ -388,15 +389,15 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Return the number of elements that one token passes through, with the embedding and without MTP. The name of a
-    model, such as 105B-A4.7B, states this number of elements after the A.
+    """Return the number of weight elements that one token passes through, with the embedding and without MTP. The name
+    of a model, such as 105B-A4.7B, states this number of elements after the A.
     """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 
 
 def stage_parameters(model: Model, layers: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of elements on each stage (all its devices together). `layers` is [chunk][stage] in the order
-    of the model.
+    """Return the number of weight elements on each stage (on all devices of the stage together). `layers` is
+    [chunk][stage] in the order of the model.
 
     The embedding is on the first stage, head and MTP on the last. With an MTP layer the last stage also looks tokens up
     in the embedding, which MindFormers shares between the stages: it is counted once.
@@ -416,9 +417,9 @@ FORMULA = "6 x (weights and gates that multiply a token) + 3 x seq x heads x (d_
 
 
 def multiplied(model: Model) -> dict[str, int]:
-    """Return the number of elements that multiply one token, by module: "attention", "mlp", "experts", "router", "mtp"
-    and "head"; with several residual streams also "hyper-connections", which count the gates of a token as well as the
-    weights that make them.
+    """Return the number of weight elements that multiply one token, by module: "attention", "mlp", "experts", "router",
+    "mtp" and "head"; with several residual streams also "hyper-connections", which count the gates of a token as well
+    as the weights that make them.
 
     Of the routed experts the top-k. An MTP layer counts as "mtp" but for its prediction, which is another head.
     """

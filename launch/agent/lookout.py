@@ -80,7 +80,7 @@ class Around:
         return None
 
     def began(self) -> End | None:
-        """Return how the part of that host ended whose failure ended the attempt."""
+        """Return how the workers of one host ended: of the host whose failure ended the attempt."""
         number = self.plan.attempt
         first = self.meeting.over(number)
         return self.meeting.ended(number, first) if first else None

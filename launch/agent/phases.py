@@ -112,7 +112,8 @@ class _Rank:
 
 @dataclass
 class Phases:
-    """This follows the local workers of one attempt; create it before they start.
+    """This object finds in which phase the local workers of one attempt are; create the object before the workers
+    start.
 
     Attributes:
         phase, since: the phase of the slowest worker, and its begin by `clock`.

@@ -42,7 +42,7 @@ LOSS = "lm_loss"  # without the balancing loss, which depends on how a batch is 
 
 
 class NpuHour(Hour):
-    """An `NpuHour` is the first hour of a recipe for Ascend on hosts with NPUs."""
+    """An `NpuHour` runs the checks of `tc3 firsthour` with a recipe for Ascend on hosts with NPUs."""
 
     @property
     def device(self) -> str:
@@ -212,11 +212,12 @@ class NpuHour(Hour):
 
 
 def hour_of(recipe: Path, work: Path, nodes: Path | None, planned: bool) -> Hour:
-    """Return the first hour of a recipe on this host: an `NpuHour` if the host has NPUs, otherwise the rehearsal on
-    CPU.
+    """Return the object that runs the checks of `tc3 firsthour` with a recipe on this host: an `NpuHour` if the host
+    has NPUs, otherwise an `Hour`, which rehearses the checks on CPU.
 
     Args:
-        planned: the hour is not started, so a recipe for Ascend is planned for NPUs also on a host without them.
+        planned: whether the checks are only planned and not started, so that a recipe for Ascend is planned for NPUs
+            also on a host without NPUs.
 
     Raises:
         ClusterError: the host has NPUs, and the recipe is for a CPU.

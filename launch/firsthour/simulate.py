@@ -157,7 +157,7 @@ def _check_defect(place: str, defect: Any, found: Cluster) -> None:
 
 
 class Play:
-    """A `Play` runs the checks of a first hour on a simulated cluster."""
+    """A `Play` runs the checks of `tc3 firsthour` on a simulated cluster."""
 
     def __init__(self, found: Cluster, config: Configuration):
         self.cluster, self.config = found, config

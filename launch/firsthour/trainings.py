@@ -1,6 +1,6 @@
-"""This module judges the trainings of a first hour: it compares losses with golden losses, kinds of parallelism with
-one device, and a resumed run with one that was not killed. Its functions are pure: they judge the
-trainings of a simulated cluster (`launch.firsthour.played`) by the same rules as real ones.
+"""This module judges the trainings of `tc3 firsthour`: it compares losses with golden losses, kinds of parallelism with
+one device, and a resumed run with one that was not killed. Its functions are pure: they judge the trainings of a
+simulated cluster (`launch.firsthour.played`) by the same rules as real ones.
 """
 
 from __future__ import annotations

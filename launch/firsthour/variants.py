@@ -28,7 +28,7 @@ FUSED = ("apply_rope_fusion", "bias_swiglu_fusion", "moe_permute_fusion")  # swi
 
 @dataclass(frozen=True)
 class Variant:
-    """A `Variant` is one value of a key; it is the `own` variant if it is the recipe's value."""
+    """A `Variant` is one value of a key of a recipe; `own` says whether this is the recipe's own value."""
 
     path: tuple[str, ...]
     value: Any

@@ -1,4 +1,5 @@
-"""This module compares a recipe with MindFormers' own build of it: a key that did not arrive is an error.
+"""This module compares a recipe with the TransformerConfig that MindFormers itself builds from it: a key of the recipe
+that does not reach this TransformerConfig is an error.
 
 The checks emulate what MindFormers does (`tools.schema.converter`, `tools.schema.stages`); this asks MindFormers
 itself for its TransformerConfig and layer split, on CPU, without building a network. It runs as

@@ -20,8 +20,8 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return the reason that the card of a recipe, or of one of its bases, gives against training it; empty if there is
-    none.
+    """Return the reason that the `card.yaml` of a recipe, or of one of its bases, gives against training the recipe; ""
+    if no card gives a reason.
     """
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""

@@ -33,7 +33,7 @@ class TokenizerSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `Tokenizer` holds the facts of a loaded tokenizer.
+    """A `Tokenizer` holds the properties of a loaded tokenizer, such as its vocabulary size.
 
     vocab_size: largest id + 1, what a model's embedding must at least hold.
     lossless: decoding gives back the exact text. fingerprint: equal for tokenizers that give equal ids.

@@ -26,7 +26,8 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass
 class Verification:
-    """A `Verification` is the outcome of a check. `findings` (about 10 at most) is empty if no error was found.
+    """A `Verification` is the outcome of a check of a .bin/.idx pair. `findings` (about 10 at most) is empty if no
+    error was found.
 
     compared: documents whose content was compared with the source. method: "text" (decoded ids equal the source's
     text), "ids" (the tokenizer loses text, so the source was encoded again and the ids are equal), or "none".

@@ -103,7 +103,8 @@ class Seconds:
 
 
 def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) -> Seconds | str:
-    """Return predictions for a run, or the reason why there are none.
+    """Return the predictor of a run's step times under its recorded expert loads, or the reason why these times cannot
+    be predicted.
 
     Raises:
         RecipeError: there is no such cluster.

@@ -53,8 +53,8 @@ class Change:
 
 
 def what_if(advice: Advice, asked: str) -> list[Change]:
-    """Return the steps in this order: the unchanged recipe under its uneven loads, the recipe at even loads, and the
-    recipe after each change.
+    """Return the predicted steps in this order: of the unchanged recipe under its uneven loads, of the recipe at even
+    loads, and of the recipe after each change.
 
     Args:
         advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, for other degrees.

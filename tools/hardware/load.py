@@ -50,8 +50,8 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """Return the name of the device in a text such as "H100-80GB SXM, 8 a node"; return "" if no device is known by
-    it.
+    """Return the name of the device in a text such as "H100-80GB SXM, 8 a node"; return "" if the text names no known
+    device.
     """
     name = name_of(text)
     if name in NAMES:
@@ -79,7 +79,7 @@ class _Loader(SmallLoader):
 
 
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
-    """Return the content of a cluster's YAML file.
+    """Return the content of a YAML file that a user wrote, such as a cluster's file.
 
     Args:
         error: to raise; shown: the file's name in it, `path` by default.

@@ -231,8 +231,8 @@ def by_layers(
     # of a V both ends are on stage 0: layers are counted on the next one
 
     def held(first: int, stage: int) -> np.ndarray:
-        """Return the value of `of_stage` for a stage if the model's first chunk holds `first` layers and its last chunk
-        all other layers.
+        """Return the value of `of_stage` for a stage if the chunk `begin` holds `first` layers, and the model's last
+        chunk holds all other layers.
         """
         counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
         counts[begin] = first

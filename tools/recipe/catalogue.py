@@ -111,8 +111,8 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """Return the cards below the folder `recipes`: first TeleChat3-MoE, last the modelled families, and small models
-    first within each.
+    """Return the cards below the folder `recipes`: those of TeleChat3-MoE first, those of families that are only
+    modelled last, and within each family the small models first.
 
     Raises:
         RecipeError: a card lacks a key, has one too many, or claims what no card may claim.

@@ -119,7 +119,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the batches of both sides, and the changes, the most important group first."""
+    """A `Comparison` holds the batches of both recipes, and the changes between the recipes, the most important group
+    first.
+    """
 
     before: Batch
     after: Batch

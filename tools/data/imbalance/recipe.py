@@ -210,7 +210,9 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """A `OneStep` holds the attention [ranks, micro-batches] of a step over the mean, without and with the plan."""
+    """A `OneStep` holds the attention work of each rank's micro-batches in one step, [ranks, micro-batches], divided by
+    the mean, once without and once with the plan.
+    """
 
     number: int
     before: np.ndarray
@@ -219,8 +221,8 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds the results of the chosen steps. Each pair holds the value without the plan and the value with
-    it.
+    """A `Steps` holds the results of the chosen steps. Each pair of values consists of the value without the plan and
+    the value with the plan.
 
     Args:
         numbers: int64 [steps].
@@ -263,7 +265,9 @@ class _Window:
 
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
-    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare them with no plan."""
+    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare the loads of devices with and
+    without these plans.
+    """
     reporter.start("planning steps", len(starts))
     windows = []
     for number, start in enumerate(starts.tolist()):
