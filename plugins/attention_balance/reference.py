@@ -123,7 +123,7 @@ def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[i
 
 
 def none(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Return the plan without scheduling: the order of the dataset."""
+    """Return the plan without balancing, in which the samples keep the order of the dataset."""
     return unscheduled(ranks, micro_batches, slots)
 
 

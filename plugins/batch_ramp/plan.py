@@ -77,7 +77,7 @@ read = Settings.read
 
 @dataclass(frozen=True)
 class Ramp:
-    """This converts between steps and samples.
+    """A `Ramp` converts between steps and samples of a run whose global batch grows.
 
     Attributes:
         stages: (last step, samples in a step) of each stage; both numbers grow. full: the number of samples in a step

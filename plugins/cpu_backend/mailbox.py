@@ -36,8 +36,8 @@ PATIENCE = 5.0
 
 
 class Disconnected(OSError):
-    """This error says that the other side closed the connection, or sent something that is not a message of this
-    module.
+    """This error says that the rank at the other end of a connection closed the connection, or sent bytes that are not
+    a message of this module.
     """
 
 
@@ -135,7 +135,7 @@ def fill(connection: socket.socket, buffer: memoryview) -> None:
 
 @dataclass
 class Call:
-    """This records which frames one call of an exchange on this rank still waits for.
+    """A `Call` records the frames for which one call of an exchange on this rank still waits.
 
     Attributes:
         where: the name of the call in messages; tag: its conversation; named: whether other ranks use the same name;
@@ -154,7 +154,8 @@ class Call:
 
 
 class Mailbox:
-    """This holds the frames that arrived, by sender and tag, and which ranks are lost or waiting.
+    """A `Mailbox` holds the frames that have arrived at this rank, by sender and tag, and records which other ranks are
+    lost or waiting.
 
     Args:
         rank: the rank that owns the mailbox.
@@ -187,7 +188,9 @@ class Mailbox:
             self.changed.notify_all()
 
     def sent(self, peer: int, call: Call | None) -> None:
-        """Record that a frame for this peer, of the given call or (None) buffered, was written to its socket."""
+        """Record that a frame for this peer was written to the peer's socket; the frame belongs to `call`, or (None) to
+        a buffered send.
+        """
         with self.changed:
             if call is None:
                 self.buffered[peer] -= 1

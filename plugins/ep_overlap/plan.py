@@ -77,7 +77,9 @@ Chain = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class Passes(Generic[T]):
-    """This holds a value for each pass: forward, backward, and a backward that replays forward first."""
+    """A `Passes` holds one value for each kind of pass: forward, backward, and a backward that first repeats the
+    forward.
+    """
 
     forward: T
     backward: T
@@ -121,8 +123,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """This is the division into chunks and the order that were chosen for a layer, with the expected times. The times
-    are in seconds, for one layer and one micro-batch.
+    """A `Choice` holds the division into chunks and the order of issue that were chosen for an MoE layer, with the
+    predicted times. The times are in seconds, for one layer and one micro-batch.
 
     Args:
         chunks: (b, s), the numbers of parts of batch and sequence.

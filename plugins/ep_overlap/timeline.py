@@ -39,7 +39,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Span:
-    """This is an operator with its start and end, in seconds from the start of the timeline."""
+    """A `Span` is an operator with its start and its end, in seconds from the start of the timeline."""
 
     op: Op
     start: float

@@ -124,7 +124,7 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         self.take_copies(np.arange(config.num_moe_experts), none(1, devices, spare)[0])
 
     def take_copies(self, slots, copies):
-        """Use these copies of experts from the next step on.
+        """Use the given placement and the given copies of experts from the next step on.
 
         Args:
             slots: int [E], the placement. copies: int [D x spare], as in `plugins.expert_balance.copies`.

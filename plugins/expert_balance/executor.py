@@ -86,7 +86,7 @@ class Ranks(Protocol):
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """Send each rank its part of the list; return what each rank sent to this one."""
+        """Send each rank its part of the list `parts`; return the parts that the ranks sent to this rank."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def from_first(ranks: Ranks, own: np.ndarray) -> np.ndarray:
 
 
 def agree(ranks: Ranks, what: str, content: bytes) -> None:
-    """Raise ClusterError on every rank unless all ranks bring the same `content`."""
+    """Raise ClusterError on every rank unless all ranks call this function with the same `content`."""
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)[None]
     digests = [bytes(each) for each in _from_all(ranks, _DIGESTS, digest)]
     other = [rank for rank, each in enumerate(digests) if each != digests[0]]

@@ -25,8 +25,8 @@ State = tuple[np.ndarray, np.ndarray]  # placements [layers, E], and copies [lay
 
 @dataclass(frozen=True)
 class Replay:
-    """This says what a policy would have done over the recorded steps, and how well the devices would have been
-    balanced.
+    """A `Replay` holds the placements that a policy would have made over the recorded steps, and the balance of the
+    devices under these placements.
 
     Args:
         ratios: [steps, layers] max/mean of each step under its placement.

@@ -52,7 +52,7 @@ def routers_file(run_dir: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Alarm:
-    """This says that a router needs attention, and why.
+    """An `Alarm` says which router needs attention, and why.
 
     Args:
         layer: the number of the MoE layer in the model. rule: fullest, entropy, similarity, idle or bias.

@@ -83,7 +83,8 @@ class Forward(nn.Cell):
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HeldOutLoss(Callback):
-    """Evaluate before the first step, every `every` steps of the whole run (see `plan.due`), and after the last.
+    """This callback evaluates the held-out loss before the first step, every `every` steps of the whole run (see
+    `plan.due`), and after the last step.
 
     Args:
         data_loaders: a `train_dataset.data_loader` section for each held-back corpus, whose whole global batches are

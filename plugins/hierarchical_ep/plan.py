@@ -202,7 +202,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """This is what each rank does for one layer and one micro-batch.
+    """A `Plan` holds the sends, the receives and the computation of each rank for one MoE layer and one micro-batch.
 
     Attributes:
         dispatch: the steps of dispatch, in order; `combine` undoes them in reverse.

@@ -94,7 +94,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
     def preprocess_hf_weights(
         self, src_name: str, parameter: Any, experts_weights: dict, qkv_weights: dict, num_moe_experts: int
     ) -> tuple[str | None, Any]:
-        """Stack all experts of a kind, under their common name; return (None, None) until the last expert comes."""
+        """Stack the tensors of one kind of all experts under their common name; return (None, None) until the tensor of
+        the last expert comes.
+        """
         words = src_name.split(".")
         number = words.index("experts") + 1
         index, words[number] = int(words[number]), "stack"

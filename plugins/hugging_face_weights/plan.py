@@ -34,7 +34,8 @@ _LATENT_QUERY = (
 
 @dataclass(frozen=True)
 class Row:
-    """This is a parameter: its name, the tensors from which it is made, and how.
+    """A `Row` describes one parameter of MindFormers' model: its name, the Hugging Face tensors from which it is made,
+    and the way in which these tensors are joined.
 
     how: `same`; `gate_up` (rows that alternate, or halves, as the model has it); `qkv` (of each group its queries, its
         key, its value; of two parts, the second has both of each group); `experts` (each turned, one over the other;

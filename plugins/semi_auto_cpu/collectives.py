@@ -56,7 +56,7 @@ Arrays = Sequence[np.ndarray]
 
 
 class CallRecord(NamedTuple):
-    """One collective.
+    """A `CallRecord` describes one collective that a rank called in a step.
 
     Attributes:
         op: MindSpore's name of the operator; ranks: the ranks of its group in their order; bytes, shape, dtype: those
@@ -74,7 +74,7 @@ class CallRecord(NamedTuple):
 
 
 class Calls:
-    """This records the collective calls that a rank makes after `begin`."""
+    """A `Calls` records the collective calls that a rank makes after the method `begin` was called."""
 
     def __init__(self) -> None:
         self._calls: list[CallRecord] = []

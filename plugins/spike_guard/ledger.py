@@ -157,5 +157,5 @@ def add_entry(run_dir: str | Path, entry: Entry) -> None:
 
 
 def samples_of(entries: Sequence[Entry]) -> Ranges:
-    """Return all samples that the entries leave out."""
+    """Return all samples that the entries of a run's ledger leave out."""
     return normal(pair for entry in entries for pair in entry.samples)

@@ -215,7 +215,8 @@ def what_follows(
     trained: Callable[[int], int],
     skipped: Ranges,
 ) -> tuple[Entry | None, str]:
-    """Return the consequence of a spike at `step`: the entry with the samples to leave out, and a sentence about it.
+    """Return the consequence of a spike at `step`: the ledger entry with the samples to leave out, and a sentence about
+    this entry.
 
     Args:
         wrong: a description of the spike; before: the spikes after which this run has gone back; trained: the samples

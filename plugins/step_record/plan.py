@@ -60,8 +60,9 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Adam:
-    """These are the optimizer's numbers for one step: the learning rate, and `count`, the number of its updates.
-    `momentum` is the momentum of the matrices that Muon updates; Muon leaves the other weights to AdamW.
+    """An `Adam` holds the optimizer's numbers for one step: the learning rate, and `count`, the number of updates that
+    the optimizer has made. `momentum` is the momentum of the matrices that Muon updates; Muon leaves the other weights
+    to AdamW.
     """
 
     lr: float

@@ -174,8 +174,8 @@ class Unknown:
 
 
 class Verdict(NamedTuple):
-    """This is the result: the slow ranks (the slowest of each kind first), the ranks of which nothing is known, and the
-    number of compared ranks.
+    """A `Verdict` is the result of comparing the ranks of a run: the slow ranks (the slowest of each kind first), the
+    ranks of which nothing is known, and the number of compared ranks.
     """
 
     slow: list[SlowRank]
@@ -226,8 +226,8 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
 
 
 class Own(NamedTuple):
-    """This identifies one series of probes, those of a rank on one host. A rank that moved to a spare host starts a new
-    series.
+    """An `Own` identifies one series of probes: the probes of one rank on one host. A rank that moved to a spare host
+    starts a new series.
     """
 
     rank: int
