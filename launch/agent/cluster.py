@@ -89,7 +89,9 @@ REQUEUES = 3
 
 
 def sbatch_file(job: Allocation) -> str:
-    """Return the text of the sbatch file of `job`; options on sbatch's own command line override those in the file."""
+    """Return the text of the sbatch file of `job`; options on sbatch's own command line override the options in the
+    file.
+    """
     return "\n".join(
         [
             *_head(job),

@@ -100,15 +100,15 @@ class Around:
 
 @dataclass(frozen=True)
 class Link:
-    """This is the network interface through which this node reaches the other nodes; it is None if there are no other
-    nodes, or if the interface is not known.
+    """A `Link` watches the network interface through which this node reaches the other nodes; the interface is None if
+    there are no other nodes, or if it is not known.
     """
 
     interface: str | None = None
 
     def lost(self) -> list[str]:
-        """Return a list with a sentence if the network interface has no link; the list is empty if there is a link, or
-        if this cannot be checked.
+        """Return a list with a sentence if the network interface has no link; the list is empty if the interface has a
+        link, or if the link cannot be checked.
         """
         known = psutil.net_if_stats().get(self.interface or "")
         return [f"network interface {self.interface} has no link"] if known and not known.isup else []

@@ -135,7 +135,7 @@ class Outcome:
         return self.verdict != "fail" and self.told
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome as plain values; those of the evidence are not copied."""
+        """Return the outcome as plain values; the values of the evidence are not copied."""
         return {**vars(self), "findings": [asdict(item) for item in self.findings]}
 
 
@@ -220,7 +220,8 @@ def _kept(state: Path, check: HourCheck) -> Outcome | None:
 
 
 def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
-    """Make the folder for the outcomes of all checks, or make sure that it belongs to the same recipe and software.
+    """Make the folder for the outcomes of all checks, or make sure that an existing folder belongs to the same recipe
+    and software.
 
     Args:
         key: the values on which outcomes depend. again: whether earlier outcomes are deleted.

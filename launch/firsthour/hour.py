@@ -87,7 +87,7 @@ class Hour:
         return self.work / "small.yaml"
 
     def commands(self) -> dict[str, list[list[str]]]:
-        """Return check -> the commands that it runs."""
+        """Return for each check the commands that the check runs."""
         recipe, json_ = str(self.recipe), "--json"
         nodes = ["--nodes", str(self.nodes)] if self.nodes else []
         workers = [] if self.nodes or self.device == "Ascend" else ["--workers", str(self.each)]
@@ -143,7 +143,7 @@ class Hour:
         return [name for name, there in kinds.items() if there] or ["data_parallel_2"]
 
     def work_of(self) -> dict[str, Any]:
-        """Return check -> the function that runs it."""
+        """Return for each check the function that runs the check."""
         return {check.name: getattr(self, check.name) for check in HOUR_CHECKS}
 
     # The checks of hosts and devices.
@@ -386,8 +386,8 @@ def argv(words: Sequence[str]) -> list[str]:
 
 
 def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the JSON that a command of tc3 prints; exit codes 0 and 1 mean that the command has judged, all others
-    that it could not.
+    """Return the JSON that a command of tc3 prints; exit codes 0 and 1 mean that the command has reached a verdict, all
+    other exit codes that it could not.
 
     Raises:
         ClusterError: it was not finished in time, or failed; the message ends with its last words.
@@ -403,7 +403,7 @@ def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = No
 
 
 def text_of(words: Sequence[str], seconds: float) -> str:
-    """Return what a command of tc3 prints.
+    """Return the text that a command of tc3 prints.
 
     Raises:
         ClusterError: as `ask`.

@@ -86,7 +86,7 @@ class NpuHour(Hour):
         return [*words, "--no-bind", *more]
 
     def commands(self) -> dict[str, list[list[str]]]:
-        """Return check -> the commands that it runs."""
+        """Return for each check the commands that the check runs."""
         saved = str(self.work / "one" / "checkpoint" / f"iteration_{SAVE:08d}")
         parallel = []
         for count in self.counts:
@@ -113,7 +113,7 @@ class NpuHour(Hour):
             self.write_hosts(count)
 
     def write_hosts(self, devices: int) -> None:
-        """Write the file of the nodes of a training, if it takes several."""
+        """Write the file that lists the nodes of a training, if the training takes several nodes."""
         if devices > self.each:
             names = self.names[: -(-devices // self.each)]
             self.hosts_of(devices).write_text("".join(f"{name} {self.each}\n" for name in names), encoding="utf-8")
@@ -129,7 +129,9 @@ class NpuHour(Hour):
         return judge_curves(rows), {"rows": rows}
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train on more devices, from the checkpoint of one device, and compare their losses with those of that one."""
+        """Train on more devices, from the checkpoint of one device, and compare the losses with those of the single
+        device.
+        """
         until = time.monotonic() + seconds
         rows: list[dict[str, Any]] = []
         one = self.losses("one", 1)
@@ -194,7 +196,7 @@ class NpuHour(Hour):
         self.write_hosts(View(flat).devices)
 
     def variants(self) -> list[Variant]:
-        """Return the variants of the stage; none if the devices are too few for a stage."""
+        """Return the variants of the recipe of one stage; the list is empty if the devices are too few for a stage."""
         try:
             return variants_of(View(self.cut), on_cpu=False)
         except RecipeError:

@@ -170,7 +170,7 @@ class Play:
         return self.cluster.hosts
 
     def work_of(self) -> dict[str, Any]:
-        """Return check -> the function that simulates it."""
+        """Return for each check the function that simulates the check."""
         return {check.name: getattr(self, check.name) for check in HOUR_CHECKS}
 
     def hosts(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""This module is the command `tc3 generate`: it prints how a trained mini continues a prompt, token by token."""
+"""This module is the command `tc3 generate`: it prints how a trained model continues a prompt, token by token."""
 
 from __future__ import annotations
 

@@ -463,7 +463,7 @@ def _shuffle_in_words(shuffle: Shuffle) -> str:
 
 
 def all_steps(recipe: Recipe) -> int:
-    """Return the total number of steps that the recipe trains; 0 if it does not say."""
+    """Return the total number of steps that the recipe trains; 0 if the recipe does not state this number."""
     view = View(recipe)
     return view.number((*RUNNER, "epochs"), 1) * view.ramp.steps_of(view.samples)
 

@@ -148,8 +148,8 @@ def worker_environment(
 
 
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
-    """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same, and says
-    why.
+    """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same
+    variables, and says why.
     """
     saves = (recipe.get("checkpoint") or {}).get("save_path")
     shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}

@@ -72,8 +72,7 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
 
 
 def check_sound(recipe: Recipe) -> None:
-    """Raise RecipeError with the errors of `tc3 check`, because the run would fail, or would not do what the recipe
-    describes.
+    """Raise RecipeError with the errors of `tc3 check`, because the run would fail, or would differ from the recipe.
 
     Raise ClusterError if the ranks of an expert-parallel group would wait for each other for ever. A card's warning
     against training a recipe is only printed, because one may want to train it at toy size or with its plugins.

@@ -115,8 +115,8 @@ class TrainingProgress:
 def draw_loss_curve(
     steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, Evaluation]
 ) -> Path:
-    """Draw the loss over `steps` (step -> its record), and `evaluations` (step -> held-out losses) as points: a line
-    for each corpus where there are several.
+    """Draw the loss over `steps` (step -> its record), and `evaluations` (step -> held-out losses) as points: if there
+    are several corpora, a line for each of them.
 
     Matplotlib is imported only here; its Agg backend needs no display. Returns `out_path`.
     """

@@ -1,5 +1,5 @@
-"""This module lets all ranks save at one step and end on request, or none of them, through files in the attempt's
-folder.
+"""This module lets all ranks of a run, or no rank at all, save at one step and end on request, through files in the
+attempt's folder.
 
 If a node has to go soon (SIGTERM), its agent names a step that no rank can have passed yet. At the end of each step
 ranks read a file that exists from the beginning (an NFS client may not look again for a file that it remembers as
@@ -73,7 +73,7 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
 
 
 def requested(file: Path) -> int | None:
-    """Return the step that a request names; None if there is no request yet, or it is incomplete."""
+    """Return the step that a request names; None if there is no request yet, or the request is incomplete."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(file.read_text(encoding="utf-8"))["step"])
     return None

@@ -148,8 +148,8 @@ class Balance:
 
 
 def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout, first: int = 0) -> Balance:
-    """Compare the step times of `plan` [steps, ...], which covers the steps from `first` on, with those without
-    scheduling and with the lower bound.
+    """Compare the step times of `plan` [steps, ...], which covers the steps from `first` on, with the step times
+    without the plan and with the lower bound.
     """
     steps = len(plan)
     batch = np.asarray(costs[first * layout.batch : (first + steps) * layout.batch]).reshape(steps, layout.batch)

@@ -136,8 +136,9 @@ def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
 
 
 def fewest_micro_batches(pipeline: int, scheduler: str = "") -> int:
-    """Return the fewest micro-batches of a step of a ramp on so many stages: one for each, which zero_bubble_v doubles,
-    and at least two, because MindSpore accumulates a single one wrongly.
+    """Return the smallest number of micro-batches that a step of a growing batch may have on `pipeline` stages: one for
+    each stage, twice as many with zero_bubble_v, and at least two, because MindSpore accumulates a single micro-batch
+    wrongly.
     """
     return max(2, 2 * pipeline if scheduler == _TWICE and pipeline > 1 else pipeline)
 

@@ -301,8 +301,8 @@ class CpuRoutedExperts(RoutedExperts):
             setattr(self, name, _part(getattr(self, name), first, end, self.num_local_experts))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """Compute what the parent's `forward_func` computes; the gradients of w1 and w2 are divided by the number of
-        workers.
+        """Compute the same output as the parent's `forward_func`; the gradients of w1 and w2 are divided by the number
+        of workers.
         """
         return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
 

@@ -1,5 +1,5 @@
-"""This module defines the messages between two ranks of a `transport.Mesh`, keeps those that have arrived, and lets a
-call wait for the messages that it needs.
+"""This module defines the messages between two ranks of a `transport.Mesh`, keeps the messages that have arrived, and
+lets a call wait for the messages that the call needs.
 
 A `Frame` on a socket is a header of fixed size, a note, then the raw bytes of one array. Nothing is pickled: a header
 holds numbers and the name of a dtype, so a stranger's bytes can only be refused.
@@ -61,7 +61,7 @@ class Frame:
     note: str = ""
 
     def array(self, dtype: np.dtype) -> np.ndarray:
-        """Return the payload as an array, without a copy; `dtype` is the one that `self.dtype` names."""
+        """Return the payload as an array, without a copy; `dtype` is the NumPy type that `self.dtype` names."""
         return self.payload.view(dtype).reshape(self.shape)
 
 

@@ -179,7 +179,7 @@ def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
 
 
 def chunk_shares(batch: int, sequence: int, chunks: Chunks) -> tuple[float, ...]:
-    """Return the share of the tokens in each of `chunk_slices`; they add up to 1."""
+    """Return the share of the tokens in each chunk of `chunk_slices`; the shares add up to 1."""
     _check(batch, sequence, chunks)
     rows = [
         [whole // parts + (part < whole % parts) for part in range(parts)]
@@ -200,7 +200,9 @@ def _check(batch: int, sequence: int, chunks: Chunks) -> None:
 
 
 def candidates(batch: int, sequence: int) -> list[Chunks]:
-    """Return the pairs of numbers of chunks that `choose` tries, those with the fewest chunks first."""
+    """Return the pairs (parts of the batch, parts of the sequence) that `choose` tries, the pairs with the fewest
+    chunks first.
+    """
     pairs = product(BATCH_CHUNKS, SEQUENCE_CHUNKS)
     fitting = [(b, s) for b, s in pairs if b <= batch and s <= sequence and b * s <= MOST_CHUNKS]
     return sorted(fitting, key=lambda pair: (pair[0] * pair[1], pair[1]))

@@ -283,7 +283,7 @@ class Prediction:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether a new placement is planned after this step; if `every` is 0, none ever is."""
+    """Return whether a new placement is planned after this step; if `every` is 0, no placement is ever planned."""
     return every > 0 and step % every == 0
 
 

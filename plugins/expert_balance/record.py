@@ -43,7 +43,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Record:
-    """This is the recorded line of one step: the experts' loads, their placement, and what moved after the step.
+    """A `Record` is the recorded line of one step: the experts' loads, their placement, and the experts that moved
+    after the step.
 
     Args:
         devices: ranks of the EP group. layers: [layers] numbers of the MoE layers in the model.

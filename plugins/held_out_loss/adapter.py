@@ -77,7 +77,7 @@ class Forward(nn.Cell):
         self.network = network
 
     def construct(self, *inputs):
-        """Return what the wrapped network returns for these inputs."""
+        """Return the outputs of the wrapped network for these inputs."""
         return self.network(*inputs)
 
 

@@ -418,7 +418,7 @@ class RoutedLayer(nn.Cell):
 
     def start(self, tokens, meta):
         """Return for each chunk the tuple with which it starts: its rows, its metadata (replaced later by counts), and
-        empty records of what the two steps of its dispatch must remember for the way back.
+        empty records, in which the two steps of its dispatch store what the way back needs.
         """
         if self.count == 1:
             return ((tokens, meta, (), ()),)

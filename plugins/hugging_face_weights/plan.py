@@ -106,8 +106,8 @@ def rows(model: Model) -> list[Row]:
 
 
 def copies(model: Model) -> dict[str, str]:
-    """Return (tensor -> the tensor that it repeats) for the tensors that DeepSeek's MTP layers repeat; MindFormers has
-    only one of each.
+    """Return for each tensor that is a copy in DeepSeek's MTP layers (embedding and head) the tensor of which it is a
+    copy; MindFormers has no such copies.
     """
     ends = (("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", HEAD))
     layers = range(model.layers, model.layers + model.mtp_layers)

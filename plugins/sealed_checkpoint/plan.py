@@ -295,8 +295,8 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
 
 
 def newest_of_rank(root: Path, rank: int) -> Path | None:
-    """Return the newest iteration below `root` that this rank has sealed, even if others have not; None if there is
-    none.
+    """Return the newest iteration below `root` that this rank has sealed, even if other ranks have not sealed it; None
+    if this rank has sealed no iteration.
 
     One that is not in its place yet is named by where it will be.
     """

@@ -118,7 +118,7 @@ def ledger_file(run_dir: str | Path) -> Path:
 
 
 def read_ledger(run_dir: str | Path) -> list[Entry]:
-    """Return the entries of a run, the oldest first; none if it has no `skipped.json`.
+    """Return the entries of a run's ledger, the oldest first; the list is empty if the run has no `skipped.json`.
 
     Raises:
         DataError: the file cannot be read, or is of another form.

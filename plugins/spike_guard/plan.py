@@ -1,5 +1,5 @@
-"""This module decides what a spike is and what happens after one, and reads `plugins.spike_guard` of a recipe. The
-module uses only Python and NumPy.
+"""This module decides which steps are spikes and how a run goes on after a spike, and reads `plugins.spike_guard` of a
+recipe. The module uses only Python and NumPy.
 
 Loss and global norm are compared on a logarithmic scale, on which their noise is about even, with the last good steps.
 These steps have a trend, the median of the slopes between any two of them (Theil and Sen), which is extrapolated only
@@ -159,7 +159,8 @@ def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
 
 
 class Window:
-    """This holds the loss and gradient norm of the last good steps, and judges whether those of a new step are a spike.
+    """A `Window` holds the loss and the gradient norm of the last good steps, and judges whether the values of a new
+    step are a spike.
 
     Args:
         size: the number of steps in the window; threshold: see above.

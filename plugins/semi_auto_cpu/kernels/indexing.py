@@ -130,7 +130,7 @@ def SplitWithSize(attrs: Attrs, x: np.ndarray, sizes: tuple[int, ...], dim: int 
 
 @kernel(widen=False)
 def Chunk(attrs: Attrs, x: np.ndarray, chunks: int, dim: int = 0) -> tuple[np.ndarray, ...]:
-    """Return at most that many parts along a dimension, of which only the last may be smaller than the others."""
+    """Return at most `chunks` parts of x along a dimension; only the last part may be smaller than the other parts."""
     size = -(-x.shape[dim] // chunks)
     return tuple(np.split(x, range(size, x.shape[dim], size), dim))
 
