@@ -36,7 +36,7 @@ _SOFTWARE = {"tc3": "telechat3-moe-recipes", "mindspore": "mindspore", "mindform
 
 @dataclass(frozen=True)
 class Manifest:
-    """A `Manifest` says what a bundle holds.
+    """A `Manifest` describes the content of a bundle.
 
     Args:
         format: the format of the bundle. made: the date and time in UTC.
@@ -269,7 +269,8 @@ def measured_memory(bundle: Bundle) -> MemoryTerms | None:
 
 
 def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> MemoryTerms:
-    """Return the terms of memory that a bundle measured with a recipe, and say what the bundle is.
+    """Return the measured terms of the memory model that a bundle holds for a recipe, and print a sentence about the
+    origin of the bundle.
 
     Raises:
         DataError: as `read_bundle`; or the bundle has no terms of memory, and the output would look measured.

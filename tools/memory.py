@@ -76,8 +76,8 @@ def verdict(peak: float, room: Room) -> str:
 
 
 def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) -> list[Proposal]:
-    """Return proposals, the best first: those that fit by step time, then those that might fit, then by freed memory.
-    Pairs of changes are tried only if no single change makes the recipe fit.
+    """Return proposals, the best first: proposals that fit, sorted by step time, then proposals that might fit, then
+    all others, sorted by freed memory. Pairs of changes are tried only if no single change makes the recipe fit.
 
     Raises:
         RecipeError: the recipe cannot be predicted.

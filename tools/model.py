@@ -252,7 +252,9 @@ def weights(model: Model, kind: str, shared_whole: bool = False) -> tuple[Weight
 
 
 def connection_weights(model: Model) -> tuple[Weight, ...]:
-    """Return the weights of a layer's hyper-connections, before attention and before the MLP; none with one stream."""
+    """Return the weights of a layer's hyper-connections, before attention and before the MLP; the list is empty with
+    one residual stream.
+    """
     mixing = []
     for sublayer in hyper_connections.SUBLAYERS if model.streams > 1 else ():
         for name, shape in hyper_connections.shapes(model.streams, model.hidden).items():

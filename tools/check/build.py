@@ -170,7 +170,7 @@ def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Read recipes on stdin, and print what MindFormers builds from them."""
+    """Read recipes on stdin, and print the configurations that MindFormers builds from them."""
     results: list[dict[str, Any]] = []
     for recipe in json.load(sys.stdin):
         try:

@@ -24,7 +24,7 @@ SMALLEST_VOCAB = 256 + 1  # every byte, and EOD_TOKEN
 
 
 class TokenizerSpec(NamedTuple):
-    """A `TokenizerSpec` holds what a process needs to rebuild a tokenizer."""
+    """A `TokenizerSpec` holds the data with which a process can rebuild a tokenizer."""
 
     backend: str | None  # tokenizer.json; None for a slow Hugging Face tokenizer, which is loaded from `folder`
     folder: str

@@ -1,5 +1,5 @@
-"""This module reads a written .bin/.idx pair again, and checks whether it is complete, unchanged since it was written,
-and equal to its sources.
+"""This module reads a written .bin/.idx pair again, and checks whether the pair is complete, unchanged since it was
+written, and equal to its sources.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Verification:
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Return one line that says what was compared, and how."""
+        """Return one line that says how many documents were compared with their sources, and by which method."""
         how = {
             "text": "decoded text equals the source",
             "ids": "ids equal those of the source encoded again (this tokenizer does not keep all text)",

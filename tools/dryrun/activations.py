@@ -223,8 +223,8 @@ def curve_of(nodes: list[Node], rows: int) -> list[int]:
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Return the number of rows that a rank dispatches: the padded number in the graph if there is one, otherwise
-    `even`.
+    """Return the number of rows that a rank dispatches: the padded number of rows in the graph if the graph has one,
+    otherwise `even`.
 
     `even` is tokens x top-k of a rank: what each rank gets when routing is even.
     """
@@ -289,8 +289,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
-    """Return for each weight the bytes of the tensors that the root graph computes once from it, and that the passes of
-    all micro-batches share.
+    """Return for each weight the bytes of the tensors that the root graph computes once from this weight, and that the
+    passes of all micro-batches share.
 
     These are the weights in compute precision, gathered from the optimizer's shards: they stay for the whole step.
     """

@@ -88,7 +88,8 @@ def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int])
 
 
 def compare_calls(graph: Mapping[str, Any], executed: Sequence[CallRecord]) -> Comparison:
-    """Compare the collectives that the dry run reports for a rank's step with those that the rank executed in one step.
+    """Compare the collectives that the dry run reports for a rank's step with the collectives that the rank executed in
+    one step.
 
     Args:
         graph: "graph" of a compile's result, with as many micro-batches as the step had.

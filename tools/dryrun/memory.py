@@ -108,8 +108,8 @@ def kinds_of(step: Any) -> dict[str, str]:
 
 
 def on_host(step: Any) -> set[str]:
-    """Return the names of the parameters that a training step keeps in the host's memory: MindFormers' optimizers give
-    their moments `device="CPU"` with `optimizer.swap`, and MindSpore has no public reader of it.
+    """Return the names of the parameters that a training step keeps in the host's memory: with `optimizer.swap`
+    MindFormers' optimizers give their moments `device="CPU"`, which MindSpore has no public function to read.
     """
     return {item.name for item in step.get_parameters() if item._get_user_data("parameter_device") == "CPU"}
 
@@ -194,8 +194,8 @@ def memory_of(
 
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
-    """Return the most bytes of activations at one moment: those that wait for their backward, and those alive in the
-    running pass.
+    """Return the largest number of bytes of activations at one moment: the activations that wait for their backward
+    pass, and the activations that are alive in the running pass.
 
     The tensors that the running forward pass itself keeps are counted once. They include the tensors that it received
     from the previous stage and keeps, although no operator of this stage computes them.
@@ -208,7 +208,7 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
 
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
-    """Return whether a stage fits: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
+    """Return whether the memory of a stage fits its limit: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
 
     Args:
         error: the largest relative error of the total; the total is never below the exact bytes.

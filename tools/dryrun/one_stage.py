@@ -22,8 +22,8 @@ _SCHEDULE = ("pipeline_config",)
 
 
 def one_stage(recipe: Recipe, devices: int) -> Recipe:
-    """Return the recipe of one stage, for at most `devices` devices; with fewer devices than a stage has, it has fewer
-    data-parallel ranks.
+    """Return the recipe of one stage, for at most `devices` devices; with fewer devices than a stage has, the new
+    recipe has fewer data-parallel ranks.
 
     Args:
         recipe: a resolved recipe for Ascend.

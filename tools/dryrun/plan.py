@@ -26,7 +26,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` is what one process compiles.
+    """A `Job` is one compile, which one process makes: a recipe and a rank.
 
     Args:
         recipe: the flat recipe, with the number of micro-batches (and in a quick run the layers) to compile.

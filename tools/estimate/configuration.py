@@ -218,7 +218,9 @@ class Configuration:
 
     @property
     def head_parts(self) -> int:
-        """Return the number of parts into which context parallelism cuts the heads; 1 if it does not cut them."""
+        """Return the number of parts into which context parallelism cuts the heads; 1 if context parallelism does not
+        cut the heads.
+        """
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
@@ -414,8 +416,8 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the name of a layer's recompute option that joins several options, such as "select+attention"; "none" if
-    there are none.
+    """Return the name of a layer's recompute option that joins several options, such as "select+attention"; "none"
+    without any option.
     """
     return "+".join(names) or "none"
 
@@ -442,8 +444,8 @@ _UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the weight is sharded, out of the ranks that hold the same part of it;
-    MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
+    """Return the number of ranks over which the weight is sharded, out of the ranks that hold the same part of the
+    weight; MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
     """
     if config.muon and weight.name in _UNSHARDED:
         return 1

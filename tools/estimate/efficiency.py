@@ -162,8 +162,8 @@ def clear_cache() -> None:
 
 
 def newer_error(hardware: Hardware) -> Newer | None:
-    """Return how far step times are off on newer software; None if the cluster's file has its own efficiencies, which
-    `calibrate` fitted to the software that was measured.
+    """Return the errors of predicted step times on software that is newer than the fitted runs; None if the cluster's
+    file has its own efficiencies, which `calibrate` fitted to the software that was measured.
     """
     return None if hardware.efficiency else Newer(**_content()["newer"])
 
@@ -317,7 +317,7 @@ class DeviceTimes:
         return size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def launching(self, operators: float) -> float:
-        """Return the seconds to launch this number of operators, if the device waits for each."""
+        """Return the seconds to launch this number of operators, if the device waits for each launch."""
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:

@@ -180,7 +180,7 @@ def _configuration(
 
 
 def adapters_of(view: View, fields: Mapping[str, Any]) -> Adapters | None:
-    """Return what `plugins.lora` trains; None if all weights are trained.
+    """Return the adapters that `plugins.lora` trains; None if all weights are trained.
 
     Raises:
         RecipeError: the settings of the plugin are not allowed.
@@ -288,7 +288,7 @@ def reader_of(view: View) -> Reader:
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """Return the number of layers [chunks][stages] in which a `select_recompute` saves memory; these are the layers
-    whose norms it recomputes.
+    whose norms the key recomputes.
 
     A flag or a number of layers selects MindFormers' default operators: the multiplication and the activation function
     of an MLP. With a fused SwiGLU these operators do not exist, and `tc3 dryrun` finds that no memory is saved.
@@ -374,7 +374,7 @@ def named_layers(value: Any, layers: Table) -> set[int]:
 
 
 def not_empty(table: Table | None) -> Table | None:
-    """Return the table, or None if it names no layer."""
+    """Return the table, or None if the table counts no layer."""
     return table if table and any(map(any, table)) else None
 
 
@@ -413,8 +413,8 @@ def with_patterns(key: str, value: Any, now: Any) -> Any:
 
 
 def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any] | None:
-    """Return the new value of `select_recompute` if it names groups of operators, now or afterwards; None if nothing
-    changes.
+    """Return the new value of `select_recompute` if the key names groups of operators, now or afterwards; None if the
+    value does not change.
 
     Every other pattern except those of the norms is switched off, because MindFormers cannot build an operator that two
     patterns name. It is not enough to leave them out, because a child's mapping is merged with that of its base.
@@ -452,7 +452,7 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
     """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the rule that cites
-    MindFormers' line; return None if it compiles.
+    MindFormers' line; return None if the model compiles with it.
     """
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"

@@ -40,7 +40,9 @@ class Collective:
     seconds: float
 
     def groups(self, devices: int) -> list[list[int]]:
-        """Return the groups of this kind whose ranks are all below `devices`; each device is in one at most."""
+        """Return the groups of this kind whose ranks are all below `devices`; each device is in at most one of these
+        groups.
+        """
         span = self.ranks * self.stride
         return [
             [start + first + self.stride * number for number in range(self.ranks)]

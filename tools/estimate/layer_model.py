@@ -152,8 +152,8 @@ def mixing_part(config: Configuration, held: float) -> Part:
 
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """Return, for each group of operators (`tools.estimate.configuration.PATTERNS`), what it computes and moves if a
-    layer of this kind recomputes the group.
+    """Return for each group of operators (`tools.estimate.configuration.PATTERNS`) the matmuls and the bytes that are
+    repeated if a layer of this kind recomputes the group.
     """
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
@@ -213,8 +213,8 @@ def score_bytes(config: Configuration) -> float:
 
 
 def score_passes(config: Configuration) -> float:
-    """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by those of the
-    forward pass.
+    """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by the bytes that
+    it moves in the forward pass.
 
     The gradients of dropout and softmax also read the tensors that their forward passes kept.
     """

@@ -206,8 +206,8 @@ class TimeModel(GradientTimes):
     """A `TimeModel` predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and part -> [stages],
-        how their sum divides into parts.
+        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and, for each part of
+        a step, the seconds of their sum that belong to this part, part -> [stages].
 
         Args:
             ratios: the max/mean of each MoE layer (`tools.estimate.loads.Loads`); without it, the configuration's skew.

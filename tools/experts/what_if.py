@@ -1,5 +1,5 @@
-"""This module predicts what would change a step under uneven loads: moving experts, a capacity, another EP degree, and
-routing that visits few nodes (`tc3 ep-report --loads`).
+"""This module predicts the effects of changes on a step under uneven loads: moving experts, a capacity, another EP
+degree, and routing that visits few nodes (`tc3 ep-report --loads`).
 
 Each row is the recipe as it is written with one thing changed, by the one estimator. Where the loads do not tell what a
 change does to them, its seconds are None and the reason stands beside it:

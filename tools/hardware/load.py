@@ -1,4 +1,4 @@
-"""This module reads hardware files, which describe what the devices and links of a cluster can do.
+"""This module reads hardware files, which describe the speeds and sizes of the devices and links of a cluster.
 
 Each number of a file is `{value, certainty, source}`, and a user's own file must give all three. Publications call
 devices by many names ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the device that is meant.
@@ -138,8 +138,8 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """A `Link` describes one class of links (inside a node or between nodes) by what one device can send over it in one
-    direction.
+    """A `Link` describes one class of links (inside a node or between nodes) by the data that one device can send over
+    such a link in one direction.
 
     Args:
         bytes_per_s: nominal bandwidth.

@@ -1,5 +1,5 @@
-"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode
-would cost.
+"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and predicts the cost of
+each mode.
 
 The module turns a recipe and a hardware file into predictions of `tools.estimate`, without side effects. `tc3
 ep-report` prints them; if `plugins.hierarchical_ep` or `plugins.ep_overlap` has `auto`, the fastest of these modes and

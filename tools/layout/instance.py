@@ -230,7 +230,7 @@ class Instance:
         return self.kept(self.peak_memory(plans)).all(axis=1)
 
     def kept(self, memory: np.ndarray) -> np.ndarray:
-        """Return for each amount of memory whether it is within the cap."""
+        """Return for each amount of memory whether this amount is within the cap."""
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:

@@ -80,15 +80,15 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write a layout file; it records the `command` that made it. DataError is raised for a folder that cannot be
-    written to.
+    """Write a layout file, which records the `command` that made the file. DataError is raised for a folder that cannot
+    be written to.
     """
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
 
 def read_layout(path: Path) -> LayoutFile:
-    """Return the content of a layout file. RecipeError is raised if it cannot be read or lacks a key."""
+    """Return the content of a layout file. RecipeError is raised if the file cannot be read or lacks a key."""
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
     if not isinstance(content, dict) or not set(wanted) <= set(content):

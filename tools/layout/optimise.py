@@ -1,5 +1,5 @@
-"""This module finds which layers go to which stage and chunk, and what each recomputes. The search looks for the
-fastest plan that keeps every stage's memory cap.
+"""This module finds which layers go to which stage and chunk, and which of them are recomputed in which way. The search
+looks for the fastest plan that keeps every stage's memory cap.
 
 1. A first plan: the one that is given, or else the quick placement (`fast`); and, if they fit, evenly spread layers
    that recompute as little as memory allows.

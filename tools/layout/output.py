@@ -31,7 +31,7 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution with its time and bounds. If there is no plan, `why` says what is missing."""
+    """Return the solution with its time and bounds. If there is no plan, the key `why` holds the reason."""
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,

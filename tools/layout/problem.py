@@ -269,8 +269,8 @@ def _last_stage(config: Configuration) -> int:
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind. If a stage can, each stage before it must hold at least
-    one layer of this kind, too.
+    """Return whether a stage can hold layers of the first kind. If a stage can hold such layers, each stage before it
+    must hold at least one layer of this kind, too.
     """
     model = config.model
     first = kind_count(config, model.pattern[0])

@@ -156,7 +156,7 @@ def makespans(
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
     """Return the durations as one vector, whose positions are the numbers in `Timetable.work`: first the durations of
-    operations, then a 0 for idle places, then those of pairs.
+    operations, then a 0 for idle places, then the durations of pairs.
     """
     given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
     of_parts = (parts, *np.shape(durations.forward)[-2:])

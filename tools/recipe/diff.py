@@ -25,7 +25,7 @@ UNCLASSIFIED = "unclassified"
 
 
 class Meaning(NamedTuple):
-    """A `Meaning` says what a change of a key does: a group of `meaning.yaml`, and a short phrase."""
+    """A `Meaning` describes the effect of a change of a key: a group of `meaning.yaml`, and a short phrase."""
 
     group: str
     phrase: str

@@ -395,7 +395,7 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """A `Refusal` is a number that is refused: its place, what is wrong, and what would be right."""
+    """A `Refusal` is a number in a recipe that is refused: its place, its fault, and a right value."""
 
     path: tuple[Any, ...]
     value: Any
@@ -445,7 +445,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a number, and what would be right. Return None if nothing is wrong."""
+    """Return the fault of a number at a key path, and a right value. Return None if the number is allowed."""
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None

@@ -128,7 +128,7 @@ class View:
 
     @cached_property
     def ramp(self) -> Ramp:
-        """Return the ramp, which converts between steps and samples; it has no stages unless plugins.batch_ramp
+        """Return the ramp, which converts between steps and samples; the ramp has no stages unless plugins.batch_ramp
         is on.
         """
         return ramp_of(self.recipe, self.global_batch)
@@ -154,8 +154,8 @@ class View:
 
     @cached_property
     def samples_key(self) -> KeyPath | None:
-        """Return the key path at which the recipe limits the samples of a pass. Return None if there is no limit, so
-        that the data decides.
+        """Return the key path at which the recipe limits the samples of a pass. Return None if the recipe has no limit,
+        so that the data decides.
 
         Megatron's loader has `sizes`; HFDataLoader takes a number of the samples that its handlers make, if the last
         handler says how many.

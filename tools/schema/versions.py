@@ -34,7 +34,7 @@ def verified() -> dict[str, str]:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of a distribution on this machine; return None if it is not installed."""
+    """Return the version of a distribution on this machine; return None if the distribution is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -140,7 +140,7 @@ class Mesh(NamedTuple):
 @dataclass(frozen=True)
 class Block:
     """A `Block` holds the legal candidates with one value of pp and vpp, as {column of `COLUMNS`: [rows] integers};
-    each is combined with every value of `recompute`.
+    each row is combined with every value of `recompute`.
     """
 
     pp: int
@@ -357,8 +357,8 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """Return the run of a candidate with balanced layers; for "planned", all layers are recomputed until they are
-    placed.
+    """Return the run of a candidate with balanced layers; for "planned" recomputation, all layers count as recomputed
+    until the pipeline optimiser has placed them.
     """
     schedule = schedule_of(request, candidate.pp, candidate.vpp)
     turned = is_v_shaped(schedule)

@@ -135,7 +135,7 @@ class RecipeOrCommand(click.Group):
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the one help of the group, also for a recipe and `--help`: the help of the recipe's command,
+        """Write the help of the group, which is the same for a recipe with `--help`: the help of the recipe's command,
         then the commands.
         """
         self.format_usage(ctx, formatter)

@@ -131,7 +131,7 @@ def _sample(ranking: Ranking) -> np.ndarray:
 
 def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
     """Draw which pass each stage runs at what time, with a row for each stage; if there are many micro-batches, the
-    picture shows a shorter step with only a few.
+    picture shows a shorter step with only a few micro-batches.
     """
     config = entry.config
     forward, backward, _ = times.chunks(config)

@@ -1,5 +1,5 @@
-"""This module prints the answer on the terminal: the table, why the first is first, what was dropped and why, and what
-is assumed.
+"""This module prints the answer of `tc3 search` on the terminal: the table of layouts, the reasons for their order, the
+dropped candidates with the reasons, and the assumptions.
 
 Other schedules beside 1F1B have a table of their own; `to_write` says which layout `--write` writes.
 """
@@ -147,7 +147,9 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 
 def placed_words(found: Found) -> str:
-    """Return lines that say how much of the space was placed, and what the bounds prove about the rest."""
+    """Return lines that say for how many candidates the layers were placed, and what the bounds prove about all other
+    candidates.
+    """
     fastest = min([*found.entries, *(entry for entry, _ in found.failed)], key=lambda entry: entry.seconds)
     best, whose = fastest.seconds, "the best one's"
     if all(entry is not fastest for entry in found.entries):
@@ -170,7 +172,7 @@ def placed_words(found: Found) -> str:
 
 
 def under_words(found: Found) -> list[str]:
-    """Return lines that say what the search with the mean of the loads found."""
+    """Return lines about the results of the second search, which assumes the mean of the loads in every layer."""
     if found.under is None:
         return []
     words = "with the mean max/mean of the loads in every layer, at each expert_parallel"

@@ -56,7 +56,7 @@ class Limit:
     modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
-        """Return for each number (or index of a word) whether it satisfies the limit."""
+        """Return for each number (or index of a word) whether the number satisfies the limit."""
         numbers = np.asarray(numbers)
         if self.sign == "%":
             return numbers % self.modulus == self.values[0]
@@ -117,7 +117,7 @@ def read_limit(text: str) -> Limit:
 
 @dataclass(frozen=True)
 class Request:
-    """A `Request` holds what one run of `tc3 search` looks for."""
+    """A `Request` describes the strategies for which one run of `tc3 search` looks."""
 
     base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware
@@ -181,7 +181,7 @@ def request_of(
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
 ) -> Request:
-    """Return the request for a recipe; a value of None stands for the recipe's own, and for the margin it stands for
+    """Return the request for a recipe; an argument of None stands for the recipe's own value, and a margin of None for
     the estimator's known error.
 
     Raises:

@@ -205,8 +205,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return the bytes of communication buffers: those for a gathered activation, and those for the token copies of one
-    micro-batch that the device receives for its experts and that come back to it.
+    """Return the bytes of communication buffers: the bytes for a gathered activation, and the bytes for the token
+    copies of one micro-batch that the device receives for its experts or gets back from the experts.
 
     The gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
     """

@@ -220,7 +220,7 @@ class Judged:
 
     @property
     def over(self) -> np.ndarray:
-        """Return for each step whether it needs more memory than the limit."""
+        """Return for each step whether the step needs more memory than the limit."""
         return np.max([one.least for one in self.needs], axis=0) > self.room.cap
 
     @property

@@ -86,8 +86,8 @@ class StageMemory:
 
 
 def stage_weights(config: Configuration, stage: int) -> list[Weight]:
-    """Return the weights that a stage holds; the last stage also holds the embedding if MTP or a tied head reads it
-    there.
+    """Return the weights that a stage holds; the last stage also holds the embedding if MTP or a tied head on this
+    stage reads the embedding.
     """
     return [weight for weight, count in counted_weights(config, stage) for _ in range(count)]
 
@@ -170,8 +170,8 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
     """Return the largest number of bytes that an exchange of experts needs on a device, for the tensors that it sends
-    and receives. Tensors are exchanged one by one, so this is twice the device's slice of the largest tensor; the
-    moments of the optimizer have four bytes for each element.
+    and receives. Tensors are exchanged one by one, so the result is twice the bytes of the device's slice of the
+    largest tensor; the moments of the optimizer have four bytes for each element.
 
     Args:
         slices: the number of elements that the device holds of each tensor of experts. item: the bytes of an element of
@@ -337,8 +337,8 @@ def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return the name of the pass of a stage that needs most, and the bytes that it needs in addition to kept
-    tensors.
+    """Return the name of the pass of a stage that needs most memory, and the bytes that this pass needs in addition to
+    kept tensors.
     """
     return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
 

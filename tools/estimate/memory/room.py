@@ -67,7 +67,9 @@ class MemoryErrors:
 
     @property
     def missed(self) -> float:
-        """Return the largest share by which a known run exceeded its prediction, relative to its own memory."""
+        """Return the largest share by which the memory of a known run exceeded its prediction, relative to the run's
+        memory.
+        """
         return max(0.0, -min(self.errors.values()))
 
     @property
@@ -103,7 +105,7 @@ def known_errors() -> MemoryErrors:
 
 
 def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
-    """Record errors in a file such as errors.yaml; they are rounded down so that no margin becomes smaller.
+    """Record errors in a file such as errors.yaml; the errors are rounded down so that no margin becomes smaller.
 
     Raises:
         DataError: the file cannot be written.

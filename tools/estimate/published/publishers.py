@@ -270,7 +270,7 @@ _GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fuse
 
 
 def release(row: str) -> str:
-    """Return the release of the software, such as "26.04.01", from a row's id; "" if it names none."""
+    """Return the release of the software, such as "26.04.01", from a row's id; "" if the id names no release."""
     found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
     return found[1] if found else ""
 

@@ -173,7 +173,9 @@ def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
 
 
 def swapping_words(found: Swapping) -> list[str]:
-    """Return in lines what swapping as a third choice would gain for the first layout."""
+    """Return lines that say how much time the first layout would gain by swapping as a third choice beside keeping and
+    recomputing.
+    """
     if found.with_s == float("inf"):
         return ["keep, recompute or swap: no layout of the first one's stages fits, with swapping or without"]
     options = ", ".join(f"{name} {count}" for name, count in found.layers.items())

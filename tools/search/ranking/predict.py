@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 
 class Memo:
-    """A `Memo` holds values of one request's candidates by key, each computed once."""
+    """A `Memo` holds values for the candidates of one request by key, and computes each value only once."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -62,8 +62,8 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return the seconds and the peak memory with which a candidate is ranked; None if it is not legal or does not
-        fit.
+        """Return the seconds and the peak memory with which a candidate is ranked; None if the candidate is not legal
+        or does not fit.
         """
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):

@@ -30,7 +30,7 @@ Results = Callable[[Callable[..., Any], Sequence[Job]], Iterator[tuple[int, Any]
 
 
 def processes() -> int:
-    """Return how many placements run at the same time: the solver uses one core for each."""
+    """Return how many placements run at the same time; the solver uses one core for each placement."""
     return max(1, len(os.sched_getaffinity(0)))
 
 
