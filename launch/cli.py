@@ -112,7 +112,7 @@ class LazyGroup(click.Group):
     """This is a click group of the commands that `COMMANDS` lists."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, sorted."""
+        """Return the sorted names of all commands."""
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -23,7 +23,7 @@ Kind = Literal["save", "evaluation"]
 
 
 class Stepped(Protocol):
-    """This is the record of one training step."""
+    """A `Stepped` is the record of one training step."""
 
     @property
     def step(self) -> int:

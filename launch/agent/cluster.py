@@ -37,8 +37,8 @@ DECISION = ROOT / "launch/agent/decision.sh"  # what both kinds of script ask af
 
 @dataclass(frozen=True)
 class Allocation:
-    """This describes the agents of one run. `options` are passed to each agent unchanged; the list of hosts, the
-    agent's own host and the run's folder are passed separately.
+    """An `Allocation` describes the agents of one run. `options` are passed to each agent unchanged; the list of hosts,
+    the agent's own host and the run's folder are passed separately.
 
     `slots` are the workers of a node; relative paths start at the checkout; `made_by` is the command that wrote it.
     """

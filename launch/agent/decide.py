@@ -64,8 +64,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This names the `host` that caused a failure, with the `end` of its part of the attempt; if `host` is None, no
-    host can be blamed, and `why` holds the reason.
+    """A `Began` names the `host` that caused a failure, with the `end` of its part of the attempt; if `host` is None,
+    no host can be blamed, and `why` holds the reason.
     """
 
     why: str

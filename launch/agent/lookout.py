@@ -52,7 +52,7 @@ POLL, BEAT = 0.2, 1.0  # seconds between looks at the steps, and at the rest
 
 @dataclass
 class Around:
-    """This lets `host` watch the other nodes of an attempt."""
+    """An `Around` lets `host` watch the other nodes of an attempt."""
 
     meeting: Meeting
     plan: Plan

@@ -167,8 +167,8 @@ def _is_folder(path: Path) -> bool:
 
 @dataclass
 class Planning:
-    """This is an attempt that has no plan yet. `began` is the time when this node joined the attempt; `came` holds the
-    time when it first saw each host.
+    """A `Planning` is an attempt that has no plan yet. `began` is the time when this node joined the attempt; `came`
+    holds the time when it first saw each host.
 
     Another agent may take over the planning at any moment, and this agent may learn of it late. So planning changes
     nothing of a run: files of a plan have the plan's own name, and all other changes are made by `follow` once the plan

@@ -35,7 +35,7 @@ _TOKENIZER = f"{LOADER}.handler.0.tokenizer.pretrained_model_dir"
 
 @dataclass(frozen=True)
 class Size:
-    """These are the options --mini, --parallel and --workers.
+    """A `Size` holds the values of the options --mini, --parallel and --workers.
 
     Attributes:
         mini: whether it is a mini recipe;

@@ -1,5 +1,5 @@
-"""This module makes the msrun command of a recipe: the number of workers, its argv, its environment and its port.
-Starts nothing.
+"""This module makes the msrun command of a recipe: the number of workers, its argv, its environment and its port. The
+module starts no process.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ ResumeCommand = Callable[[Path | None, str], list[str]]
 
 
 class TrainingProgress:
-    """This follows a run by its file `RUN/metrics/rank_N.jsonl`. Use the object as a context manager, and call its
-    method `tick` a few times a second.
+    """A `TrainingProgress` follows a run by its file `RUN/metrics/rank_N.jsonl`. Use the object as a context manager,
+    and call its method `tick` a few times a second.
     """
 
     def __init__(self, run_dir: Path, console: Console, rank: int = 0):

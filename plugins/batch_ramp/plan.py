@@ -145,7 +145,7 @@ def fewest_micro_batches(pipeline: int, scheduler: str = "") -> int:
 
 @dataclass(frozen=True)
 class Division:
-    """This says how the samples of a step are divided over ranks and micro-batches.
+    """A `Division` says how the samples of a step are divided over ranks and micro-batches.
 
     Attributes:
         ranks: the number of data-parallel ranks; micro: the number of samples in a micro-batch of one rank;

@@ -140,7 +140,7 @@ def _sum(counts, axis):
 
 
 class Net:
-    """This builds the collective operators of one EP group.
+    """A `Net` builds the collective operators of one EP group.
 
     Args:
         ranks: the global ranks of the EP group; the methods take indices into it. `small` is used only on Ascend; on

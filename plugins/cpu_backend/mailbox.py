@@ -125,7 +125,7 @@ def greeting(connection: socket.socket) -> tuple[int, int]:
 
 
 def fill(connection: socket.socket, buffer: memoryview) -> None:
-    """Read exactly as many bytes as `buffer` holds. This raises the errors that `receive` raises."""
+    """Read bytes from the connection until `buffer` is full. The function raises the errors that `receive` raises."""
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:

@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """This holds the spans of all operators, in order of issue."""
+    """A `Timeline` holds the spans of all operators, in order of issue."""
 
     spans: tuple[Span, ...]
 

@@ -36,7 +36,7 @@ _MOMENTS = ("adam_m", "adam_v", "muon_m")
 
 @dataclass(frozen=True)
 class Experts:
-    """This holds the parameters of one MoE layer that the callback needs.
+    """An `Experts` holds the parameters of one MoE layer that the callback needs.
 
     Attributes:
         number: the number of the layer in the model; router: the router, which counts the tokens of the experts;

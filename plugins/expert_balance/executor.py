@@ -105,7 +105,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Layer:
-    """This holds the tensors that change on this rank when the experts of one MoE layer move.
+    """A `Layer` holds the tensors that change on this rank when the experts of one MoE layer move.
 
     Attributes:
         row: the row of the layer in a plan; number: the number of the layer in the model.

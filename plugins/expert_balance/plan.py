@@ -264,7 +264,7 @@ def _swap_groups(
 
 
 class Prediction:
-    """This predicts the loads of the next steps by an exponential moving average of the recorded loads.
+    """A `Prediction` predicts the loads of the next steps by an exponential moving average of the recorded loads.
 
     Feeding the same loads again gives the same numbers, bit for bit: a resumed run and a replay plan alike.
 

@@ -90,8 +90,8 @@ class Measures:
 
 
 class Watcher:
-    """This measures the routers step after step. A resumed run uses a new `Watcher`, to which the recorded loads of the
-    earlier steps can be shown; measures that were written before are not replaced.
+    """A `Watcher` measures the routers step after step. A resumed run uses a new `Watcher`, to which the recorded loads
+    of the earlier steps can be shown; measures that were written before are not replaced.
 
     Args:
         layers: numbers of the MoE layers in the model.

@@ -113,7 +113,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Batches:
-    """This says how the samples of a step are divided over the ranks and their micro-batches.
+    """A `Batches` says how the samples of a step are divided over the ranks and their micro-batches.
 
     Attributes:
         samples: the number of samples in the whole step; read: the number of samples that a rank reads.

@@ -53,7 +53,7 @@ class ExchangeCounts(nn.Cell):
 
 
 class Net:
-    """This builds the collective operators of one EP group.
+    """A `Net` builds the collective operators of one EP group.
 
     Args:
         ranks: the global ranks of the EP group; the methods take indices into it.

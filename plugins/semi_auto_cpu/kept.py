@@ -42,7 +42,7 @@ Entry = dict[str, Any]
 
 
 class KeptGraphs:
-    """This handles the sharded graphs that this process loads from the compile cache, or writes there.
+    """A `KeptGraphs` handles the sharded graphs that this process loads from the compile cache, or writes there.
 
     Args:
         ranks: this rank, and the groups that Python created.

@@ -70,8 +70,8 @@ def _pipeline(config) -> tuple[int, Any]:
 
 
 class Guard(Watch):
-    """This watches the loss and the gradient norm for spikes and for values that are not finite, and decides whether
-    the run goes back to a checkpoint.
+    """A `Guard` watches the loss and the gradient norm for spikes and for values that are not finite, and decides
+    whether the run goes back to a checkpoint.
 
     Args:
         settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether this rank

@@ -102,7 +102,7 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """This records that a run goes back to an earlier checkpoint after a spike. `step` is the step of the spike,
+    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. `step` is the step of the spike,
     `first` the first step whose samples are left out, and `samples` are the ranges that `skip` returns.
     """
 

@@ -74,7 +74,9 @@ class Adam:
 
 
 def adam_of(optimizer: Mapping[str, Any], lr: float = 0.0, count: int = 0) -> Adam:
-    """Return the numbers of a recipe's section `optimizer`."""
+    """Return the optimizer's numbers (`Adam`) that a recipe's section `optimizer` states, for a step with this learning
+    rate and number of updates.
+    """
     muon = "adamw_" if optimizer.get("type") == "Muon" else ""
     beta1, beta2 = optimizer.get(f"{muon}betas") or (MUON_BETAS if muon else BETAS)
     eps, momentum = optimizer.get(f"{muon}eps") or EPS, optimizer.get("momentum")

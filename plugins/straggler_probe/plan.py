@@ -166,7 +166,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Unknown:
-    """These are ranks for which one measure cannot tell whether they are slow, with the reason."""
+    """An `Unknown` lists the ranks for which one measure cannot tell whether they are slow, with the reason."""
 
     kind: Kind
     ranks: tuple[int, ...]

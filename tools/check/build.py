@@ -181,8 +181,8 @@ def main() -> None:
 
 
 def build(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. Imports
-    mindformers.
+    """Return the fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. The function
+    imports mindformers.
     """
     import copy
     import dataclasses

@@ -143,7 +143,7 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` holds the ranks that are compiled.
+    """A `Plan` holds the ranks that a dry run compiles, and the pipeline stages that each rank represents.
 
     Args:
         stages: the stages of the pipeline.

@@ -157,7 +157,7 @@ def _sets() -> dict[str, Any]:
 
 
 def clear_cache() -> None:
-    """Read the file efficiencies.yaml again."""
+    """Forget the content of efficiencies.yaml, so that the next use reads the file again."""
     _content.cache_clear()
 
 

@@ -84,7 +84,7 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 def write_sample_cost(recipe: Recipe) -> None:
     """Write the cost of a sample (`sample_cost`) into `recipe` in place if `plugins.attention_balance` is on and the
-    recipe gives no costs. This raises the errors that `sample_cost` raises.
+    recipe gives no costs. The function raises the errors of `sample_cost`.
 
     Call it when layout and recomputation are settled, for what is recomputed counts.
     """

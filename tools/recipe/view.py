@@ -1,5 +1,6 @@
-"""This module reads a recipe for arithmetic. The look-ups of a `View` return a default for a value of the wrong type,
-so that rules can be checked on a broken recipe. A `View` also computes the sizes that rules use.
+"""This module reads the values of a recipe with which other modules calculate. The look-ups of a `View` return a
+default for a value of the wrong type, so that rules can be checked on a broken recipe. A `View` also computes the sizes
+that rules use.
 
 A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
 can be computed from it, so `require_resolved` refuses it.
@@ -135,7 +136,9 @@ class View:
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch. MindFormers' trainer can also turn this on itself."""
+        """Return whether every rank reads the whole global batch. MindFormers' trainer can also turn on `full_batch` by
+        itself.
+        """
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))

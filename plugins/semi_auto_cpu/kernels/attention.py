@@ -220,7 +220,7 @@ def _check_heads(call: Call) -> None:
 
 
 class Block(NamedTuple):
-    """These are rows of one sample, and the only keys to which any of them may attend.
+    """A `Block` holds rows of queries of one sample, and the only keys to which any of these rows may attend.
 
     Args:
         batch: the number of the sample.
@@ -356,7 +356,7 @@ def _short(ends: list[int]) -> str:
 
 @kernel()
 def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, ...]:
-    """Return softmax_max, softmax_sum, softmax_out and the attention.
+    """Return the outputs of the operator: softmax_max, softmax_sum, softmax_out and the result of the attention.
 
     Raises:
         NotImplementedError: the call needs dropout, a position bias, a padding mask, prefixes, or an unsupported layout

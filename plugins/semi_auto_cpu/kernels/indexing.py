@@ -146,7 +146,7 @@ def BroadcastTo(attrs: Attrs, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarr
 def StridedSlice(
     attrs: Attrs, x: np.ndarray, begin: tuple[int, ...], end: tuple[int, ...], strides: tuple[int, ...], *masks: int
 ) -> np.ndarray:
-    """Return a slice of a tensor."""
+    """Return the slice of x from `begin` to `end` with `strides`."""
     return x[_cut("StridedSlice", begin, end, strides, masks)]
 
 

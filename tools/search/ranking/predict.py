@@ -52,7 +52,7 @@ class Memo:
         return self._known[key]  # type: ignore[return-value]
 
     def config(self, block: Block, row: int) -> Configuration:
-        """Return the run of a row without recomputation."""
+        """Return the configuration of the candidate in one row of a block, without recomputation."""
         return configuration(self.request, block.candidate(row, "none"))
 
     def of(self, key: Hashable, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:

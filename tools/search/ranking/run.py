@@ -152,7 +152,7 @@ class ByStages:
 
 @dataclass
 class Found:
-    """A `Found` is the answer of a search."""
+    """A `Found` is the answer of a search for parallel strategies."""
 
     request: Request
     ranking: Ranking
