@@ -21,7 +21,7 @@ CLOSED = "closed its connection"
 
 
 class TC3Error(ValueError):
-    """This is the base of every error that the user can correct.
+    """A `TC3Error` is the base class of every error that the user can correct.
 
     Args:
         wrong: what is wrong, and what would be right. key: the key path of the wrong value (after its file, if it is

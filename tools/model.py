@@ -1,5 +1,5 @@
 """This module holds a transformer's sizes, the pattern of its layers, every weight of each layer and of a stage, and
-the FLOPs of a token, without the words of a framework.
+the FLOPs of a token, in terms that do not depend on a framework.
 
 Kinds of layers: "embedding", "dense", "moe", "mtp" (a layer of the last kind, its projection and three norms) and
 "head" (last norm and output projection). Letters: h hidden, n heads.

@@ -277,7 +277,9 @@ class Hour:
         dump_recipe({**flat, "callbacks": [*flat["callbacks"], monitor]}, self.work / "profiled.yaml")
 
     def stage(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train with a profile, put the seconds of the step's terms beside the predicted ones, and compare variants."""
+        """Train with a profile, compare the measured seconds of each term of the step with the predicted seconds, and
+        measure the variants of the recipe.
+        """
         self.write_measured()
         train, calibrate = self.commands()["stage"][:2]
         until = time.monotonic() + seconds

@@ -108,7 +108,7 @@ class Cluster:
         return [one for one in self.defects if one["what"] == what]
 
     def factor(self, what: str, host: str, device: int | None = None) -> float:
-        """Return the factor by which defects of one kind change a speed at a place; 1 without a defect."""
+        """Return the factor by which defects of one kind change a speed on a host or device; 1 without a defect."""
         found = 1.0
         for one in self.of(what):
             if one["node"] == host and (device is None or one["device"] == device):

@@ -33,7 +33,9 @@ TAIL = 1 << 14  # bytes at the end of a metrics file, several steps of it
 
 
 def environment(attempt: Path) -> dict[str, str]:
-    """Create an attempt's empty request file, and return the environment that tells its workers where it is."""
+    """Create an attempt's empty request file, and return the environment variables that tell its workers the path of
+    this file.
+    """
     file = attempt / FILE
     attempt.mkdir(parents=True, exist_ok=True)
     file.touch()
@@ -80,7 +82,7 @@ def requested(file: Path) -> int | None:
 
 
 def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> bool:
-    """Return at the end of the requested step whether all ranks save now; every rank gets the same answer."""
+    """Return at the end of the requested step whether all ranks save now; every rank gets the same result."""
     folder = attempt / FOLDER
     decision, own = folder / DECISION, folder / f"rank_{rank}"
     missing = set(range(world))

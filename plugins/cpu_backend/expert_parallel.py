@@ -154,14 +154,14 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """Return an AllGather cell, which makes [n * m, ...] of [m, ...], in the order of the group; its gradient is a
-        ReduceScatter.
+        """Return an AllGather cell, which joins the tensors [m, ...] of n ranks to one tensor [n * m, ...], in the
+        order of the group; its gradient is a ReduceScatter.
         """
         return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):
-        """Return a cell that makes [m, ...] of [n * m, ...] by a sum over the group; the gradient is
-        an all-gather.
+        """Return a ReduceScatter cell, which sums the tensors [n * m, ...] of n ranks and gives each rank a part [m,
+        ...] of the sum; its gradient is an AllGather.
         """
         return Linear(_scattering(self._global(group)), _gathering(self._global(group)))
 

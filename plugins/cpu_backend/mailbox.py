@@ -43,7 +43,7 @@ class Disconnected(OSError):
 
 @dataclass(frozen=True)
 class Frame:
-    """This is one message of an exchange: the array that one rank sends to another.
+    """A `Frame` is one message of an exchange: the array that one rank sends to another rank.
 
     Attributes:
         tag: the number of the conversation; number: the number of the exchange in this conversation, from 0;
@@ -106,15 +106,15 @@ def receive(connection: socket.socket) -> Frame:
 
 
 def greet(connection: socket.socket, rank: int, size: int) -> None:
-    """Send the greeting that tells the other side which rank connects: `rank` of `size` ranks. This raises OSError if
-    the connection is closed.
+    """Send the greeting by which the rank at the other end of the connection learns which rank connects: `rank` of
+    `size` ranks. The function raises OSError if the connection is closed.
     """
     connection.sendall(HELLO.pack(MAGIC, rank, size))
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Read the greeting of the other side; return (its rank, the number of ranks). The function raises the errors that
-    `receive` raises.
+    """Read the greeting from the rank at the other end of a connection; return (this rank's number, the number of
+    ranks). The function raises the errors that `receive` raises.
     """
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))

@@ -115,7 +115,7 @@ def module_outputs(network, batch):
 
 
 class Trace:
-    """These are hooks on the modules of a GPTModel that record their outputs as [B, S, ...]."""
+    """A `Trace` is a set of hooks on the modules of a GPTModel that record the modules' outputs as [B, S, ...]."""
 
     def __init__(self, network):
         self.out, self.handles = {}, []

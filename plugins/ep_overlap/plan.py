@@ -63,8 +63,8 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Stage:
-    """This is one step that each chunk passes through: its name, its stream, and the seconds it takes as a function of
-    the chunk's share of the tokens.
+    """A `Stage` is one step through which each chunk of tokens passes: its name, its stream, and the seconds that it
+    takes as a function of the chunk's share of the tokens.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Passes(Generic[T]):
 
 @dataclass(frozen=True)
 class Layer:
-    """This is one MoE layer on one micro-batch, with the step times of the busiest rank.
+    """A `Layer` is one MoE layer on one micro-batch, with the seconds of each step on the busiest rank.
 
     Args:
         forward, backward: the steps of a chunk, one after the other: dispatch, experts, combine; in the backward pass

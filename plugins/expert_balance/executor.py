@@ -76,8 +76,8 @@ _DIGESTS, _ROWS, _LOADS = range(1 << 40, (1 << 40) + 3)
 
 
 class Ranks(Protocol):
-    """These are some ranks of a run, such as those of a `plugins.cpu_backend.transport.Mesh`; `rank` is the index of
-    this rank among them.
+    """A `Ranks` connects some ranks of a run, such as those of a `plugins.cpu_backend.transport.Mesh`; `rank` is the
+    index of this rank among them.
     """
 
     rank: int
@@ -91,8 +91,8 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Slice:
-    """This is the part of a tensor that this rank holds. Along axis 0 the tensor has an equal number of rows for each
-    expert, in the order of slots.
+    """A `Slice` is the part of a tensor that this rank holds. Along axis 0 the tensor has an equal number of rows for
+    each expert, in the order of slots.
 
     Attributes:
         parameter: this rank's slice of axis 0.

@@ -67,8 +67,8 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Measures:
-    """These are the measures of one step, as the table above says: arrays of one value for each layer. `similarity` is
-    NaN if the step before is not known.
+    """A `Measures` holds the measures of the routers in one step, which the table of this module lists: arrays with one
+    value for each layer. `similarity` is NaN if the step before is not known.
     """
 
     step: int

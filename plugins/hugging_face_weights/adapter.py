@@ -109,8 +109,8 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return stack, np.concatenate([waiting[each].asnumpy() for each in range(num_moe_experts)])
 
     def get_mf_state_dict(self, hf_state_dict: dict) -> dict:
-        """Return the parameters of this rank; raise CheckpointError if one is missing, or is cut in a way that cannot
-        be assembled.
+        """Return the parameters of this rank; raise CheckpointError if a parameter is missing, or is cut in a way that
+        cannot be assembled.
         """
         wanted = [name for name in self.network_tensor_info if name in self.mf_name_to_converter]
         missing = [name for name in wanted if not hf_state_dict.keys() >= set(self.mf_name_to_converter[name].hf_names)]

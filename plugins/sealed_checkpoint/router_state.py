@@ -76,7 +76,7 @@ def copied_like(layout: Any) -> Any:
 
 def enable() -> None:
     """Let MindFormers' checkpoint metadata include the routers' state wherever MindFormers asks MindSpore for layouts;
-    the CPU backend's own answers already include it.
+    the metadata of the CPU backend already include this state.
     """
     from mindformers.checkpoint import sharded_tensor
 

@@ -103,7 +103,7 @@ class Meeting:
 
     @property
     def me(self) -> int:
-        """Return this rank's place in the group."""
+        """Return this rank's index in the group."""
         return self.members.index(self.mesh.rank)
 
     @property

@@ -74,7 +74,8 @@ class Ranks:
         return len(self.known(group))
 
     def rank_in(self, group: str) -> int:
-        """Return this rank's place in a group, which selects its slice of a weight if the group shards the optimizer.
+        """Return this rank's index in a group, which selects the rank's slice of a weight if the group shards the
+        optimizer.
 
         Raises:
             ClusterError: the ranks of the group are unknown.

@@ -160,8 +160,8 @@ def _skipping(loader: Any, guard: Guard):
 
 
 class Skipping:
-    """This is a view of a random-access dataset without the samples in `skipped`; samples from beyond its usual end
-    take their place at the end.
+    """This is a view of a random-access dataset without the samples in `skipped`; samples from beyond the usual end of
+    the dataset take the place of the skipped samples at the end.
     """
 
     def __init__(self, source: Any, skipped: Ranges):

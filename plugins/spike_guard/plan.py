@@ -171,7 +171,7 @@ class Window:
         self.good: dict[str, deque[float]] = {name: deque(maxlen=size) for name in JUDGED}
 
     def see(self, readings: Mapping[str, float | None]) -> str | None:
-        """Judge a step's values, which have the names of `JUDGED`; return in words which of them is a spike.
+        """Judge a step's values, which have the names of `JUDGED`; return in words which of these values is a spike.
 
         A spike is not taken in. What is not known, not finite or not above 0 is not judged.
         """

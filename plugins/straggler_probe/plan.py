@@ -83,8 +83,8 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 
 class Level(NamedTuple):
-    """This is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share of a
-    healthy rank's probes that lies above the limit, and `slow` is the share for a slow rank.
+    """A `Level` is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share
+    of a healthy rank's probes that lies above the limit, and `slow` is the share for a slow rank.
     """
 
     limit: float
@@ -146,7 +146,7 @@ FIRST, ENOUGH = 24, 8  # probes that tell what differs for good; ranks whose spr
 
 @dataclass(frozen=True)
 class SlowRank:
-    """This is a rank that is slower than its peers.
+    """A `SlowRank` is a rank that is slower than its peers.
 
     Args:
         slower: how much slower the rank is: relative to its peers' time for the work (device: 0.05 is 5 % slower), or

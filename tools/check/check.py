@@ -1,4 +1,4 @@
-"""This module runs all checks of one recipe, in the order in which an engineer would want to mend the findings.
+"""This module runs all checks of one recipe, in the order in which an engineer would want to correct the findings.
 
 `table_of` makes the one table of a recipe that passes: parameters, tokens per step, layers and parameters by stage,
 FLOPs and steps.

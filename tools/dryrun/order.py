@@ -148,9 +148,8 @@ class Links:
     """A `Links` holds the result of comparing the pairs of stages that send to each other.
 
     Args:
-        exact: the number of pairs of which both ends were compiled. alike: the number of pairs that other stages
-            represent. unknown: the number of pairs that no compile covers. problems: one line for each Send or Receive
-            without a match.
+        exact: the pairs of stages of which both ends were compiled. alike: the pairs that other stages represent.
+            unknown: the pairs that no compile covers. problems: one line for each Send or Receive without a match.
     """
 
     exact: list[tuple[int, int]]
@@ -159,7 +158,7 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Return the number of pairs of stages for each way of comparing."""
+        """Return as plain values how many pairs of stages were compared exactly, by equal stages, or not at all."""
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 

@@ -116,8 +116,8 @@ _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values of a recipe in place. Sections on the way are copied, because other keys may share them by an
-    anchor.
+    """Set values of a recipe in place. The sections that contain these values are copied, because other keys may share
+    the sections by an anchor.
     """
     for path, value in values.items():
         section: Any = recipe

@@ -120,8 +120,8 @@ def optimise(
     start: np.ndarray | None = None,
 ) -> Outcome:
     """Search until `budget` is spent or the best plan is proven to be the fastest. `report` is called with every
-    improvement; the answer is never worse than the plan `start` [K, C]. A caller that gives a `start` has already
-    placed the layers quickly and computed the bound of weighted chains, so this function does neither again.
+    improvement; the returned plan is never worse than the plan `start` [K, C]. A caller that gives a `start` has
+    already placed the layers quickly and computed the bound of weighted chains, so this function does neither again.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     first = place_fast(instance) if start is None else start

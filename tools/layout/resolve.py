@@ -215,8 +215,8 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return the resolved recipe, and the reasons for values that cannot be resolved, in whose place it has plain
-    values.
+    """Return the resolved recipe, and the reasons for values that cannot be resolved; the recipe has plain values in
+    place of these.
     """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed

@@ -108,7 +108,9 @@ class _Bases:
         self.spots: dict[str, _Spot] = {}  # by real path
 
     def read(self, file: str, parents: list[str]) -> _Spot:
-        """Return the values of one file with its bases merged in; `parents` are the real paths on the way here."""
+        """Return the values of one file with its bases merged in; `parents` are the real paths of the files that led to
+        this file through `base_config`.
+        """
         try:
             real = os.path.realpath(file)
         except OSError:  # there is no working folder

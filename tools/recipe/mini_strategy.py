@@ -111,7 +111,8 @@ def least_micro_batches(view: View, degrees: Degrees) -> int:
 
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
-    """Give the mini recipe (in place) these degrees and the own operators of the recipe that `view` shows.
+    """Give the mini recipe (in place) the parallel degrees `degrees`, and the operators of the full recipe that `view`
+    shows.
 
     Args:
         batch: samples of a step. deepest: the degrees whose pipeline the layers suffice for; mini recipes with

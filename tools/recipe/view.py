@@ -196,7 +196,7 @@ class View:
 
     @cached_property
     def scheduler(self) -> str:
-        """Return `pipeline_scheduler`, MindFormers' word for the pipeline schedule."""
+        """Return the recipe's `pipeline_scheduler`, which is MindFormers' name of the pipeline schedule."""
         return str(self.get(("parallel", "pipeline_config", "pipeline_scheduler"), "1f1b"))
 
     @cached_property
@@ -221,7 +221,7 @@ class View:
 
     @cached_property
     def keeps_placements(self) -> bool:
-        """Return whether the recipe's layers record where each expert lives (plugins/expert_balance)."""
+        """Return whether the recipe's layers record the device of each expert (plugins/expert_balance)."""
         return self.get(("plugins", "expert_balance")) not in (None, False)
 
     @cached_property

@@ -1,5 +1,5 @@
-"""This module holds options that several commands of `tc3 search` have, the progress that they show while they search,
-and the group whose first word may be a recipe.
+"""This module holds the options that several commands of `tc3 search` share, the progress displays of their searches,
+and the command group whose first argument may be a recipe.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class RecipeOrCommand(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command; if the first word is not a command, return the recipe's, including options before the
-        recipe.
+        """Return the command that the first word names; if this word is not a command, return the command for recipes,
+        with all arguments, including options before the recipe.
         """
         if args[0] in self.commands:
             return super().resolve_command(ctx, args)

@@ -1,5 +1,5 @@
-"""This module writes the answer as one HTML file that needs no other files: table, reasons, pictures as inline SVG, the
-funnel.
+"""This module writes the answer of `tc3 search` as one HTML file that needs no other files: table, reasons, pictures as
+inline SVG, the funnel.
 
 Its picture shows memory against time: all candidates, their frontier, and the candidates whose layers were placed
 (report Figure 8).

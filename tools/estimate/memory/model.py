@@ -115,8 +115,8 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 
 def update_memory(config: Configuration, stage: int) -> float:
-    """Return the bytes of `updating` on one device of a stage; 0 without accumulation, and for software other than
-    MindFormers, which scales gradients in place.
+    """Return the bytes that one device of a stage needs after the last pass for clipping and the optimizer
+    (`updating`); 0 without accumulation, and for software other than MindFormers, which scales gradients in place.
     """
     if not config.training_graph or _at_once(config):
         return 0.0
@@ -131,7 +131,8 @@ def update_memory(config: Configuration, stage: int) -> float:
 
 
 def updating(gradients: Iterable[tuple[float, float]]) -> float:
-    """Return the bytes that a device needs beside weights, state and accumulated gradients after the last pass.
+    """Return the bytes that a device needs after the last pass, in addition to weights, optimizer state and accumulated
+    gradients.
 
     MindFormers (wrapper.py, `shard_grad_scale` and `grad_scale`) divides each accumulated gradient by the loss scale
     into a new tensor. All of these exist at once, because clipping needs the norm of all gradients before the first
@@ -157,8 +158,8 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 
 
 def exchanged(config: Configuration, stage: int) -> float:
-    """Return the bytes that a stage holds beside the model while `plugins.expert_balance` moves its experts between two
-    steps.
+    """Return the bytes that a device of a stage holds in addition to the model while `plugins.expert_balance` moves its
+    experts between two steps.
     """
     slices = [
         weight.size / weight_cut(weight, config) / weight_shards(weight, config)

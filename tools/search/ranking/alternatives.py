@@ -63,8 +63,8 @@ class Scheduled:
 
 @dataclass
 class BySchedule:
-    """A `BySchedule` holds the answers in the order of the request; `whole` says that no search was interrupted, `cut`
-    that a deadline ended one.
+    """A `BySchedule` holds the best layout of each requested schedule, in the order of the request; `whole` says that
+    no search was interrupted, `cut` that a deadline ended a search.
     """
 
     every: list[Scheduled] = field(default_factory=list)
@@ -72,7 +72,7 @@ class BySchedule:
     cut: bool = False
 
     def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
-        """Return the fastest of the schedules that a recipe can ask for.
+        """Return the fastest layout among the schedules that a recipe can ask for.
 
         Args:
             uneven: the layouts ranked under uneven loads, the best first; if given, this order decides which schedule

@@ -269,7 +269,7 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return in words how much memory would be enough, if a device has that much memory."""
+    """Return in words how much memory would be enough for some strategy, if a device has that much memory."""
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

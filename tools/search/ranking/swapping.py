@@ -121,7 +121,7 @@ def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Sw
 
 
 def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Swapped]]:
-    """Return kind -> way to swap -> its cost."""
+    """Return for each kind of layer and each way to swap the cost of swapping."""
     found = {}
     for kind in dict.fromkeys(config.model.pattern):
         layer, parts = model.layer(config, kind), saved_parts(config, kind)
