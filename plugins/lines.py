@@ -105,8 +105,8 @@ def read_steps(
 
 @dataclass(frozen=True)
 class Span:
-    """A `Span` is a span of time in which no training step was made: from `begin` to `end`, in seconds since 1970 by
-    the worker's clock.
+    """A `Span` is an interval of time in which no training step was made: from `begin` to `end`, in seconds since 1970
+    by the worker's clock.
 
     Args:
         step: the newest step before it.

@@ -26,8 +26,8 @@ PARALLEL_SIZES = ("data_parallel", "model_parallel", "pipeline_stage", "context_
 
 @dataclass(frozen=True)
 class Node:
-    """This is one node among several of a run: its rank, the workers of each node, and the address and port of the
-    common scheduler.
+    """A `Node` is one of several nodes of a run: its rank, the number of workers of each node, and the address and port
+    of the common scheduler.
     """
 
     rank: int

@@ -127,8 +127,8 @@ def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
 
 
 def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
-    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run: with `learning_rate: samples`
-    the steps of the full batch that hold their samples, rounded up.
+    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run: with `learning_rate: samples`,
+    the number of steps of the full batch that train as many samples as these `steps` steps, rounded up.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     by_samples = settings is not None and settings.learning_rate == SAMPLES

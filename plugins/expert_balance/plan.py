@@ -163,8 +163,8 @@ def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
 
 
 def bound(loads: np.ndarray, devices: int) -> float:
-    """Return a lower bound on the tokens of the fullest device for any placement of experts with `loads` [E]: the mean,
-    or the largest expert together with the smallest ones.
+    """Return a lower bound on the tokens of the fullest device for any placement of experts with `loads` [E]: the mean
+    over the devices, or the load of a device that holds the largest expert and otherwise the smallest experts.
     """
     ordered = np.sort(loads)
     beside = len(loads) // devices - 1

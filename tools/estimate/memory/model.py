@@ -291,8 +291,8 @@ def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
 
 
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
-    """Return the recompute option of each of a chunk's layers: the first ones recompute fully, the next ones
-    selectively, and then some repeat only communication.
+    """Return the recompute option of each layer of a chunk: the first layers recompute fully, the next layers
+    selectively, and then some layers repeat only communication.
 
     MindFormers counts each option from the chunk's first layer, and the stronger option wins. If a layer is not
     recomputed as a whole, groups of operators are added to its option, as in "select+attention"
