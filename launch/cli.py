@@ -33,7 +33,7 @@ class OutputFailed(BaseException):
 
 
 class Output:
-    """This passes all writes on to a stream; if a write fails, it raises `OutputFailed`."""
+    """An `Output` passes all writes on to a stream, and raises `OutputFailed` if a write fails."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -112,7 +112,7 @@ class LazyGroup(click.Group):
     """This is a click group of the commands that `COMMANDS` lists."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, sorted."""
+        """Return the sorted names of all commands."""
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -154,8 +154,8 @@ def _command(place: str) -> click.Command:
 
 
 def version_text() -> str:
-    """Return the installed versions, one part of the software on each line, and the pair with which recipes and tools
-    were verified.
+    """Return the installed versions, one part of the software on each line, and the versions of MindSpore and
+    MindFormers with which recipes and tools were verified.
     """
     import platform
 

@@ -1,5 +1,5 @@
-"""The plugins add what MindFormers lacks, or change what it does. A recipe switches a plugin on under its `plugins:`
-key.
+"""The plugins add functions that MindFormers lacks, or change functions of MindFormers. A recipe switches a plugin on
+under its `plugins:` key.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This module defines every error that a user can cause. The message of an error names the place, what is wrong, and
-what would be right.
+"""This module defines every error that a user can cause. The message of an error names the place, the fault, and a
+right value.
 
 The command line turns each of these into one message and exit code 2; a traceback means a bug of ours.
 """
@@ -21,7 +21,7 @@ CLOSED = "closed its connection"
 
 
 class TC3Error(ValueError):
-    """This is the base of every error that the user can correct.
+    """A `TC3Error` is the base class of every error that the user can correct.
 
     Args:
         wrong: what is wrong, and what would be right. key: the key path of the wrong value (after its file, if it is
@@ -46,7 +46,7 @@ class CheckpointError(TC3Error):
 
 
 class ClusterError(TC3Error):
-    """Workers, ports, devices or hosts are not what the recipe needs."""
+    """Workers, ports, devices or hosts do not meet the needs of the recipe."""
 
 
 class VersionError(TC3Error):

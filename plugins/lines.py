@@ -23,7 +23,7 @@ Kind = Literal["save", "evaluation"]
 
 
 class Stepped(Protocol):
-    """This is the record of one training step."""
+    """A `Stepped` is the record of one training step."""
 
     @property
     def step(self) -> int:
@@ -105,7 +105,8 @@ def read_steps(
 
 @dataclass(frozen=True)
 class Span:
-    """This is a span in which no step was made: from `begin` to `end`, in seconds since 1970 by the worker's clock.
+    """A `Span` is an interval of time in which no training step was made: from `begin` to `end`, in seconds since 1970
+    by the worker's clock.
 
     Args:
         step: the newest step before it.

@@ -58,7 +58,9 @@ def experts():
 
 
 def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
-    """Call `edit` with each GPTModel that is built later, after everything in it is built, for what no spec reaches."""
+    """Call `edit` with each GPTModel that is built later, after all its parts are built, to edit parts that no layer
+    spec reaches.
+    """
     _edits[plugin] = edit
 
 
@@ -88,7 +90,7 @@ def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
 
 
 def apply_edits(model) -> None:
-    """Apply what `edit_model` and `edit_routers` asked for to a built GPTModel."""
+    """Apply the edits that `edit_model` and `edit_routers` asked for to a built GPTModel."""
     for edit in _edits.values():
         edit(model)
 
@@ -116,7 +118,8 @@ def apply_template(model, config) -> None:
 
 
 def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARCHITECTURES) -> None:
-    """Set in `architectures` (in place) the class that builds what the plugins edit; this is not for the CPU backend.
+    """Set in `architectures` (in place) the class that builds the model with the plugins' edits; this function is not
+    for the CPU backend.
 
     Args:
         classes: the classes that the plugin replaces: MindFormers' class -> ours.

@@ -1,4 +1,4 @@
-"""This module writes and reads the bundle of a first hour: one zip file with what `tc3 firsthour` measured.
+"""This module writes and reads bundles; a bundle is one zip file with the measurements of one run of `tc3 firsthour`.
 
 A bundle holds only JSON, YAML and text. `manifest.json` names every other file with its size and SHA-256, the date, the
 device, the versions of the software, and the digest of the recipe; its own `seal` is the SHA-256 of the rest of it.
@@ -36,7 +36,7 @@ _SOFTWARE = {"tc3": "telechat3-moe-recipes", "mindspore": "mindspore", "mindform
 
 @dataclass(frozen=True)
 class Manifest:
-    """A `Manifest` says what a bundle holds.
+    """A `Manifest` describes the content of a bundle.
 
     Args:
         format: the format of the bundle. made: the date and time in UTC.
@@ -44,7 +44,7 @@ class Manifest:
         simulated: whether a simulated cluster made the numbers, which then no card may claim.
         names: "plain", or "hashed" if names of hosts were replaced by digests.
         recipe: the path of the recipe. digest: the digest of the flat recipe.
-        versions: software -> version. verdict: the verdict on the whole first hour.
+        versions: software -> version. verdict: the verdict of `tc3 firsthour` on the cluster.
         files: name -> {"sha256", "bytes"} of every other file.
     """
 
@@ -222,7 +222,7 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """A `MemoryTerms` holds the terms of memory that a first hour measured.
+    """A `MemoryTerms` holds the terms of the memory model that `tc3 firsthour` measured on a cluster.
 
     Args:
         activations: factor on the modelled activations and on what one pass needs beside them.
@@ -241,10 +241,10 @@ AS_MODELLED = MemoryTerms(1.0, 1.0, 0.0, 0.0)
 
 
 def measured_cluster(bundle: Bundle) -> str:
-    """Return the text of the cluster file that the hour calibrated.
+    """Return the text of the cluster file that `tc3 firsthour` calibrated.
 
     Raises:
-        DataError: the hour did not come so far.
+        DataError: `tc3 firsthour` ended before it calibrated the cluster file.
     """
     if CLUSTER not in bundle.texts:
         raise DataError(
@@ -255,7 +255,7 @@ def measured_cluster(bundle: Bundle) -> str:
 
 
 def measured_memory(bundle: Bundle) -> MemoryTerms | None:
-    """Return the measured terms of memory; return None if the hour could not tell them.
+    """Return the measured terms of the memory model; return None if `tc3 firsthour` could not determine these terms.
 
     Raises:
         DataError: the file has another form.
@@ -269,7 +269,8 @@ def measured_memory(bundle: Bundle) -> MemoryTerms | None:
 
 
 def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> MemoryTerms:
-    """Return the terms of memory that a bundle measured with a recipe, and say what the bundle is.
+    """Return the measured terms of the memory model that a bundle holds for a recipe, and print a sentence about the
+    origin of the bundle.
 
     Raises:
         DataError: as `read_bundle`; or the bundle has no terms of memory, and the output would look measured.

@@ -76,8 +76,8 @@ def verdict(peak: float, room: Room) -> str:
 
 
 def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) -> list[Proposal]:
-    """Return proposals, the best first: those that fit by step time, then those that might fit, then by freed memory.
-    Pairs of changes are tried only if no single change makes the recipe fit.
+    """Return proposals, the best first: proposals that fit, sorted by step time, then proposals that might fit, then
+    all others, sorted by freed memory. Pairs of changes are tried only if no single change makes the recipe fit.
 
     Raises:
         RecipeError: the recipe cannot be predicted.
@@ -186,7 +186,7 @@ def pass_in_words(label: str) -> str:
 
 
 def print_stages(report: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each stage, then who holds the peak of the stage with the most memory."""
+    """Print a row for each stage, then the owners of the bytes at the peak of the stage with the most memory."""
     unit, name = unit_of(max(stage["peak"] for stage in report["stages"]))
     table = Table(box=None, pad_edge=False)
     table.add_column("stage", justify="right")

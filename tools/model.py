@@ -1,5 +1,5 @@
 """This module holds a transformer's sizes, the pattern of its layers, every weight of each layer and of a stage, and
-the FLOPs of a token, without the words of a framework.
+the FLOPs of a token, in terms that do not depend on a framework.
 
 Kinds of layers: "embedding", "dense", "moe", "mtp" (a layer of the last kind, its projection and three norms) and
 "head" (last norm and output projection). Letters: h hidden, n heads.
@@ -252,7 +252,9 @@ def weights(model: Model, kind: str, shared_whole: bool = False) -> tuple[Weight
 
 
 def connection_weights(model: Model) -> tuple[Weight, ...]:
-    """Return the weights of a layer's hyper-connections, before attention and before the MLP; none with one stream."""
+    """Return the weights of a layer's hyper-connections, before attention and before the MLP; the list is empty with
+    one residual stream.
+    """
     mixing = []
     for sublayer in hyper_connections.SUBLAYERS if model.streams > 1 else ():
         for name, shape in hyper_connections.shapes(model.streams, model.hidden).items():
@@ -317,8 +319,8 @@ class Adapters:
 
 @lru_cache(maxsize=4096)
 def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: bool = False) -> tuple[Weight, ...]:
-    """Return all weights of one layer of a kind, frozen, and those of its adapters: A [rank, inputs] is cut as the
-    inputs of its layer, B [outputs, rank] as the outputs.
+    """Return all weights of one layer of a kind, which are frozen, and the weights of the layer's adapters: A [rank,
+    inputs] is cut as the inputs of its linear layer are, and B [outputs, rank] as the outputs are.
     """
     own = weights(model, kind, shared_whole)
     found = [replace(weight, frozen=True) for weight in own]
@@ -335,7 +337,7 @@ def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: boo
 
 
 def adapter_parameters(model: Model, adapters: Adapters) -> int:
-    """Return the number of elements in all adapters of the model, which are all that is trained."""
+    """Return the number of elements in all adapters of the model; nothing else of the model is trained."""
     kinds = (*model.pattern, *["mtp"] * model.mtp)
     return sum(w.size for kind in kinds for w in with_adapters(model, kind, adapters) if not w.frozen)
 
@@ -377,7 +379,8 @@ def layer_size(model: Model, kind: str) -> int:
 
 
 def used_size(model: Model, kind: str) -> int:
-    """Return the number of elements that one token uses in a layer: of the routed experts, the top-k."""
+    """Return the number of weight elements that one token uses in a layer; of the routed experts only the top-k count.
+    """
     idle = sum(weight.size for weight in weights(model, kind) if weight.split == "experts")
     return layer_size(model, kind) - (idle // model.experts * (model.experts - model.top_k) if idle else 0)
 
@@ -388,15 +391,15 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Return the number of elements that one token passes through, with the embedding and without MTP. The name of a
-    model, such as 105B-A4.7B, states this number of elements after the A.
+    """Return the number of weight elements that one token passes through, with the embedding and without MTP. The name
+    of a model, such as 105B-A4.7B, states this number of elements after the A.
     """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 
 
 def stage_parameters(model: Model, layers: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of elements on each stage (all its devices together). `layers` is [chunk][stage] in the order
-    of the model.
+    """Return the number of weight elements on each stage (on all devices of the stage together). `layers` is
+    [chunk][stage] in the order of the model.
 
     The embedding is on the first stage, head and MTP on the last. With an MTP layer the last stage also looks tokens up
     in the embedding, which MindFormers shares between the stages: it is counted once.
@@ -416,9 +419,9 @@ FORMULA = "6 x (weights and gates that multiply a token) + 3 x seq x heads x (d_
 
 
 def multiplied(model: Model) -> dict[str, int]:
-    """Return the number of elements that multiply one token, by module: "attention", "mlp", "experts", "router", "mtp"
-    and "head"; with several residual streams also "hyper-connections", which count the gates of a token as well as the
-    weights that make them.
+    """Return the number of weight elements that multiply one token, by module: "attention", "mlp", "experts", "router",
+    "mtp" and "head"; with several residual streams also "hyper-connections", which count the gates of a token as well
+    as the weights that make them.
 
     Of the routed experts the top-k. An MTP layer counts as "mtp" but for its prediction, which is another head.
     """

@@ -17,7 +17,8 @@ import click
 
 
 class Range(NamedTuple):
-    """A `Range` is the range of a number. Both bounds are allowed values; with `above` the lower bound is not allowed.
+    """A `Range` is the range of allowed values of a number. Both bounds are allowed values; with `above` the lower
+    bound is not allowed.
 
     Attributes:
         low, high: the bounds, in the unit of the number.
@@ -31,7 +32,9 @@ class Range(NamedTuple):
     above: bool = False
 
     def refusal(self, value: Any) -> str | None:
-        """Return what is wrong with `value`, as the end of a sentence that names it; None if it is in the range."""
+        """Return the fault of `value` as the end of a sentence that begins with the value's name; None if the value is
+        in the range.
+        """
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is not a number; {self.words}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -181,7 +184,7 @@ class Number(click.ParamType):
         self.name = "integer" if self.range.whole else "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
-        """Parse the number and check that it is in the range.
+        """Parse the number and check that the number is in the range.
 
         Raises:
             click.BadParameter: not a number, not finite or out of range.

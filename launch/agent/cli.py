@@ -1,5 +1,5 @@
-"""This module is the command `tc3 agent`: one process on each node, which starts the node's workers, and starts them
-again after a failure.
+"""This module is the command `tc3 agent`: one process on each node, which starts the node's workers, and starts the
+workers again after a failure.
 
 The agents of all nodes start the workers together, and start them anew when a node or a worker fails.
 """
@@ -47,8 +47,8 @@ RESTARTS = Rules.restarts  # failures in a row after which a run goes on, unless
 
 
 def unfit(slots: int, folder: Path) -> list[str]:
-    """Return the reasons why a run should not start on this host; the list is empty if there is none, or if this cannot
-    be checked.
+    """Return the reasons why a run should not start on this host; the list is empty if there is no such reason, or if
+    the host cannot be checked.
 
     The host's workers are compared with each other, so a single worker is never unfit.
     """

@@ -37,8 +37,8 @@ DECISION = ROOT / "launch/agent/decision.sh"  # what both kinds of script ask af
 
 @dataclass(frozen=True)
 class Allocation:
-    """This describes the agents of one run. `options` are passed to each agent unchanged; the list of hosts, the
-    agent's own host and the run's folder are passed separately.
+    """An `Allocation` describes the agents of one run. `options` are passed to each agent unchanged; the list of hosts,
+    the agent's own host and the run's folder are passed separately.
 
     `slots` are the workers of a node; relative paths start at the checkout; `made_by` is the command that wrote it.
     """
@@ -89,7 +89,9 @@ REQUEUES = 3
 
 
 def sbatch_file(job: Allocation) -> str:
-    """Return the text of the sbatch file of `job`; options on sbatch's own command line override those in the file."""
+    """Return the text of the sbatch file of `job`; options on sbatch's own command line override the options in the
+    file.
+    """
     return "\n".join(
         [
             *_head(job),

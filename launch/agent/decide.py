@@ -1,4 +1,5 @@
-"""This module decides what happens after an attempt: another start, a spare, fewer hosts, or the end of the run.
+"""This module decides how a run continues after an attempt (one start of its workers) has ended: with another start,
+with a spare host, with fewer hosts, or not at all.
 
 The module reads no file and starts no process. `initiator` finds the host that caused the end of an attempt, `verdict`
 says what happens next, and `next_hosts` names the hosts of the next attempt.
@@ -63,8 +64,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """This names the `host` that caused a failure, with the `end` of its part of the attempt; if `host` is None, no
-    host can be blamed, and `why` holds the reason.
+    """A `Began` names the `host` that caused a failure, with the `end` of its part of the attempt; if `host` is None,
+    no host can be blamed, and `why` holds the reason.
     """
 
     why: str
@@ -135,8 +136,8 @@ def _killed(end: End) -> bool:
 
 
 def is_sure(end: End) -> bool:
-    """Return whether the cause of this end lies on its own host, because no failure of another host can lead to such an
-    end.
+    """Return whether the cause of a host's end lies on that host, because no failure of another host can lead to such
+    an end.
     """
     return end.cause in _SURE_CAUSES or end.cause == "hang" or _killed(end)
 
@@ -206,8 +207,8 @@ def _where(end: End) -> str:
 
 @dataclass(frozen=True)
 class Smaller:
-    """This describes how a recipe runs on fewer hosts: with these `overrides`, on the first `hosts` of the available
-    hosts.
+    """A `Smaller` describes how a recipe runs on fewer hosts: with the changes `overrides`, on the first `hosts` of the
+    available hosts.
     """
 
     hosts: int
@@ -245,7 +246,7 @@ def verdict(
     now: float = math.inf,
     saved: int | None = None,
 ) -> Verdict:
-    """Return which host caused the end of `attempt`, and what happens next.
+    """Return which host caused the end of `attempt`, and how the run continues.
 
     Args:
         attempt: the attempt, with its plan and the ends of its hosts as far as they were written.

@@ -60,7 +60,9 @@ class LostDiskError(StoppedError):
 
 @dataclass(frozen=True)
 class Found:
-    """This is a file as it was read: its text, and a mark that changes as soon as anybody writes the file again."""
+    """A `Found` is the content of a file when it was read: the text, and a mark that changes as soon as anybody writes
+    the file again.
+    """
 
     text: str
     mark: tuple[int, ...]
@@ -267,8 +269,8 @@ def _read(path: Path) -> Found | None:
 
 @dataclass(frozen=True)
 class Holder:
-    """This identifies an agent by its host's name and a text that distinguishes this process from other agents of the
-    same host.
+    """A `Holder` identifies an agent by its host's name and a text that distinguishes this process from other agents of
+    the same host.
     """
 
     host: str

@@ -52,7 +52,7 @@ POLL, BEAT = 0.2, 1.0  # seconds between looks at the steps, and at the rest
 
 @dataclass
 class Around:
-    """This lets `host` watch the other nodes of an attempt."""
+    """An `Around` lets `host` watch the other nodes of an attempt."""
 
     meeting: Meeting
     plan: Plan
@@ -80,7 +80,7 @@ class Around:
         return None
 
     def began(self) -> End | None:
-        """Return how the part of that host ended whose failure ended the attempt."""
+        """Return how the workers of one host ended: of the host whose failure ended the attempt."""
         number = self.plan.attempt
         first = self.meeting.over(number)
         return self.meeting.ended(number, first) if first else None
@@ -100,15 +100,15 @@ class Around:
 
 @dataclass(frozen=True)
 class Link:
-    """This is the network interface through which this node reaches the other nodes; it is None if there are no other
-    nodes, or if the interface is not known.
+    """A `Link` watches the network interface through which this node reaches the other nodes; the interface is None if
+    there are no other nodes, or if it is not known.
     """
 
     interface: str | None = None
 
     def lost(self) -> list[str]:
-        """Return a list with a sentence if the network interface has no link; the list is empty if there is a link, or
-        if this cannot be checked.
+        """Return a list with a sentence if the network interface has no link; the list is empty if the interface has a
+        link, or if the link cannot be checked.
         """
         known = psutil.net_if_stats().get(self.interface or "")
         return [f"network interface {self.interface} has no link"] if known and not known.isup else []

@@ -78,8 +78,8 @@ class Agent:
         self.leaving = False  # a signal has told us to
 
     def run(self, number: int) -> Outcome:
-        """Take part from attempt `number` on, until the run is done or given up, or a signal tells this agent to
-        leave.
+        """Take part in the run from attempt `number` on, until the run is done or given up, or a signal tells this
+        agent to leave.
         """
         with collected_signals(self.notices):
             try:

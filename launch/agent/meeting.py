@@ -56,8 +56,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """This records for how long each observed value has not changed. `most` is the largest number of seconds that one
-    observation can add.
+    """A `Watch` records for how long each observed value has not changed. `most` is the largest number of seconds that
+    one observation can add.
 
     A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
     about the others: the same cause may have held them up, and they must get the time to write. So a look never adds
@@ -69,7 +69,9 @@ class Watch:
         self._seen: dict[Hashable, tuple[object, float, float]] = {}  # its mark, the last look, seconds without change
 
     def unchanged(self, key: Hashable, mark: object, now: float) -> float:
-        """Return for how many seconds `key` has had the value `mark` at time `now`; 0 at the first look."""
+        """Return for how many seconds `key` has had the value `mark` at time `now`; 0 if this is the first call for
+        `key`.
+        """
         before = self._seen.get(key)
         if before is None or before[0] != mark:
             quiet = 0.0
@@ -150,8 +152,8 @@ class Meeting:
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
 
     def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
-        """Return the plan of attempt `number`; None if it has not been written yet. Call the method `come` first, then
-        call this method repeatedly until it returns a plan.
+        """Return the plan of attempt `number`; None if the plan has not been written yet. Call the method `come` first,
+        then call this method repeatedly until it returns a plan.
 
         Args:
             number: the attempt.
@@ -166,8 +168,8 @@ class Meeting:
         return self._form(number, PLAN, Plan)
 
     def plans(self, number: int) -> bool:
-        """Return whether this agent still plans attempt `number`: if it took long or was stopped, another agent may
-        have taken over.
+        """Return whether this agent still plans attempt `number`: if this agent took long or was stopped, another agent
+        may have taken over the planning.
         """
         return self._claim(number, "plan").hold()
 
@@ -195,7 +197,7 @@ class Meeting:
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return the end of a host's part of the attempt; None if it has not been written yet."""
+        """Return how a host's part of the attempt ended; None if the host has not written its end yet."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
@@ -213,8 +215,8 @@ class Meeting:
         return str(json.loads(found.text)["host"]) if found else None
 
     def verdict(self, number: int, decide: Callable[[Attempt], Verdict]) -> Verdict | None:
-        """Return the verdict on attempt `number`, or None as long as there is none; call this in a loop after this
-        host's part has ended.
+        """Return the verdict on attempt `number`, or None as long as there is no verdict; call this method in a loop
+        after this host's part has ended.
 
         One host calls its `decide` as soon as all hosts of the plan have written how their parts ended; if one ended
         badly or was lost, the others get a moment to write. Hosts that give no sign of life any more are recorded as

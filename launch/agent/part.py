@@ -40,8 +40,8 @@ WORDS = 400  # characters of a worker's last words in an end
 
 @dataclass(frozen=True)
 class Command:
-    """This is what a node starts: the argv of msrun, the environment of the workers, and the cores on which they
-    run.
+    """A `Command` holds what a node starts for an attempt: the argv of msrun, the environment of the workers, and the
+    cores on which they run.
     """
 
     argv: list[str]

@@ -61,8 +61,8 @@ MOST = 1 << 20  # bytes of a log read at a look
 
 @dataclass
 class Limits:
-    """These are the seconds that each phase of one run may last before it counts as a hang; a caller that knows better
-    can set some of `defaults` and `floors`.
+    """A `Limits` holds the seconds that each phase of one run may last before the phase counts as a hang; a caller that
+    knows better limits can set some of `defaults` and `floors`.
     """
 
     defaults: Mapping[Phase, float] = field(default_factory=dict)
@@ -112,7 +112,8 @@ class _Rank:
 
 @dataclass
 class Phases:
-    """This follows the local workers of one attempt; create it before they start.
+    """This object finds in which phase the local workers of one attempt are; create the object before the workers
+    start.
 
     Attributes:
         phase, since: the phase of the slowest worker, and its begin by `clock`.

@@ -167,8 +167,8 @@ def _is_folder(path: Path) -> bool:
 
 @dataclass
 class Planning:
-    """This is an attempt that has no plan yet. `began` is the time when this node joined the attempt; `came` holds the
-    time when it first saw each host.
+    """A `Planning` is an attempt that has no plan yet. `began` is the time when this node joined the attempt; `came`
+    holds the time when it first saw each host.
 
     Another agent may take over the planning at any moment, and this agent may learn of it late. So planning changes
     nothing of a run: files of a plan have the plan's own name, and all other changes are made by `follow` once the plan
@@ -186,7 +186,8 @@ class Planning:
     came: dict[str, float] = field(default_factory=dict)
 
     def wanted(self, there: list[str]) -> Plan | None:
-        """Return a plan with the hosts that are present; None if there are too few hosts, or if others may still come.
+        """Return a plan with the hosts that are present; None if there are too few hosts, or if other hosts may still
+        come.
 
         Only the agent that plans the attempt calls this, because the plan's checkpoint is read completely to verify it.
         An agent that was held up meanwhile may have read the ledger before another one planned and trained on, and the
@@ -248,8 +249,8 @@ def make_plan(
     again: bool = False,
     now: float = 0.0,
 ) -> Plan:
-    """Return the plan of attempt `number` on `hosts`; with `again`, from the newest complete checkpoint if there is
-    one.
+    """Return the plan of attempt `number` on `hosts`; with `again`, the attempt begins from the newest complete
+    checkpoint if one exists.
 
     Raises:
         CheckpointError: there is none, although the run has started from one before.
@@ -296,7 +297,8 @@ def read_skipped(job: Job) -> None:
 
 
 def follow(job: Job, plan: Plan) -> None:
-    """Prepare the run's folder for a valid plan; each host of the plan calls this before its workers start.
+    """Prepare the run's folder for a valid plan; each host of the plan calls this function before the host's workers
+    start.
 
     So no checkpoint of this attempt exists yet. A host that was delayed may find checkpoints of later attempts: the
     seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed. If the

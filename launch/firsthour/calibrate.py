@@ -1,5 +1,5 @@
-"""This module judges a measured stage against its prediction, and fits the estimator's terms to it: efficiencies of
-operators and links, and the terms of memory.
+"""This module compares a measured training step of one pipeline stage with its prediction, and fits the estimator's
+terms to the measurement: efficiencies of operators and links, and the terms of the memory model.
 
 Efficiencies are fitted by `tools.profile.fit`, from the seconds of each term of the step. Memory is fitted by linear
 least squares. A device of stage s, in a run r, holds at its peak
@@ -29,7 +29,7 @@ _ALIKE = 1e-6  # of the largest singular value: columns of the fit that cannot b
 
 
 def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, float]:
-    """Return the predicted memory of one stage of a run and the peak that was measured there, in bytes. If the fullest
+    """Return the predicted memory of one stage of a run and the measured peak of this stage, in bytes. If the fullest
     moment is the update after all passes, no activations are held, and all bytes except the buffers are static.
     """
     memory = all_stages(config)[stage]

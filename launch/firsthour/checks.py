@@ -1,5 +1,5 @@
-"""This module lists the checks of a cluster's first hour: their order, which earlier checks each one
-needs, and what follows from their outcomes.
+"""This module lists the checks by which `tc3 firsthour` judges a new cluster: the order of the checks, the earlier
+checks that each check needs, and the verdict that follows from their outcomes.
 
 A check relies only on the earlier checks that it needs. If one of these failed, or judged nothing, the check is not run
 and its outcome is unknown, with the reason. Checks that do not depend on each other go on. An outcome is written as
@@ -29,7 +29,7 @@ GO, GO_WITH, NO_GO = "go", "go with", "no go"
 
 @dataclass(frozen=True)
 class HourCheck:
-    """An `HourCheck` is one check of a cluster's first hour.
+    """An `HourCheck` is one check of a new cluster by `tc3 firsthour`.
 
     Args:
         share: the share of the budget. needs: the earlier checks whose results it uses. essential: whether no run may
@@ -129,11 +129,13 @@ class Outcome:
 
     @property
     def bears(self) -> bool:
-        """Return whether checks that need this one may trust it: nothing failed, and something was judged."""
+        """Return whether later checks that need this check may trust its outcome: nothing failed, and something was
+        judged.
+        """
         return self.verdict != "fail" and self.told
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome as plain values; those of the evidence are not copied."""
+        """Return the outcome as plain values; the values of the evidence are not copied."""
         return {**vars(self), "findings": [asdict(item) for item in self.findings]}
 
 
@@ -218,7 +220,8 @@ def _kept(state: Path, check: HourCheck) -> Outcome | None:
 
 
 def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
-    """Make the folder for the outcomes of all checks, or make sure that it belongs to the same recipe and software.
+    """Make the folder for the outcomes of all checks, or make sure that an existing folder belongs to the same recipe
+    and software.
 
     Args:
         key: the values on which outcomes depend. again: whether earlier outcomes are deleted.

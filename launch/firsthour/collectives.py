@@ -58,7 +58,7 @@ def rows_of(config: Configuration, hardware: Hardware, devices: int, on_cpu: boo
 
 
 def words_of(row: Mapping[str, Any]) -> str:
-    """Return in words what a row measures, for the plan that --dry-run prints."""
+    """Return in words which collective a row of the plan measures, for the plan that --dry-run prints."""
     size = f"{row['bytes'] / 1e6:,.1f} MB"
     return f"{row['operator']} of {size}, {row['ranks']} ranks that are {row['stride']} apart ({row['group']})"
 

@@ -1,4 +1,4 @@
-"""This module runs the checks of a first hour on this machine, by the commands that a user would type.
+"""This module runs the checks of `tc3 firsthour` on this machine, by the commands that a user would type.
 
 `Hour.commands` lists the commands of each check; the plan of `--dry-run` prints them, and the checks start them, each
 with the check's time limit and in processes that end with the check. The results are judged by `launch.firsthour.judge`
@@ -56,10 +56,10 @@ NO_MEMORY = "a CPU worker's process holds MindSpore and the model together, so t
 
 @dataclass
 class Hour:
-    """An `Hour` runs the first hour of a recipe on this machine.
+    """An `Hour` runs the checks of `tc3 firsthour` with a recipe on this machine.
 
     Args:
-        recipe: the file of the recipe. work: folder of everything that the hour writes. nodes: file of hosts, or None
+        recipe: the file of the recipe. work: folder of everything that the checks write. nodes: file of hosts, or None
             for this host.
     """
 
@@ -83,11 +83,11 @@ class Hour:
 
     @property
     def small(self) -> Path:
-        """Return the file of the small recipe that the checks train."""
+        """Return the path of the small recipe that the checks train."""
         return self.work / "small.yaml"
 
     def commands(self) -> dict[str, list[list[str]]]:
-        """Return check -> the commands that it runs."""
+        """Return for each check the commands that the check runs."""
         recipe, json_ = str(self.recipe), "--json"
         nodes = ["--nodes", str(self.nodes)] if self.nodes else []
         workers = [] if self.nodes or self.device == "Ascend" else ["--workers", str(self.each)]
@@ -143,7 +143,7 @@ class Hour:
         return [name for name, there in kinds.items() if there] or ["data_parallel_2"]
 
     def work_of(self) -> dict[str, Any]:
-        """Return check -> the function that runs it."""
+        """Return for each check the function that runs the check."""
         return {check.name: getattr(self, check.name) for check in HOUR_CHECKS}
 
     # The checks of hosts and devices.
@@ -225,7 +225,7 @@ class Hour:
     # The checks that train.
 
     def mini(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train the recipe's mini in one process, and compare it with the golden numbers."""
+        """Train the mini recipe of the recipe in one process, and compare its losses with the golden numbers."""
         content = ask(self.commands()["mini"][0], seconds)
         known = Path(content["golden_file"]).name if content["golden_file"] else ""
         evidence = {"differences": content["golden"], "golden_file": known, "steps": content["steps"]}
@@ -247,7 +247,7 @@ class Hour:
         write_learnable(self.corpus, vocabulary)
 
     def point(self, flat: dict[str, Any]) -> None:
-        """Point a recipe that the hour trains (in place) to the corpus, and let it save often."""
+        """Change a recipe that a check trains in place, so that it reads the corpus and saves often."""
         loader = flat
         for key in LOADER:
             loader = loader[key]
@@ -277,7 +277,9 @@ class Hour:
         dump_recipe({**flat, "callbacks": [*flat["callbacks"], monitor]}, self.work / "profiled.yaml")
 
     def stage(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train with a profile, put the seconds of the step's terms beside the predicted ones, and compare variants."""
+        """Train with a profile, compare the measured seconds of each term of the step with the predicted seconds, and
+        measure the variants of the recipe.
+        """
         self.write_measured()
         train, calibrate = self.commands()["stage"][:2]
         until = time.monotonic() + seconds
@@ -368,7 +370,9 @@ class Hour:
         raise ClusterError(f"`tc3 {shlex.join(words)}` ended before this check could kill it")
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Judge the fit of the stage, and search again with the calibrated cluster."""
+        """Judge the calibration that follows from the measured stage, and search again with the calibrated cluster
+        file.
+        """
         seen = done["stage"].evidence
         found = judge_fit(seen["seconds"], seen["after"], seen["fitted"], None, self.no_memory)
         measured = (self.work / "measured.yaml").read_text(encoding="utf-8")
@@ -384,8 +388,8 @@ def argv(words: Sequence[str]) -> list[str]:
 
 
 def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the JSON that a command of tc3 prints; exit codes 0 and 1 mean that the command has judged, all others
-    that it could not.
+    """Return the JSON that a command of tc3 prints; exit codes 0 and 1 mean that the command has reached a verdict, all
+    other exit codes that it could not.
 
     Raises:
         ClusterError: it was not finished in time, or failed; the message ends with its last words.
@@ -401,7 +405,7 @@ def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = No
 
 
 def text_of(words: Sequence[str], seconds: float) -> str:
-    """Return what a command of tc3 prints.
+    """Return the text that a command of tc3 prints.
 
     Raises:
         ClusterError: as `ask`.

@@ -42,7 +42,7 @@ LOSS = "lm_loss"  # without the balancing loss, which depends on how a batch is 
 
 
 class NpuHour(Hour):
-    """An `NpuHour` is the first hour of a recipe for Ascend on hosts with NPUs."""
+    """An `NpuHour` runs the checks of `tc3 firsthour` with a recipe for Ascend on hosts with NPUs."""
 
     @property
     def device(self) -> str:
@@ -86,7 +86,7 @@ class NpuHour(Hour):
         return [*words, "--no-bind", *more]
 
     def commands(self) -> dict[str, list[list[str]]]:
-        """Return check -> the commands that it runs."""
+        """Return for each check the commands that the check runs."""
         saved = str(self.work / "one" / "checkpoint" / f"iteration_{SAVE:08d}")
         parallel = []
         for count in self.counts:
@@ -113,7 +113,7 @@ class NpuHour(Hour):
             self.write_hosts(count)
 
     def write_hosts(self, devices: int) -> None:
-        """Write the file of the nodes of a training, if it takes several."""
+        """Write the file that lists the nodes of a training, if the training takes several nodes."""
         if devices > self.each:
             names = self.names[: -(-devices // self.each)]
             self.hosts_of(devices).write_text("".join(f"{name} {self.each}\n" for name in names), encoding="utf-8")
@@ -129,7 +129,9 @@ class NpuHour(Hour):
         return judge_curves(rows), {"rows": rows}
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train on more devices, from the checkpoint of one device, and compare their losses with those of that one."""
+        """Train on more devices, from the checkpoint of one device, and compare the losses with those of the single
+        device.
+        """
         until = time.monotonic() + seconds
         rows: list[dict[str, Any]] = []
         one = self.losses("one", 1)
@@ -194,7 +196,7 @@ class NpuHour(Hour):
         self.write_hosts(View(flat).devices)
 
     def variants(self) -> list[Variant]:
-        """Return the variants of the stage; none if the devices are too few for a stage."""
+        """Return the variants of the recipe of one stage; the list is empty if the devices are too few for a stage."""
         try:
             return variants_of(View(self.cut), on_cpu=False)
         except RecipeError:
@@ -212,11 +214,12 @@ class NpuHour(Hour):
 
 
 def hour_of(recipe: Path, work: Path, nodes: Path | None, planned: bool) -> Hour:
-    """Return the first hour of a recipe on this host: an `NpuHour` if the host has NPUs, otherwise the rehearsal on
-    CPU.
+    """Return the object that runs the checks of `tc3 firsthour` with a recipe on this host: an `NpuHour` if the host
+    has NPUs, otherwise an `Hour`, which rehearses the checks on CPU.
 
     Args:
-        planned: the hour is not started, so a recipe for Ascend is planned for NPUs also on a host without them.
+        planned: whether the checks are only planned and not started, so that a recipe for Ascend is planned for NPUs
+            also on a host without NPUs.
 
     Raises:
         ClusterError: the host has NPUs, and the recipe is for a CPU.

@@ -1,5 +1,5 @@
-"""This module makes the HTML page of a bundle: the verdict, the checks with their gates, every finding, and measured
-values beside predicted ones.
+"""This module makes the HTML page of a bundle (the file of results of `tc3 firsthour`): the verdict, the checks with
+their conditions, every finding, and measured values beside predicted values.
 """
 
 from __future__ import annotations

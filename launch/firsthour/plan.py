@@ -1,5 +1,5 @@
-"""This module makes the plan of a first hour: for each check the seconds that it may take, where it runs, its commands,
-and what is predicted for it. Nothing is started.
+"""This module makes the plan of `tc3 firsthour`: for each check the seconds that it may take, where it runs, its
+commands, and what is predicted for it. The module starts no check.
 
 The seconds are limits and add up to at most the budget; when a check's limit is over, its commands are ended.
 """

@@ -55,7 +55,7 @@ class Rank:
 
 @dataclass
 class State:
-    """A `State` is what a checkpoint holds: the steps that were trained, weights, and moments."""
+    """A `State` holds the content of a checkpoint: the number of trained steps, the weights, and the moments."""
 
     step: int
     weights: Weights

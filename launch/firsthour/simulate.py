@@ -108,7 +108,7 @@ class Cluster:
         return [one for one in self.defects if one["what"] == what]
 
     def factor(self, what: str, host: str, device: int | None = None) -> float:
-        """Return the factor by which defects of one kind change a speed at a place; 1 without a defect."""
+        """Return the factor by which defects of one kind change a speed on a host or device; 1 without a defect."""
         found = 1.0
         for one in self.of(what):
             if one["node"] == host and (device is None or one["device"] == device):
@@ -157,7 +157,7 @@ def _check_defect(place: str, defect: Any, found: Cluster) -> None:
 
 
 class Play:
-    """A `Play` runs the checks of a first hour on a simulated cluster."""
+    """A `Play` runs the checks of `tc3 firsthour` on a simulated cluster."""
 
     def __init__(self, found: Cluster, config: Configuration):
         self.cluster, self.config = found, config
@@ -170,7 +170,7 @@ class Play:
         return self.cluster.hosts
 
     def work_of(self) -> dict[str, Any]:
-        """Return check -> the function that simulates it."""
+        """Return for each check the function that simulates the check."""
         return {check.name: getattr(self, check.name) for check in HOUR_CHECKS}
 
     def hosts(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""This module judges the trainings of a first hour: it compares losses with golden losses, kinds of parallelism with
-one device, and a resumed run with one that was not killed. Its functions are pure: they judge the
-trainings of a simulated cluster (`launch.firsthour.played`) by the same rules as real ones.
+"""This module judges the trainings of `tc3 firsthour`: it compares losses with golden losses, kinds of parallelism with
+one device, and a resumed run with one that was not killed. Its functions are pure: they judge the trainings of a
+simulated cluster (`launch.firsthour.played`) by the same rules as real ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _VERDICTS: Mapping[str, Any] = {PASS: "ok", FAIL: "fail", KNOWN: "warn"}
 
 
 def rank_counts(node: int, nodes: int, most: int) -> list[int]:
-    """Return the numbers of devices on which a small model trains: 2, those of one node, and those of all nodes.
+    """Return the numbers of devices on which a small model trains: 2, the devices of one node, and the devices of all
+    nodes.
 
     Each is a power of two and at most `most`, so that the samples or tokens of a step can be cut into that many shares.
     """
@@ -88,8 +89,9 @@ def judge_resume(wanted: Mapping[str, float], got: Mapping[str, float], killed: 
 
 
 def judge_curves(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return a finding for each run whose losses were compared with those of another, by the row of Table 2 for single
-    16-bit values (`CURVE`): the error of a mean over tokens is no larger than that of one token.
+    """Return a finding for each run whose losses were compared with those of another run, by the tolerance of the
+    report's Table 2 for single 16-bit values (`CURVE`): the error of a mean over tokens is no larger than the error of
+    one token.
 
     Args:
         rows: "name"; "wanted": step -> loss; "got": step -> loss, or None where the step was not trained.

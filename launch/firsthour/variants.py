@@ -28,7 +28,7 @@ FUSED = ("apply_rope_fusion", "bias_swiglu_fusion", "moe_permute_fusion")  # swi
 
 @dataclass(frozen=True)
 class Variant:
-    """A `Variant` is one value of a key; it is the `own` variant if it is the recipe's value."""
+    """A `Variant` is one value of a key of a recipe; `own` says whether this is the recipe's own value."""
 
     path: tuple[str, ...]
     value: Any
@@ -51,7 +51,8 @@ class Variant:
 
 
 def variants_of(view: View, on_cpu: bool) -> list[Variant]:
-    """Return the variants of a recipe, those of one key after the other, each with the recipe's own value first.
+    """Return the variants of a recipe, ordered by key; for each key the variant with the recipe's own value comes
+    first.
 
     A recipe that sends no tokens between devices has no dispatch modes; on a CPU there are no fused operators.
     """
@@ -98,7 +99,9 @@ def judge_variants(variants: Sequence[Variant], seconds: Mapping[str, float | No
 
 
 def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) -> Variant | None:
-    """Return the fastest value of a key if it is faster than the recipe's own by more than `SURE`; else None."""
+    """Return the fastest value of a key if this value is faster than the recipe's own value by more than `SURE`; else
+    None.
+    """
     known = {one: time for one in variants if (time := seconds.get(one.name)) is not None}
     own = next((one for one in known if one.own), None)
     if own is None:

@@ -1,4 +1,4 @@
-"""This module is the command `tc3 generate`: it prints how a trained mini continues a prompt, token by token."""
+"""This module is the command `tc3 generate`: it prints how a trained model continues a prompt, token by token."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
 
 
 class Voice:
-    """This holds a running model and its tokenizer, and continues texts with them.
+    """A `Voice` holds a running model and its tokenizer, and continues texts with them.
 
     Args:
         logits: the logits of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether

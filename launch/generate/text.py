@@ -22,7 +22,7 @@ HALF = "\ufffd"  # what decoders write for bytes that do not form a complete cha
 
 @dataclass(frozen=True)
 class Sampling:
-    """These settings say how tokens are sampled.
+    """A `Sampling` holds the settings by which tokens are sampled.
 
     Args:
         temperature: logits are divided by this number, above 0; below 1 probable tokens become more probable.
@@ -113,8 +113,8 @@ def _fast_tokenizer(folder: Path, end: str | None = None) -> Tokenizer:
 
 
 class Spoken:
-    """This makes text from token ids that arrive one by one; the bytes of a character are kept until the character is
-    complete.
+    """A `Spoken` makes text from token ids that arrive one by one; the bytes of a character are kept until the
+    character is complete.
 
     Args:
         coder: the tokenizer of the ids. before: ids after which the text begins; they are not repeated.

@@ -104,8 +104,8 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
-    """Return the reason why the run must not continue from a checkpoint (its folder and step): before the checkpoint,
-    the run trained samples that are left out now.
+    """Return the reason why the run must not continue from a checkpoint (its folder and step): the run trained samples
+    before this checkpoint that are left out now.
 
     A checkpoint's seals record which samples its run left out. For a checkpoint whose seals do not, the samples that
     RUN/recipe.yaml leaves out count, so call this before that file is written anew.
@@ -463,7 +463,7 @@ def _shuffle_in_words(shuffle: Shuffle) -> str:
 
 
 def all_steps(recipe: Recipe) -> int:
-    """Return the total number of steps that the recipe trains; 0 if it does not say."""
+    """Return the total number of steps that the recipe trains; 0 if the recipe does not state this number."""
     view = View(recipe)
     return view.number((*RUNNER, "epochs"), 1) * view.ramp.steps_of(view.samples)
 

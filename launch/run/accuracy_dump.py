@@ -124,7 +124,7 @@ def _clear(out: Path, new: bool) -> None:
 
 
 def prepare(recipe: Recipe) -> list[str]:
-    """Make `recipe` deterministic and switch off what costs time and is not dumped; print what was changed."""
+    """Make `recipe` deterministic, and switch off parts of it that cost time and are not dumped; print the changes."""
     said = []
     if not recipe.get("train_precision_sync"):
         recipe["train_precision_sync"] = True

@@ -56,7 +56,8 @@ OF_ONE_LAUNCH = {  # differ from start to start, or between nodes: addresses, lo
 
 
 def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return everything on which the key depends, by subject; runs for which all of it is equal load the same graph.
+    """Return all values on which the key of a compiled graph depends, by subject; runs for which all these values are
+    equal load the same graph.
 
     Args:
         recipe: flat and effective, `auto` resolved.
@@ -86,7 +87,7 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
 
 
 def key_of(found: Mapping[str, Any]) -> str:
-    """Return the key, 32 hexadecimal digits, of `parts`."""
+    """Return the key of the values that `parts` returned, as 32 hexadecimal digits."""
     return hashlib.sha256(_text(found).encode()).hexdigest()[:32]
 
 

@@ -115,8 +115,9 @@ class CompileCache:
             self._publish(rank)
 
     def close(self, ended_well: bool) -> None:
-        """After the workers have ended, publish what is not published yet if they `ended_well` or the graph was in use,
-        so that the next attempt can load what a failed attempt has compiled; remove the attempt's own folder.
+        """After the workers have ended, publish the graphs that are not published yet if the workers `ended_well` or
+        the graph was in use, so that the next attempt can load what a failed attempt has compiled; remove the attempt's
+        own folder.
         """
         if self.environment:
             for rank in self.ranks:

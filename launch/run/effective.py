@@ -35,7 +35,7 @@ _TOKENIZER = f"{LOADER}.handler.0.tokenizer.pretrained_model_dir"
 
 @dataclass(frozen=True)
 class Size:
-    """These are the options --mini, --parallel and --workers.
+    """A `Size` holds the values of the options --mini, --parallel and --workers.
 
     Attributes:
         mini: whether it is a mini recipe;
@@ -123,8 +123,8 @@ def resolved(flat: Recipe, make_layout: bool) -> Recipe:
 
 
 def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = ()) -> list[str]:
-    """Return the overrides that make a recipe train `steps` steps: number of samples, one pass over them, and the
-    schedule.
+    """Return the overrides that make a recipe train `steps` steps: the number of samples, one pass over these samples,
+    and the schedule.
 
     If the warm-up is longer than all steps, it is shortened so that it keeps its share of the recipe's steps; a line on
     stderr says so. A warm-up that the user's own overrides set stays unchanged, and is refused like that of a recipe.

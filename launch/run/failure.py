@@ -35,7 +35,7 @@ _MSRUN_END = re.compile(r"Worker process (\d+) exit with exception. Error code: 
 
 @dataclass(frozen=True)
 class Failure:
-    """This describes what ended a run: one message, the log to read, and the most informative lines of that log.
+    """A `Failure` describes why a run ended: one message, the log to read, and the most informative lines of that log.
 
     `user_error`: the message says all, and the user has to correct something; `stopped`: it says what was wrong in
     training. `rank` and `code` (negative: a signal) are those of the worker that failed, where one is known. `error`:

@@ -1,5 +1,5 @@
-"""This module makes the msrun command of a recipe: the number of workers, its argv, its environment and its port.
-Starts nothing.
+"""This module makes the msrun command of a recipe: the number of workers, its argv, its environment and its port. The
+module starts no process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PARALLEL_SIZES = ("data_parallel", "model_parallel", "pipeline_stage", "context_
 
 @dataclass(frozen=True)
 class Node:
-    """This is one node among several of a run: its rank, the workers of each node, and the address and port of the
-    common scheduler.
+    """A `Node` is one of several nodes of a run: its rank, the number of workers of each node, and the address and port
+    of the common scheduler.
     """
 
     rank: int
@@ -148,8 +148,8 @@ def worker_environment(
 
 
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
-    """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same, and says
-    why.
+    """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same
+    variables, and says why.
     """
     saves = (recipe.get("checkpoint") or {}).get("save_path")
     shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}

@@ -72,8 +72,7 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
 
 
 def check_sound(recipe: Recipe) -> None:
-    """Raise RecipeError with the errors of `tc3 check`, because the run would fail, or would not do what the recipe
-    describes.
+    """Raise RecipeError with the errors of `tc3 check`, because the run would fail, or would differ from the recipe.
 
     Raise ClusterError if the ranks of an expert-parallel group would wait for each other for ever. A card's warning
     against training a recipe is only printed, because one may want to train it at toy size or with its plugins.
@@ -160,8 +159,8 @@ def held_out(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def data_prefixes(data_path: Any) -> list[str]:
-    """Return the prefixes in a `data_path`: a list of prefixes, or weights and prefixes by turns (as MindFormers tells
-    them apart).
+    """Return the prefixes in a `data_path`: a list of prefixes, or weights and prefixes by turns (MindFormers
+    distinguishes these two forms in the same way).
     """
     try:
         return read_blend(data_path).prefixes

@@ -91,8 +91,8 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Check everything that is the same for all workers; return a function that checks the rest and is called with each
-    worker's rank.
+    """Make the checks that are the same for all workers; return a function that makes the checks of one worker and is
+    called with the worker's rank.
 
     The rest waits until all ranks are connected, because it may fail on only some ranks: each rank reads its share of a
     sealed checkpoint; rank 0, the only one that may have to read an index, compares the data and its order, and writes
@@ -138,7 +138,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Launch:
-    """This is what a script starts: `settings` are overrides for launch/train.py; relative paths start at the checkout.
+    """A `Launch` describes the training that a script starts: `settings` are overrides for launch/train.py; relative
+    paths start at the checkout.
 
     `bind`: whether workers get cores of their own.
     """
@@ -301,8 +302,8 @@ def body(path: Path) -> str:
 
 
 def in_checkout(path: Path) -> str:
-    """Return a path as scripts write it: relative to the checkout if it lies inside, so that the script fits any
-    machine.
+    """Return a path as scripts write it: relative to the checkout if the path lies inside the checkout, so that the
+    script fits any machine.
     """
     path = path.absolute()
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)

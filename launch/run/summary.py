@@ -40,8 +40,8 @@ ResumeCommand = Callable[[Path | None, str], list[str]]
 
 
 class TrainingProgress:
-    """This follows a run by its file `RUN/metrics/rank_N.jsonl`. Use the object as a context manager, and call its
-    method `tick` a few times a second.
+    """A `TrainingProgress` follows a run by its file `RUN/metrics/rank_N.jsonl`. Use the object as a context manager,
+    and call its method `tick` a few times a second.
     """
 
     def __init__(self, run_dir: Path, console: Console, rank: int = 0):
@@ -115,8 +115,8 @@ class TrainingProgress:
 def draw_loss_curve(
     steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, Evaluation]
 ) -> Path:
-    """Draw the loss over `steps` (step -> its record), and `evaluations` (step -> held-out losses) as points: a line
-    for each corpus where there are several.
+    """Draw the loss over `steps` (step -> its record), and `evaluations` (step -> held-out losses) as points: if there
+    are several corpora, a line for each of them.
 
     Matplotlib is imported only here; its Agg backend needs no display. Returns `out_path`.
     """

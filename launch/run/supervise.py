@@ -61,8 +61,8 @@ class Family:
     members: dict[int, Member] = field(default_factory=dict)
 
     def scan(self) -> None:
-        """Look for new descendants, and determine which of msrun's own children are workers. This call walks through
-        /proc, so make it about once a second.
+        """Look for new descendants, and determine which of msrun's own children are workers. This method walks through
+        /proc, so call it about once a second.
         """
         for child in psutil.Process().children(recursive=True):
             if child.pid not in self.before:
@@ -83,7 +83,7 @@ class Family:
                 self.members[process.pid] = Member(process, None)
 
     def poll(self) -> list[Member]:
-        """Return the members that have ended since the last call. This call is cheap: it reads one file for each
+        """Return the members that have ended since the last call. This method is cheap: it reads one file for each
         member.
         """
         ended = []
@@ -150,7 +150,7 @@ def _exit_code(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """This is the end of a run: the reason, the processes that could not be killed, and the exit code.
+    """An `Outcome` describes the end of a run: the reason, the processes that could not be killed, and the exit code.
 
     The code is 0 for success, 1 for a failure, 2 for a user error, 128 + n for the end by signal n.
     """

@@ -1,5 +1,5 @@
-"""This is what msrun starts on every worker of `tc3 accuracy dump`: `train.py`, with msprobe's debugger as an
-additional plugin.
+"""This module is the program that msrun starts on every worker of `tc3 accuracy dump`: `train.py`, with msprobe's
+debugger as an additional plugin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This is what msrun starts on every device to time the collectives of a recipe's groups.
+"""This module is the program that msrun starts on every device to time the collectives of a recipe's groups.
 
     msrun --worker_num=N --local_worker_num=N --join=True launch/workers/collectives.py PLAN.json FOLDER
 
@@ -86,7 +86,7 @@ def measure(plan: Mapping[str, Any], rank: int) -> list[list[float]]:
 
 
 def main() -> None:
-    """Measure the plan's rows on this rank, and write what was measured."""
+    """Measure the rows of the plan on this rank, and write the measured seconds to a file."""
     if "TC3_SUPERVISED" in os.environ:
         die_with_parent()
     from mindspore.communication import get_rank, init

@@ -1,4 +1,5 @@
-"""This is what `tc3 dryrun` starts for each rank that it compiles, as train.py is what msrun starts for each worker.
+"""This module is the program that `tc3 dryrun` starts for each rank that it compiles, as msrun starts train.py for each
+worker.
 
     python -m launch.workers.dryrun_rank PARENT JOB.json OUT.json [GRAPH.ir.gz]
 
@@ -41,7 +42,8 @@ def main() -> None:
 
 
 def enable(config: Any, on_cpu: bool) -> None:
-    """Enable what `train.py` would enable: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
+    """Enable the parts that `train.py` would enable: the CPU backend for a recipe of the CPU, and the recipe's plugins.
+    """
     if on_cpu:
         from plugins.cpu_backend import adapter
         from plugins.cpu_backend import transport as peers

@@ -29,8 +29,8 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK, alia
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class EquivalenceRecord(Callback):
     """This callback records a rank's training for `tc3 accuracy equivalence`: its data, gradient norms and final state.
-    Gradients are computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, so they are those after
-    reduction and clipping.
+    Gradients are computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, so the recorded gradients are
+    those after reduction and clipping.
 
     Args:
         run_dir: the run's folder; betas: the optimizer's.

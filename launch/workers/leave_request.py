@@ -1,5 +1,5 @@
-"""This module lets all ranks save at one step and end on request, or none of them, through files in the attempt's
-folder.
+"""This module lets all ranks of a run, or no rank at all, save at one step and end on request, through files in the
+attempt's folder.
 
 If a node has to go soon (SIGTERM), its agent names a step that no rank can have passed yet. At the end of each step
 ranks read a file that exists from the beginning (an NFS client may not look again for a file that it remembers as
@@ -33,7 +33,9 @@ TAIL = 1 << 14  # bytes at the end of a metrics file, several steps of it
 
 
 def environment(attempt: Path) -> dict[str, str]:
-    """Create an attempt's empty request file, and return the environment that tells its workers where it is."""
+    """Create an attempt's empty request file, and return the environment variables that tell its workers the path of
+    this file.
+    """
     file = attempt / FILE
     attempt.mkdir(parents=True, exist_ok=True)
     file.touch()
@@ -73,14 +75,14 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
 
 
 def requested(file: Path) -> int | None:
-    """Return the step that a request names; None if there is no request yet, or it is incomplete."""
+    """Return the step that a request names; None if there is no request yet, or the request is incomplete."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(file.read_text(encoding="utf-8"))["step"])
     return None
 
 
 def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> bool:
-    """Return at the end of the requested step whether all ranks save now; every rank gets the same answer."""
+    """Return at the end of the requested step whether all ranks save now; every rank gets the same result."""
     folder = attempt / FOLDER
     decision, own = folder / DECISION, folder / f"rank_{rank}"
     missing = set(range(world))

@@ -38,7 +38,7 @@ def metrics_file(run_dir: str | Path, rank: int) -> Path:
 
 
 class FirstStep:
-    """This records the first step of this process's part of a sharded CPU run, for `tc3 accuracy collectives`.
+    """A `FirstStep` records the first step of this process's part of a sharded CPU run, for `tc3 accuracy collectives`.
 
     Every such run records its first step: recording a call takes a microsecond, and later steps make the same calls.
     The record also holds the rank's place in each group as MindSpore was given it, by which MindSpore slices weights.
@@ -65,7 +65,8 @@ class FirstStep:
 
 
 class RecordingLossMonitor(MFLossMonitor):
-    """This is an `MFLossMonitor` that also appends to `metrics_file`.
+    """A `RecordingLossMonitor` is an `MFLossMonitor` that also appends a record of each step to the file
+    `metrics_file`.
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
     The first line of a run (or of a resumed part) describes it; each further line is one step. `time`: seconds since

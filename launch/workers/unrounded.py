@@ -1,4 +1,5 @@
-"""This module computes in float32 what MindFormers rounds in float32 models, for `tc3 accuracy equivalence`.
+"""This module computes in float32 the values that MindFormers rounds to 16 bits even in float32 models, for `tc3
+accuracy equivalence`.
 
 MindFormers rounds queries, keys and values of grouped-query attention to float16, and so their gradients
 (docs/stock-differences.md), and Muon's momentum to bfloat16 (docs/muon.md), by more than layouts may differ: of a

@@ -61,7 +61,7 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """This describes the division of the samples of a step among ranks, micro-batches and slots.
+    """A `Layout` describes how the samples of a step are divided among ranks, micro-batches and slots.
 
     ranks: data-parallel ranks; micro_batches: the number of micro-batches of a step on each rank; slots: samples of a
         rank's micro-batch;
@@ -148,8 +148,8 @@ class Balance:
 
 
 def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout, first: int = 0) -> Balance:
-    """Compare the step times of `plan` [steps, ...], which covers the steps from `first` on, with those without
-    scheduling and with the lower bound.
+    """Compare the step times of `plan` [steps, ...], which covers the steps from `first` on, with the step times
+    without the plan and with the lower bound.
     """
     steps = len(plan)
     batch = np.asarray(costs[first * layout.batch : (first + steps) * layout.batch]).reshape(steps, layout.batch)
@@ -249,7 +249,7 @@ read = Settings.read
 
 @dataclass(frozen=True)
 class Schedule:
-    """This holds what a loader needs to put its samples in order.
+    """A `Schedule` holds the data that a loader needs to put its samples in balanced order.
 
     layout: how a step is divided; cost: the cost of a sample; gathered: as in `plan.delivery_order`;
     eod_pad_length: entries of the compressed mask, None with a full mask; padding: those that must stay padding.

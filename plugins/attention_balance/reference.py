@@ -1,5 +1,5 @@
-"""This module holds slow and obvious versions of what the plugin computes fast, and other published schedulers, as
-references for tests.
+"""This module holds, as references for tests, slow and obvious versions of the plugin's fast computations, and other
+published schedulers.
 
 The first half goes token by token and operation by operation. The second half, `BASELINES`, are schedulers in plain
 Python as they are published. Each takes the costs [batch] of one global batch and returns [ranks, micro_batches,
@@ -123,7 +123,7 @@ def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[i
 
 
 def none(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Return the plan without scheduling: the order of the dataset."""
+    """Return the plan without balancing, in which the samples keep the order of the dataset."""
     return unscheduled(ranks, micro_batches, slots)
 
 

@@ -40,7 +40,8 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """This holds the position of every sample of one dataset in the corpus. The arrays may be memory-mapped files.
+    """A `GPTIndex` holds the position of every sample of one dataset in the corpus. The arrays may be memory-mapped
+    files.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;

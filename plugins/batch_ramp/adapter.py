@@ -118,7 +118,8 @@ def _deal_by_steps(ramp: Ramp, division: Division) -> None:
 
 
 class Stage:
-    """This is the stage in which a run is: it gives the train step and the callbacks the numbers of its batch.
+    """A `Stage` is the stage of a growing batch in which a run is: it gives the train step and the callbacks the
+    numbers of samples and micro-batches.
 
     Attributes:
         samples: the number of samples in a step, 0 before the first step. division: the division of these samples over

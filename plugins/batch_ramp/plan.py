@@ -77,7 +77,7 @@ read = Settings.read
 
 @dataclass(frozen=True)
 class Ramp:
-    """This converts between steps and samples.
+    """A `Ramp` converts between steps and samples of a run whose global batch grows.
 
     Attributes:
         stages: (last step, samples in a step) of each stage; both numbers grow. full: the number of samples in a step
@@ -127,8 +127,8 @@ def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
 
 
 def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
-    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run: with `learning_rate: samples`
-    the steps of the full batch that hold their samples, rounded up.
+    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run: with `learning_rate: samples`,
+    the number of steps of the full batch that train as many samples as these `steps` steps, rounded up.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     by_samples = settings is not None and settings.learning_rate == SAMPLES
@@ -136,15 +136,16 @@ def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
 
 
 def fewest_micro_batches(pipeline: int, scheduler: str = "") -> int:
-    """Return the fewest micro-batches of a step of a ramp on so many stages: one for each, which zero_bubble_v doubles,
-    and at least two, because MindSpore accumulates a single one wrongly.
+    """Return the smallest number of micro-batches that a step of a growing batch may have on `pipeline` stages: one for
+    each stage, twice as many with zero_bubble_v, and at least two, because MindSpore accumulates a single micro-batch
+    wrongly.
     """
     return max(2, 2 * pipeline if scheduler == _TWICE and pipeline > 1 else pipeline)
 
 
 @dataclass(frozen=True)
 class Division:
-    """This says how the samples of a step are divided over ranks and micro-batches.
+    """A `Division` says how the samples of a step are divided over ranks and micro-batches.
 
     Attributes:
         ranks: the number of data-parallel ranks; micro: the number of samples in a micro-batch of one rank;

@@ -1,5 +1,5 @@
-"""This module computes sample by sample what `plan.Ramp` computes by arithmetic; it is the slow reference for the
-tests.
+"""This module computes the results of `plan.Ramp` sample by sample instead of by arithmetic, as the slow reference for
+the tests.
 """
 
 from __future__ import annotations

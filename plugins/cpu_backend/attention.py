@@ -159,9 +159,8 @@ def compute_unrounded(network):
 
 
 class CoreAttention(nn.Cell):
-    """This replaces `training_graph.transformer.flash_attention.FlashAttention` as the submodule `core_attention`.
-
-    Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
+    """A `CoreAttention` replaces `training_graph.transformer.flash_attention.FlashAttention` as the submodule
+`core_attention`. Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
 
     Inputs:
         query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv instead of

@@ -140,7 +140,7 @@ def _sum(counts, axis):
 
 
 class Net:
-    """This builds the collective operators of one EP group.
+    """A `Net` builds the collective operators of one EP group.
 
     Args:
         ranks: the global ranks of the EP group; the methods take indices into it. `small` is used only on Ascend; on
@@ -154,14 +154,14 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """Return an AllGather cell, which makes [n * m, ...] of [m, ...], in the order of the group; its gradient is a
-        ReduceScatter.
+        """Return an AllGather cell, which joins the tensors [m, ...] of n ranks to one tensor [n * m, ...], in the
+        order of the group; its gradient is a ReduceScatter.
         """
         return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):
-        """Return a cell that makes [m, ...] of [n * m, ...] by a sum over the group; the gradient is
-        an all-gather.
+        """Return a ReduceScatter cell, which sums the tensors [n * m, ...] of n ranks and gives each rank a part [m,
+        ...] of the sum; its gradient is an AllGather.
         """
         return Linear(_scattering(self._global(group)), _gathering(self._global(group)))
 
@@ -301,8 +301,8 @@ class CpuRoutedExperts(RoutedExperts):
             setattr(self, name, _part(getattr(self, name), first, end, self.num_local_experts))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """Compute what the parent's `forward_func` computes; the gradients of w1 and w2 are divided by the number of
-        workers.
+        """Compute the same output as the parent's `forward_func`; the gradients of w1 and w2 are divided by the number
+        of workers.
         """
         return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
 

@@ -128,8 +128,7 @@ class GroupedMatMul(PrimitiveLike):
         self.cumsum = P.CumSum()
 
     def layout(self, ends, rows):
-        """Compute what `plan.block_layout` computes by graph operators; return (expert_of_block, source,
-        slot_of_row).
+        """Compute the layout of `plan.block_layout` by graph operators; return (expert_of_block, source, slot_of_row).
         """
         block = default_block(rows, self.experts)
         count = block_count(rows, self.experts, block)

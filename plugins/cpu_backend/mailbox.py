@@ -1,5 +1,5 @@
-"""This module defines the messages between two ranks of a `transport.Mesh`, keeps those that have arrived, and lets a
-call wait for the messages that it needs.
+"""This module defines the messages between two ranks of a `transport.Mesh`, keeps the messages that have arrived, and
+lets a call wait for the messages that the call needs.
 
 A `Frame` on a socket is a header of fixed size, a note, then the raw bytes of one array. Nothing is pickled: a header
 holds numbers and the name of a dtype, so a stranger's bytes can only be refused.
@@ -36,14 +36,14 @@ PATIENCE = 5.0
 
 
 class Disconnected(OSError):
-    """This error says that the other side closed the connection, or sent something that is not a message of this
-    module.
+    """This error says that the rank at the other end of a connection closed the connection, or sent bytes that are not
+    a message of this module.
     """
 
 
 @dataclass(frozen=True)
 class Frame:
-    """This is one message of an exchange: the array that one rank sends to another.
+    """A `Frame` is one message of an exchange: the array that one rank sends to another rank.
 
     Attributes:
         tag: the number of the conversation; number: the number of the exchange in this conversation, from 0;
@@ -61,7 +61,7 @@ class Frame:
     note: str = ""
 
     def array(self, dtype: np.dtype) -> np.ndarray:
-        """Return the payload as an array, without a copy; `dtype` is the one that `self.dtype` names."""
+        """Return the payload as an array, without a copy; `dtype` is the NumPy type that `self.dtype` names."""
         return self.payload.view(dtype).reshape(self.shape)
 
 
@@ -106,15 +106,15 @@ def receive(connection: socket.socket) -> Frame:
 
 
 def greet(connection: socket.socket, rank: int, size: int) -> None:
-    """Send the greeting that tells the other side which rank connects: `rank` of `size` ranks. This raises OSError if
-    the connection is closed.
+    """Send the greeting by which the rank at the other end of the connection learns which rank connects: `rank` of
+    `size` ranks. The function raises OSError if the connection is closed.
     """
     connection.sendall(HELLO.pack(MAGIC, rank, size))
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Read the greeting of the other side; return (its rank, the number of ranks). The function raises the errors that
-    `receive` raises.
+    """Read the greeting from the rank at the other end of a connection; return (this rank's number, the number of
+    ranks). The function raises the errors that `receive` raises.
     """
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
@@ -125,7 +125,7 @@ def greeting(connection: socket.socket) -> tuple[int, int]:
 
 
 def fill(connection: socket.socket, buffer: memoryview) -> None:
-    """Read exactly as many bytes as `buffer` holds. This raises the errors that `receive` raises."""
+    """Read bytes from the connection until `buffer` is full. The function raises the errors that `receive` raises."""
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:
@@ -135,7 +135,7 @@ def fill(connection: socket.socket, buffer: memoryview) -> None:
 
 @dataclass
 class Call:
-    """This records which frames one call of an exchange on this rank still waits for.
+    """A `Call` records the frames for which one call of an exchange on this rank still waits.
 
     Attributes:
         where: the name of the call in messages; tag: its conversation; named: whether other ranks use the same name;
@@ -154,7 +154,8 @@ class Call:
 
 
 class Mailbox:
-    """This holds the frames that arrived, by sender and tag, and which ranks are lost or waiting.
+    """A `Mailbox` holds the frames that have arrived at this rank, by sender and tag, and records which other ranks are
+    lost or waiting.
 
     Args:
         rank: the rank that owns the mailbox.
@@ -187,7 +188,9 @@ class Mailbox:
             self.changed.notify_all()
 
     def sent(self, peer: int, call: Call | None) -> None:
-        """Record that a frame for this peer, of the given call or (None) buffered, was written to its socket."""
+        """Record that a frame for this peer was written to the peer's socket; the frame belongs to `call`, or (None) to
+        a buffered send.
+        """
         with self.changed:
             if call is None:
                 self.buffered[peer] -= 1

@@ -44,7 +44,7 @@ for _owner, _line in (
 
 
 def on_cpu(layer) -> None:
-    """Point a layer's spec at the CPU attention and experts, in place."""
+    """Change a layer's spec in place, so that it names the attention and the experts of the CPU backend."""
     layer.submodules.self_attention.submodules.core_attention = core_attention()
     if layer.submodules.mlp.module is MoELayer:
         layer.submodules.mlp.submodules.experts = GroupedExperts

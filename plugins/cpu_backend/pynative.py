@@ -87,8 +87,8 @@ def counters_kept(network):
 
 @contextmanager
 def without_recomputation(network):
-    """Call modules themselves, and not the ones that PyNative makes of them to compute them again in the backward
-    pass: those lose outputs that are None.
+    """Let PyNative call the modules themselves, instead of the wrappers that it makes for recomputation in the backward
+    pass: these wrappers lose outputs that are None.
     """
     made = [(cell, cell._recompute_cell) for _, cell in network.cells_and_names() if cell._recompute_cell is not None]
     try:
@@ -115,7 +115,7 @@ def module_outputs(network, batch):
 
 
 class Trace:
-    """These are hooks on the modules of a GPTModel that record their outputs as [B, S, ...]."""
+    """A `Trace` is a set of hooks on the modules of a GPTModel that record the modules' outputs as [B, S, ...]."""
 
     def __init__(self, network):
         self.out, self.handles = {}, []

@@ -43,8 +43,8 @@ def registered_train_step() -> nn.Cell:
 
 
 class TokensOfARank(nn.Cell):
-    """This computes the number by which each rank divides its sum of losses: the counted tokens of all ranks divided by
-    the number of ranks.
+    """A `TokensOfARank` computes the number by which each rank divides its sum of losses: the counted tokens of all
+    ranks divided by the number of ranks.
 
     Losses and gradients are averaged over the ranks. Divided by a rank's own count, the tokens of a rank with few of
     them (`eod_mask_loss`, packed conversations) would weigh more than others', and more ranks would be another loss.
@@ -63,8 +63,8 @@ class TokensOfARank(nn.Cell):
 
 
 class MeanOfSamples(nn.Cell):
-    """This computes the mean over the samples of all ranks (each rank has equally many); `gbs_aux_loss` needs this mean
-    for the share of tokens that each expert gets.
+    """A `MeanOfSamples` computes the mean over the samples of all ranks (each rank has equally many); `gbs_aux_loss`
+    needs this mean for the share of tokens that each expert gets.
     """
 
     def __init__(self, ranks: int):
@@ -135,7 +135,7 @@ def _count_not_finite(gradient):
 
 
 class AllReduceMean(nn.Cell):
-    """This computes the mean of a tensor over all ranks of the run; it has no gradient."""
+    """An `AllReduceMean` computes the mean of a tensor over all ranks of the run; it has no gradient."""
 
     def __init__(self, size: int):
         super().__init__(auto_prefix=False)

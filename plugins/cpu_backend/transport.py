@@ -33,7 +33,7 @@ _open: list[Mesh] = []
 
 
 class Mesh:
-    """This holds the connections of one rank to all others.
+    """A `Mesh` holds the connections of one rank to all others.
 
     The order is: `listen`, tell every rank every address (the caller's business), `connect`, exchange, `close`.
     Also a context manager, which closes. Its threads are daemons: an exit without `close` does not hang.

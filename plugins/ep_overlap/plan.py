@@ -63,8 +63,8 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Stage:
-    """This is one step that each chunk passes through: its name, its stream, and the seconds it takes as a function of
-    the chunk's share of the tokens.
+    """A `Stage` is one step through which each chunk of tokens passes: its name, its stream, and the seconds that it
+    takes as a function of the chunk's share of the tokens.
     """
 
     name: str
@@ -77,7 +77,9 @@ Chain = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class Passes(Generic[T]):
-    """This holds a value for each pass: forward, backward, and a backward that replays forward first."""
+    """A `Passes` holds one value for each kind of pass: forward, backward, and a backward that first repeats the
+    forward.
+    """
 
     forward: T
     backward: T
@@ -90,7 +92,7 @@ class Passes(Generic[T]):
 
 @dataclass(frozen=True)
 class Layer:
-    """This is one MoE layer on one micro-batch, with the step times of the busiest rank.
+    """A `Layer` is one MoE layer on one micro-batch, with the seconds of each step on the busiest rank.
 
     Args:
         forward, backward: the steps of a chunk, one after the other: dispatch, experts, combine; in the backward pass
@@ -121,8 +123,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """This is the division into chunks and the order that were chosen for a layer, with the expected times. The times
-    are in seconds, for one layer and one micro-batch.
+    """A `Choice` holds the division into chunks and the order of issue that were chosen for an MoE layer, with the
+    predicted times. The times are in seconds, for one layer and one micro-batch.
 
     Args:
         chunks: (b, s), the numbers of parts of batch and sequence.
@@ -177,7 +179,7 @@ def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
 
 
 def chunk_shares(batch: int, sequence: int, chunks: Chunks) -> tuple[float, ...]:
-    """Return the share of the tokens in each of `chunk_slices`; they add up to 1."""
+    """Return the share of the tokens in each chunk of `chunk_slices`; the shares add up to 1."""
     _check(batch, sequence, chunks)
     rows = [
         [whole // parts + (part < whole % parts) for part in range(parts)]
@@ -198,7 +200,9 @@ def _check(batch: int, sequence: int, chunks: Chunks) -> None:
 
 
 def candidates(batch: int, sequence: int) -> list[Chunks]:
-    """Return the pairs of numbers of chunks that `choose` tries, those with the fewest chunks first."""
+    """Return the pairs (parts of the batch, parts of the sequence) that `choose` tries, the pairs with the fewest
+    chunks first.
+    """
     pairs = product(BATCH_CHUNKS, SEQUENCE_CHUNKS)
     fitting = [(b, s) for b, s in pairs if b <= batch and s <= sequence and b * s <= MOST_CHUNKS]
     return sorted(fitting, key=lambda pair: (pair[0] * pair[1], pair[1]))

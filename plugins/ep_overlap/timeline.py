@@ -18,7 +18,8 @@ Key = tuple[int, str]  # chunk and name
 
 @dataclass(frozen=True)
 class Op:
-    """This is one operator: its name, its chunk, its streams, its duration, and the operators after which it runs."""
+    """An `Op` is one operator: its name, its chunk, its streams, its duration, and the operators after which it runs.
+    """
 
     name: str
     chunk: int
@@ -39,7 +40,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Span:
-    """This is an operator with its start and end, in seconds from the start of the timeline."""
+    """A `Span` is an operator with its start and its end, in seconds from the start of the timeline."""
 
     op: Op
     start: float
@@ -48,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """This holds the spans of all operators, in order of issue."""
+    """A `Timeline` holds the spans of all operators, in order of issue."""
 
     spans: tuple[Span, ...]
 

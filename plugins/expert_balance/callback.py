@@ -36,7 +36,7 @@ _MOMENTS = ("adam_m", "adam_v", "muon_m")
 
 @dataclass(frozen=True)
 class Experts:
-    """This holds the parameters of one MoE layer that the callback needs.
+    """An `Experts` holds the parameters of one MoE layer that the callback needs.
 
     Attributes:
         number: the number of the layer in the model; router: the router, which counts the tokens of the experts;
@@ -53,7 +53,7 @@ class Experts:
 
 
 class Alone:
-    """This stands for the communication of a run that consists of only one rank."""
+    """An `Alone` takes the place of communication between ranks in a run that consists of only one rank."""
 
     rank, size = 0, 1
 
@@ -137,7 +137,7 @@ class ExpertBalance(ExpertMigrateCallback):
         return total(self.ranks, np.rint(shares * self.copies).astype(np.int64)), slots, batches
 
     def hand_out(self, own):
-        """Return on every rank the array that rank 0 passes (see `from_first`)."""
+        """Return on every rank the array that rank 0 passes as `own` (see `from_first`)."""
         return from_first(self.ranks, own)
 
     def movable(self):
@@ -254,7 +254,7 @@ def _moments(states, weight):
 
 
 def take_copies(cell, slots, copies):
-    """Let a layer's experts use these copies, see `plugins.expert_balance.copied`."""
+    """Let a layer's experts use the given copies of experts from now on, see `plugins.expert_balance.copied`."""
     cell.take_copies(slots, copies)
 
 

@@ -124,7 +124,7 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         self.take_copies(np.arange(config.num_moe_experts), none(1, devices, spare)[0])
 
     def take_copies(self, slots, copies):
-        """Use these copies of experts from the next step on.
+        """Use the given placement and the given copies of experts from the next step on.
 
         Args:
             slots: int [E], the placement. copies: int [D x spare], as in `plugins.expert_balance.copies`.
@@ -139,6 +139,6 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         return super().construct(tokens, probs, self.choose(homes))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """Compute what the parent's method computes, but with the weights of all slots, including copies."""
+        """Compute the same output as the parent's method, but with the weights of all slots, including copies."""
         tokens, w1, w2 = self.fetch(tokens, self.share(w1), self.share(w2))
         return self.routed(tokens, probs, routing_map, w1, w2)

@@ -1,4 +1,4 @@
-"""This module plans copies of hot experts, says which token goes to which of them, and exchanges their weights and
+"""This module plans copies of hot experts, says which token goes to which copy, and exchanges their weights and
 gradients between ranks. The module needs only NumPy.
 
 A placement (`plan.py`) gives each expert its home. A device may have `spare` slots beside its E / D homes; a spare slot
@@ -285,7 +285,8 @@ class Table:
 
 
 def with_copies(own: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int], tag: int) -> np.ndarray:
-    """Return the weights [(E / D + spare) x rows, width] of a rank's slots: those of its experts, then of its copies.
+    """Return the weights [(E / D + spare) x rows, width] of a rank's slots: first the weights of its experts, then the
+    weights of its copies.
 
     Args:
         own: [E / D x rows, width]. ranks: the connection to all ranks of the EP group, in its order. group: the numbers

@@ -76,8 +76,8 @@ _DIGESTS, _ROWS, _LOADS = range(1 << 40, (1 << 40) + 3)
 
 
 class Ranks(Protocol):
-    """These are some ranks of a run, such as those of a `plugins.cpu_backend.transport.Mesh`; `rank` is the index of
-    this rank among them.
+    """A `Ranks` connects some ranks of a run, such as those of a `plugins.cpu_backend.transport.Mesh`; `rank` is the
+    index of this rank among them.
     """
 
     rank: int
@@ -86,13 +86,13 @@ class Ranks(Protocol):
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """Send each rank its part of the list; return what each rank sent to this one."""
+        """Send each rank its part of the list `parts`; return the parts that the ranks sent to this rank."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """This is the part of a tensor that this rank holds. Along axis 0 the tensor has an equal number of rows for each
-    expert, in the order of slots.
+    """A `Slice` is the part of a tensor that this rank holds. Along axis 0 the tensor has an equal number of rows for
+    each expert, in the order of slots.
 
     Attributes:
         parameter: this rank's slice of axis 0.
@@ -105,7 +105,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Layer:
-    """This holds the tensors that change on this rank when the experts of one MoE layer move.
+    """A `Layer` holds the tensors that change on this rank when the experts of one MoE layer move.
 
     Attributes:
         row: the row of the layer in a plan; number: the number of the layer in the model.
@@ -135,7 +135,7 @@ def from_first(ranks: Ranks, own: np.ndarray) -> np.ndarray:
 
 
 def agree(ranks: Ranks, what: str, content: bytes) -> None:
-    """Raise ClusterError on every rank unless all ranks bring the same `content`."""
+    """Raise ClusterError on every rank unless all ranks call this function with the same `content`."""
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)[None]
     digests = [bytes(each) for each in _from_all(ranks, _DIGESTS, digest)]
     other = [rank for rank, each in enumerate(digests) if each != digests[0]]

@@ -102,8 +102,8 @@ class CollectiveRanks:
     def all_to_all_v(
         self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
     ) -> list[np.ndarray]:
-        """Send each rank its part of the list, whose parts [rows, ...] differ only in their number of rows; return what
-        each rank sent to this one.
+        """Send each rank its part of the list `parts`, whose entries [rows, ...] differ only in their number of rows;
+        return the parts that the ranks sent to this rank.
 
         Args:
             group: all members. tag: not used, because collectives run in the order of their calls.
@@ -204,7 +204,7 @@ class ShardedExpertBalance(ExpertBalance):
     """
 
     def connect(self):
-        """Return all ranks of the run, which communicate by MindSpore's collectives."""
+        """Return the object that connects all ranks of the run by MindSpore's collectives."""
         self.rank, devices = get_real_rank(), get_real_group_size()
         each = devices // ms.get_auto_parallel_context("pipeline_stages")
         self.first = self.rank // each * each  # rank of this stage
@@ -226,7 +226,7 @@ class ShardedExpertBalance(ExpertBalance):
         return tokens, slots, batches[:, 0]
 
     def hand_out(self, own):
-        """Return rank 0's array on every rank, sent through the first rank of each stage."""
+        """Return rank 0's array on every rank; the array is sent through the first rank of each pipeline stage."""
         return from_first(self.stage, from_first(self.pipeline, own))
 
     def movable(self):

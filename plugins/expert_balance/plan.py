@@ -163,8 +163,8 @@ def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
 
 
 def bound(loads: np.ndarray, devices: int) -> float:
-    """Return a lower bound on the tokens of the fullest device for any placement of experts with `loads` [E]: the mean,
-    or the largest expert together with the smallest ones.
+    """Return a lower bound on the tokens of the fullest device for any placement of experts with `loads` [E]: the mean
+    over the devices, or the load of a device that holds the largest expert and otherwise the smallest experts.
     """
     ordered = np.sort(loads)
     beside = len(loads) // devices - 1
@@ -264,7 +264,7 @@ def _swap_groups(
 
 
 class Prediction:
-    """This predicts the loads of the next steps by an exponential moving average of the recorded loads.
+    """A `Prediction` predicts the loads of the next steps by an exponential moving average of the recorded loads.
 
     Feeding the same loads again gives the same numbers, bit for bit: a resumed run and a replay plan alike.
 
@@ -283,7 +283,7 @@ class Prediction:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether a new placement is planned after this step; if `every` is 0, none ever is."""
+    """Return whether a new placement is planned after this step; if `every` is 0, no placement is ever planned."""
     return every > 0 and step % every == 0
 
 

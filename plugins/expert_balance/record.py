@@ -24,7 +24,7 @@ from plugins.lines import append_line, read_steps
 
 @dataclass(frozen=True)
 class Moved:
-    """This says which experts moved after a step, and what the move cost.
+    """A `Moved` holds the experts that moved to other devices after a step, and the cost of the move.
 
     Args:
         slots: int64 [layers, E], the new placement.
@@ -43,7 +43,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Record:
-    """This is the recorded line of one step: the experts' loads, their placement, and what moved after the step.
+    """A `Record` is the recorded line of one step: the experts' loads, their placement, and the experts that moved
+    after the step.
 
     Args:
         devices: ranks of the EP group. layers: [layers] numbers of the MoE layers in the model.
@@ -67,7 +68,9 @@ class Record:
 
     @property
     def held(self) -> np.ndarray:
-        """Return `copies`; if there are no spare slots, return an array of shape [layers, 0]."""
+        """Return the copies of experts during the step, as [layers, D x spare]; without spare slots this is an array of
+        shape [layers, 0].
+        """
         return np.empty((len(self.layers), 0), np.int64) if self.copies is None else self.copies
 
     @property

@@ -90,8 +90,8 @@ def _counted(loads: list[int], held: list[list[int]]) -> list[int]:
 
 
 def planned_slowly(loads: list[int], slots: list[int], devices: int, spare: int, least: float = 0.0) -> list[int]:
-    """Return what `plugins.expert_balance.copies.planned` returns, computed by counting every device anew for each
-    possible copy.
+    """Return the same result as `plugins.expert_balance.copies.planned`, computed by counting every device anew for
+    each possible copy.
     """
     copies = [NOTHING] * (devices * spare)
     while True:
@@ -116,7 +116,7 @@ def planned_slowly(loads: list[int], slots: list[int], devices: int, spare: int,
 
 
 def divided_slowly(loads: list[int], devices: int, spare: int) -> list[int]:
-    """Return what `plugins.expert_balance.copies.divided` returns, computed by dividing all loads anew for each
+    """Return the same result as `plugins.expert_balance.copies.divided`, computed by dividing all loads anew for each
     copy.
     """
     count = [1] * len(loads)
@@ -137,8 +137,8 @@ def least_with_copies(loads: list[int], slots: list[int], devices: int, spare: i
 
 
 def chosen_slowly(homes: list[int], slots: list[int], copies: list[int], devices: int, rank: int) -> list[int]:
-    """Return what `plugins.expert_balance.copies.Table.choose` returns, computed one (token, expert) pair after the
-    other.
+    """Return the same result as `plugins.expert_balance.copies.Table.choose`, computed one (token, expert) pair after
+    the other.
     """
     each, spare = len(slots) // devices, len(copies) // devices
     seen, found = dict.fromkeys(homes, rank), []

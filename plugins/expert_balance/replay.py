@@ -1,5 +1,5 @@
-"""This module computes step by step what a policy would have done with recorded loads; the policy may be that of this
-plugin or of another planner.
+"""This module computes step by step which placements a policy would have made under recorded loads; the policy may be
+that of this plugin or of another planner.
 
 The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) and `eplb_with_copies` plan
 from scratch at every plan; they are here for reports and benchmarks.
@@ -25,8 +25,8 @@ State = tuple[np.ndarray, np.ndarray]  # placements [layers, E], and copies [lay
 
 @dataclass(frozen=True)
 class Replay:
-    """This says what a policy would have done over the recorded steps, and how well the devices would have been
-    balanced.
+    """A `Replay` holds the placements that a policy would have made over the recorded steps, and the balance of the
+    devices under these placements.
 
     Args:
         ratios: [steps, layers] max/mean of each step under its placement.
@@ -50,8 +50,8 @@ class Replay:
 
 
 def replay(records: Sequence[Record], settings: Settings) -> Replay:
-    """Return what the plugin with these settings would have done, starting from the placement and copies of the first
-    record.
+    """Return the placements and copies that the plugin with these settings would have made, starting from the placement
+    and copies of the first record.
 
     With the settings of the run that recorded them, from its first step on, `slots` and `copies` are the run's own.
     """

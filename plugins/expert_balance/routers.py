@@ -52,7 +52,7 @@ def routers_file(run_dir: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Alarm:
-    """This says that a router needs attention, and why.
+    """An `Alarm` says which router needs attention, and why.
 
     Args:
         layer: the number of the MoE layer in the model. rule: fullest, entropy, similarity, idle or bias.
@@ -67,8 +67,8 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Measures:
-    """These are the measures of one step, as the table above says: arrays of one value for each layer. `similarity` is
-    NaN if the step before is not known.
+    """A `Measures` holds the measures of the routers in one step, which the table of this module lists: arrays with one
+    value for each layer. `similarity` is NaN if the step before is not known.
     """
 
     step: int
@@ -90,8 +90,8 @@ class Measures:
 
 
 class Watcher:
-    """This measures the routers step after step. A resumed run uses a new `Watcher`, to which the recorded loads of the
-    earlier steps can be shown; measures that were written before are not replaced.
+    """A `Watcher` measures the routers step after step. A resumed run uses a new `Watcher`, to which the recorded loads
+    of the earlier steps can be shown; measures that were written before are not replaced.
 
     Args:
         layers: numbers of the MoE layers in the model.

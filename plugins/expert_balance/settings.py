@@ -115,8 +115,8 @@ def moves(section: object) -> bool:
 
 
 def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str, experts: int, sharded: bool) -> None:
-    """Refuse recipes in which a move would fail in the middle of a run, or would move only part of what belongs to an
-    expert.
+    """Refuse recipes in which a move of experts would fail in the middle of a run, or would move only some of the
+    tensors that belong to an expert.
 
     Args:
         counts: whether the routers count their tokens (`moe_router_enable_expert_bias`); expert_parallel: the number of

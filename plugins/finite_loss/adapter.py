@@ -48,7 +48,9 @@ def enable(config, settings) -> None:
 
 
 def undefined_of(config) -> tuple[str, ...]:
-    """See `plan.undefined_parts`."""
+    """Return the parts of the loss that MindFormers computes as 0/0 in a run of this config (see
+    `plan.undefined_parts`).
+    """
     stages = (config.get("parallel_config") or {}).get("pipeline_stage") or 1
     micro_steps = (config.get("runner_config") or {}).get("gradient_accumulation_steps") or 1
     model = config.model.model_config
@@ -58,7 +60,7 @@ def undefined_of(config) -> tuple[str, ...]:
 
 
 def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
-    """Let `watch` judge the steps of `config`, and save no checkpoint of steps that it refuses.
+    """Let `watch` judge the steps of a run of `config`, and save no checkpoint of a step that `watch` refuses.
 
     Args:
         end: a function that raises the error which ends the run; it is called with the monitor that saves (or None),

@@ -63,7 +63,7 @@ def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tup
 
 @dataclass
 class Watch:
-    """This counts how many steps in a row had a loss, a part of the loss or a gradient norm that is not finite.
+    """A `Watch` counts how many steps in a row had a loss, a part of the loss or a gradient norm that is not finite.
 
     Attributes:
         stop_after: the number of consecutive steps that are not finite after which the run ends; scale_falls: whether a

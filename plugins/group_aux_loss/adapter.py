@@ -37,7 +37,7 @@ for _line in (
 
 
 class GroupMean(nn.Cell):
-    """This computes the mean over all workers of a tensor that has no gradient; it replaces the router's
+    """A `GroupMean` computes the mean over all workers of a tensor that has no gradient; it replaces the router's
     `reduce_mean_sp`.
     """
 

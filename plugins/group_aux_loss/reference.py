@@ -26,5 +26,5 @@ def gradient(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> np.n
 
 
 def shares(chosen: np.ndarray, experts: int) -> np.ndarray:
-    """Return for each expert its share of all choices, [E]."""
+    """Return for each expert the share of the tokens' choices that fall on this expert, [E]."""
     return np.bincount(chosen.reshape(-1), minlength=experts) / chosen.size

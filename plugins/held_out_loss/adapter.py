@@ -77,13 +77,14 @@ class Forward(nn.Cell):
         self.network = network
 
     def construct(self, *inputs):
-        """Return what the wrapped network returns for these inputs."""
+        """Return the outputs of the wrapped network for these inputs."""
         return self.network(*inputs)
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HeldOutLoss(Callback):
-    """Evaluate before the first step, every `every` steps of the whole run (see `plan.due`), and after the last.
+    """This callback evaluates the held-out loss before the first step, every `every` steps of the whole run (see
+    `plan.due`), and after the last step.
 
     Args:
         data_loaders: a `train_dataset.data_loader` section for each held-back corpus, whose whole global batches are

@@ -99,7 +99,9 @@ def paths_of(data_path: Any) -> tuple[str, ...]:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return a name for each path: its last part, with as many folders before it as tell it apart from the others."""
+    """Return a name for each path: the path's last part, with as many folders before it as distinguish this path from
+    the other paths.
+    """
     parts = [Path(os.path.normpath(path)).parts for path in paths]
     names = []
     for own in parts:
@@ -111,7 +113,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Batches:
-    """This says how the samples of a step are divided over the ranks and their micro-batches.
+    """A `Batches` says how the samples of a step are divided over the ranks and their micro-batches.
 
     Attributes:
         samples: the number of samples in the whole step; read: the number of samples that a rank reads.
@@ -190,7 +192,7 @@ def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarr
 
 
 def held_out_file(run_dir: str | Path) -> Path:
-    """Return where a run writes its held-out losses, one JSON line each."""
+    """Return the file into which a run writes its held-out losses, with one JSON line for each evaluation."""
     return Path(run_dir) / "metrics" / "held_out.jsonl"
 
 

@@ -53,7 +53,7 @@ class ExchangeCounts(nn.Cell):
 
 
 class Net:
-    """This builds the collective operators of one EP group.
+    """A `Net` builds the collective operators of one EP group.
 
     Args:
         ranks: the global ranks of the EP group; the methods take indices into it.
@@ -74,14 +74,16 @@ class Net:
                 self._name(group)
 
     def all_gather(self, group, small=False):
-        """Return an AllGather operator, which makes [n * m, ...] of [m, ...]; a `small` result is kept, so that
-        recomputation does not send it again.
+        """Return an AllGather operator, which joins the tensors [m, ...] of n ranks to one tensor [n * m, ...]; a
+        `small` result is kept, so that recomputation does not send it again.
         """
         gather = ops.AllGather(group=self._name(group))
         return gather.recompute(False) if small else gather
 
     def reduce_scatter(self, group):
-        """Return a ReduceScatter operator, which makes [m, ...] of [n * m, ...] by a sum over the group."""
+        """Return a ReduceScatter operator, which sums the tensors [n * m, ...] of n ranks and gives each rank a part
+        [m, ...] of the sum.
+        """
         return ops.ReduceScatter(group=self._name(group))
 
     def all_to_all_v(self, group, width, small=False):
@@ -139,10 +141,10 @@ class Rows(nn.Cell):
         return self.select(values, 0, index)
 
     def add(self, values, index, count):
-        """Add rows [m, h] into [count, h] by index, in float32."""
+        """Return the sums [count, h] of those rows [m, h] that have the same index, computed in float32."""
         zeros = ops.zeros((count, values.shape[1]), ms.float32)
         return ops.cast(self.add_at(zeros, index, ops.cast(values, ms.float32)), values.dtype)
 
     def cumulate(self, counts, padded):
-        """Return the cumulative int64 [E] of [E], with an additional row where `padded`."""
+        """Return the cumulative sums int64 [E] of the counts [E]; if `padded`, each expert counts one more row."""
         return ops.cast(self.cumsum(counts + (1.0 if padded else 0.0), 0), ms.int64)

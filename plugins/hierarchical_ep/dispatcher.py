@@ -84,8 +84,8 @@ class _Pass(nn.Cell):
 
 
 class InTurn(nn.Cell):
-    """This wraps a collective so that, in the forward and in the backward pass, it starts only after the collective
-    before it.
+    """An `InTurn` wraps a collective so that, in the forward and in the backward pass, it starts only after the
+    collective before it.
     """
 
     def __init__(self, collective):
@@ -210,7 +210,7 @@ class Select(nn.Cell):
 
 
 class Beside(nn.Cell):
-    """This joins two vectors [n] as the columns of [n, 2]; the first vector has no gradient.
+    """A `Beside` joins two vectors [n] as the columns of [n, 2]; the first vector has no gradient.
 
     Its gradient is written out because MindSpore's recompute pass takes a slice or reshape behind the gradient of a CPU
     collective for the cell's first one, lets what is recomputed wait for it, and has built a cycle.
@@ -305,7 +305,7 @@ class Exchange(nn.Cell):
 
 
 class Dispatcher(nn.Cell):
-    """This runs both steps of the dispatch in one mode, to the experts and back.
+    """A `Dispatcher` runs both steps of the dispatch in one mode, to the experts and back.
 
     Args:
         mode: "global", "hierarchical" or "deduplicated".
@@ -359,7 +359,8 @@ def pack(probs, ids):
 
 
 class RoutedLayer(nn.Cell):
-    """This holds the chunks of a rank's tokens, each with its own dispatcher, whose steps are issued as `order` says.
+    """A `RoutedLayer` holds the chunks of a rank's tokens, each with its own dispatcher, whose steps are issued as
+    `order` says.
 
     The router has chosen experts for all tokens before, and its auxiliary loss is taken over all of them: cutting
     changes neither. Collectives of one link class wait for each other in the order of issue, so that every rank
@@ -418,7 +419,7 @@ class RoutedLayer(nn.Cell):
 
     def start(self, tokens, meta):
         """Return for each chunk the tuple with which it starts: its rows, its metadata (replaced later by counts), and
-        empty records of what the two steps of its dispatch must remember for the way back.
+        empty records, in which the two steps of its dispatch store what the way back needs.
         """
         if self.count == 1:
             return ((tokens, meta, (), ()),)

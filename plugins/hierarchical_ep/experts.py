@@ -57,8 +57,8 @@ class RoutedExperts(FFNGroupedGEMM):
         return self.routed(tokens, probs, routing_map, w1, w2)
 
     def routed(self, tokens, probs, routing_map, w1, w2):
-        """Compute what `forward_func` computes. Subclasses call the method by this name, because MindSpore's parser
-        resolves `super()` by the class of the object, so that an inherited method could not call its parent's.
+        """Compute the same output as `forward_func`. Subclasses call the method by this name, because MindSpore's
+        parser resolves `super()` by the class of the object, so that an inherited method could not call its parent's.
         """
         hidden, top_k = tokens.shape[2], probs.shape[2]
         w1 = ops.reshape(w1, (-1, hidden, 2 * self.moe_ffn_hidden_size))

@@ -168,8 +168,9 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """These index arrays say what one rank sends, holds and computes. The rank has N tokens of its own, sends S rows in
-    the first step, holds G rows after it, sends C copies of these rows in the second step, and computes M copies.
+    """A `RankPlan` holds index arrays that say which rows one rank sends, holds and computes. The rank has N tokens of
+    its own, sends S rows in the first step, holds G rows after it, sends C copies of these rows in the second step, and
+    computes M copies.
 
     Attributes:
         send_token: [S] the rank's own token of each row, in the order in which rows enter the inter-node step (by
@@ -202,7 +203,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """This is what each rank does for one layer and one micro-batch.
+    """A `Plan` holds the sends, the receives and the computation of each rank for one MoE layer and one micro-batch.
 
     Attributes:
         dispatch: the steps of dispatch, in order; `combine` undoes them in reverse.
@@ -233,7 +234,7 @@ class Plan:
         return tuple(step.adjoint() for step in reversed(self.forward))
 
     def send_counts(self, step: Transfer, rank: int) -> np.ndarray:
-        """Return the number of rows that `rank` sends to each member of its group (those for itself stay)."""
+        """Return the number of rows that `rank` sends to each member of its group (rows for itself are not sent)."""
         return step.rows[rank, list(step.group_of(rank))]
 
     def recv_counts(self, step: Transfer, rank: int) -> np.ndarray:

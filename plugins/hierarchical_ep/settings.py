@@ -39,7 +39,7 @@ def _no_order(chunks: int):
 
 @dataclass
 class Part:
-    """This holds the values with which one rank's routed experts are built.
+    """A `Part` holds the values with which one rank's routed experts are built.
 
     Attributes:
         mode: one of `plan.MODES`; topology: the topology of its EP group; rank: its index in the group; ranks: the

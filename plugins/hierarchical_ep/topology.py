@@ -18,7 +18,7 @@ DEVICES_PER_NODE = 8  # where a recipe has no `npu_nums_per_device`, as in MindF
 
 @dataclass(frozen=True)
 class Topology:
-    """This describes one EP group: its ranks, their nodes and their experts.
+    """A `Topology` describes one EP group: its ranks, their nodes and their experts.
 
     Attributes:
         nodes: the number of nodes of the group (oep).
@@ -39,7 +39,7 @@ class Topology:
 
     @property
     def ep(self) -> int:
-        """Return the ranks of the EP group (`expert_parallel`)."""
+        """Return the number of ranks of the EP group (`expert_parallel`)."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -91,12 +91,12 @@ class Topology:
 
     @property
     def inter_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return every inter-node group, by local index."""
+        """Return all inter-node groups, in the order of the local index of their ranks."""
         return tuple(self.inter_group(local) for local in range(self.devices_per_node))
 
     @property
     def intra_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return every intra-node group, by node."""
+        """Return all intra-node groups, in the order of the nodes."""
         return tuple(self.intra_group(node * self.devices_per_node) for node in range(self.nodes))
 
     def experts_of_node(self, node: int) -> tuple[int, int]:

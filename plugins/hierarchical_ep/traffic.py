@@ -209,8 +209,8 @@ def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradi
 
 @dataclass(frozen=True)
 class BreakEven:
-    """This compares the inter-node bytes of the three dispatch modes, for dispatch and combine of one layer's forward
-    pass.
+    """A `BreakEven` compares the inter-node bytes of the three dispatch modes, for dispatch and combine of one layer's
+    forward pass.
 
     Attributes:
         metadata_ratio: m, the relative additional size of an AllGathered row compared with a copy, in both directions

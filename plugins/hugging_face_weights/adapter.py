@@ -94,7 +94,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
     def preprocess_hf_weights(
         self, src_name: str, parameter: Any, experts_weights: dict, qkv_weights: dict, num_moe_experts: int
     ) -> tuple[str | None, Any]:
-        """Stack all experts of a kind, under their common name; return (None, None) until the last expert comes."""
+        """Stack the tensors of one kind of all experts under their common name; return (None, None) until the tensor of
+        the last expert comes.
+        """
         words = src_name.split(".")
         number = words.index("experts") + 1
         index, words[number] = int(words[number]), "stack"
@@ -107,8 +109,8 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return stack, np.concatenate([waiting[each].asnumpy() for each in range(num_moe_experts)])
 
     def get_mf_state_dict(self, hf_state_dict: dict) -> dict:
-        """Return the parameters of this rank; raise CheckpointError if one is missing, or is cut in a way that cannot
-        be assembled.
+        """Return the parameters of this rank; raise CheckpointError if a parameter is missing, or is cut in a way that
+        cannot be assembled.
         """
         wanted = [name for name in self.network_tensor_info if name in self.mf_name_to_converter]
         missing = [name for name in wanted if not hf_state_dict.keys() >= set(self.mf_name_to_converter[name].hf_names)]

@@ -34,7 +34,8 @@ _LATENT_QUERY = (
 
 @dataclass(frozen=True)
 class Row:
-    """This is a parameter: its name, the tensors from which it is made, and how.
+    """A `Row` describes one parameter of MindFormers' model: its name, the Hugging Face tensors from which it is made,
+    and the way in which these tensors are joined.
 
     how: `same`; `gate_up` (rows that alternate, or halves, as the model has it); `qkv` (of each group its queries, its
         key, its value; of two parts, the second has both of each group); `experts` (each turned, one over the other;
@@ -105,8 +106,8 @@ def rows(model: Model) -> list[Row]:
 
 
 def copies(model: Model) -> dict[str, str]:
-    """Return (tensor -> the tensor that it repeats) for the tensors that DeepSeek's MTP layers repeat; MindFormers has
-    only one of each.
+    """Return for each tensor that is a copy in DeepSeek's MTP layers (embedding and head) the tensor of which it is a
+    copy; MindFormers has no such copies.
     """
     ends = (("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", HEAD))
     layers = range(model.layers, model.layers + model.mtp_layers)

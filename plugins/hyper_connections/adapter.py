@@ -83,7 +83,8 @@ def _on_tokens(function: Callable[..., Any], shape: Callable[..., list[int]], dt
 
 
 class HyperConnection(nn.Cell):
-    """This holds the gates of one sublayer, and the products of the streams with them.
+    """A `HyperConnection` computes the gates of one sublayer, and the products of the residual streams with these
+    gates.
 
     Args:
         config: TransformerConfig. settings: the settings of the plugin.
@@ -139,7 +140,7 @@ class HyperConnection(nn.Cell):
         return ops.concat((pre, post, ops.reshape(mix, (shape[0], shape[1], n * n))), -1)
 
     def compute_read(self, streams, found):
-        """Return what a sublayer reads, H_pre x [S, B, h]."""
+        """Return the input of a sublayer, H_pre x [S, B, h]."""
         shape = streams.shape
         x = ops.reshape(streams, (shape[0], shape[1], self.streams, self.hidden))
         pre = ops.cast(ops.reshape(found[:, :, : self.streams], (shape[0], shape[1], 1, self.streams)), x.dtype)

@@ -76,7 +76,9 @@ def gates(streams: int) -> int:
 
 
 def shapes(streams: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of one sublayer's hyper-connections; none with one stream."""
+    """Return the shapes of the weights of one sublayer's hyper-connections; the result is empty with one residual
+    stream.
+    """
     if streams == 1:
         return {}
     return dict(zip(WEIGHTS, ((gates(streams), streams * hidden), (gates(streams),), (3,)), strict=True))

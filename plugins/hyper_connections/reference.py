@@ -27,7 +27,7 @@ class Weights:
 
 def sinkhorn(matrix: Array, iterations: int) -> tuple[Array, list[tuple[Array, Array, int]]]:
     """Return a positive matrix [n, n] whose rows and then columns were divided by their sums `iterations` times, and
-    what the backward needs: (result, sum, axis) of each division.
+    the values that the backward pass needs: (result, sum, axis) of each division.
     """
     kept = []
     for _ in range(iterations):
@@ -50,7 +50,9 @@ def _sigmoid(x: Array) -> Array:
 
 
 def gates_of(x: Array, weights: Weights, iterations: int, eps: float) -> tuple[Array, Array, Array, Any]:
-    """Return H_pre [n], H_post [n], H_res [n, n] of the streams x [n, h] of a token, and what the backward needs."""
+    """Return H_pre [n], H_post [n], H_res [n, n] of the streams x [n, h] of a token, and the values that the backward
+    pass needs.
+    """
     n = len(x)
     flat = x.reshape(-1)
     rms = np.sqrt((flat**2).mean() + eps)

@@ -86,7 +86,7 @@ def layers_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def chosen(settings: Settings, names: Iterable[str]) -> list[str]:
-    """Return the layers in `names` that `targets` selects, in order.
+    """Return the linear layers in `names` that the setting `targets` of `plugins.lora` selects, in order.
 
     Raises:
         RecipeError: a pattern matches none of them.

@@ -1,4 +1,4 @@
-"""This module shifts samples document by document in NumPy: what `plugins.mtp_documents` has to compute."""
+"""This module shifts samples document by document in NumPy, which is the reference for `plugins.mtp_documents`."""
 
 from __future__ import annotations
 

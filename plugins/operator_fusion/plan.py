@@ -100,7 +100,7 @@ class Fusion(Section):
 
 
 def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
-    """Return the settings of a recipe; None if it leaves MindSpore its defaults.
+    """Return the settings of `plugins.operator_fusion` in a recipe; None if the recipe leaves MindSpore its defaults.
 
     Raises:
         RecipeError: see `Fusion.read`.
@@ -110,7 +110,8 @@ def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
 
 
 def check(recipe: Mapping[str, Any]) -> Fusion | None:
-    """Return `chosen` if it does not contradict other keys of the recipe.
+    """Return the settings of `plugins.operator_fusion` in a recipe (`chosen`), if they do not contradict other keys of
+    the recipe.
 
     Raises:
         RecipeError: see `Fusion.read`; on Ascend also if the recipe has another jit level, or MindSpore's own switches
@@ -134,7 +135,8 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
 
 
 def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that the workers of `recipe` need; none if the plugin is off, or the target is not Ascend.
+    """Return the environment variable that the workers of `recipe` need; the result is empty if the plugin is off, or
+    the target is not Ascend.
 
     Args:
         environ: the environment in which the recipe is launched.

@@ -69,7 +69,7 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
 
 def next_token_labels(labels: Sequence[int], shifted: bool, ignore: int) -> list[int]:
     """Return the labels of one conversation, [tokens], so that each token's label is the next token; the last token has
-    none unless text was cut off.
+    no label unless text was cut off behind it.
     """
     return list(labels) if shifted else [*labels[1:], ignore]
 

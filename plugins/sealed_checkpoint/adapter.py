@@ -81,8 +81,8 @@ relies_on(CheckpointMonitor, "save_checkpoint_path=self.directory")  # an attemp
 
 
 class SealingCheckpointMonitor(CheckpointMonitor):
-    """This seals each new-format checkpoint when its files are written (with `async_save`, when the saving thread has
-    finished).
+    """This checkpoint monitor seals each new-format checkpoint (records the sizes and checksums of its files) when the
+    files are written (with `async_save`, when the saving thread has finished).
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
     The legacy format is left unchanged: it cannot be resumed on one worker anyway.

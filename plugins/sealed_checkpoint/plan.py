@@ -103,7 +103,8 @@ def write_seal(
     known: Mapping[str, str] = MappingProxyType({}),
     made: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Seal atomically what rank `rank` wrote into `folder`. Return the path of the written seal.
+    """Write atomically the seal of the files that rank `rank` wrote into `folder`: their sizes and checksums. Return
+    the path of the written seal.
 
     Args:
         folder: the folder of one iteration.
@@ -180,8 +181,8 @@ def publish(saved: Path, root: Path) -> Path | None:
 
 
 def adopt(root: Path) -> list[Path]:
-    """Move the complete checkpoints of attempts that ended before they could do so to the folder of finished
-    checkpoints; return the new paths.
+    """Move complete checkpoints to the folder of finished checkpoints, if the attempt that saved them ended before it
+    could move them; return the new paths.
 
     For a launch, between attempts; several nodes may do so at once. What is whole already stays.
     """
@@ -241,7 +242,9 @@ def _complete(folder: Path) -> bool:
 
 
 def made(folder: Path) -> dict[str, Any]:
-    """Return how a checkpoint was made (see `write_seal`); the result is empty if no readable seal states it."""
+    """Return which attempt saved a checkpoint and which samples the run had left out (see `write_seal`); the result is
+    empty if no readable seal states them.
+    """
     try:
         seal = _read_seal(folder, 0)
         return {key: seal[key] for key in ("attempt", "skipped") if key in seal}
@@ -259,7 +262,7 @@ def checksum(path: Path) -> str:
 
 
 def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True) -> str | None:
-    """Return in a few words why `folder` is not a complete checkpoint; None when it is complete.
+    """Return in a few words why `folder` is not a complete checkpoint; None if the checkpoint is complete.
 
     Args:
         share: (worker, number of workers), if each worker reads only a part of the files. checksums: whether every file
@@ -292,8 +295,8 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
 
 
 def newest_of_rank(root: Path, rank: int) -> Path | None:
-    """Return the newest iteration below `root` that this rank has sealed, even if others have not; None if there is
-    none.
+    """Return the newest iteration below `root` that this rank has sealed, even if other ranks have not sealed it; None
+    if this rank has sealed no iteration.
 
     One that is not in its place yet is named by where it will be.
     """

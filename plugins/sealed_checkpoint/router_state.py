@@ -42,7 +42,7 @@ def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
 
 
 def orthogonal(name: str, axes: int) -> bool:
-    """Return whether Muon, and not AdamW, updates a weight with this name of MindFormers and so many axes.
+    """Return whether Muon, and not AdamW, updates the weight that MindFormers calls `name` and that has `axes` axes.
 
     Source: gpt_model.py of MindFormers 1.9.0, get_muon_filter.
     """
@@ -61,7 +61,7 @@ def with_muon(entries: Entries) -> Entries:
 
 
 def keeps_muon(ranks: Iterable[Entries]) -> bool:
-    """Return whether any of these metadata lists a moment of Muon."""
+    """Return whether the checkpoint metadata of any rank lists a moment of Muon."""
     return any(name.startswith(MUON_MOMENT) for entries in ranks for name in entries)
 
 
@@ -76,7 +76,7 @@ def copied_like(layout: Any) -> Any:
 
 def enable() -> None:
     """Let MindFormers' checkpoint metadata include the routers' state wherever MindFormers asks MindSpore for layouts;
-    the CPU backend's own answers already include it.
+    the metadata of the CPU backend already include this state.
     """
     from mindformers.checkpoint import sharded_tensor
 

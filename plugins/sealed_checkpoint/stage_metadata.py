@@ -32,8 +32,8 @@ def saves_in(folder: Path) -> None:
 def of_all_stages(
     folder: Path, found: Metas, rank: int, ranks: int, stages: int, wait: Callable[[], None]
 ) -> dict[int, dict[str, Any] | None]:
-    """Return the tensors that each rank saves; ranks other than 0, which write no metadata, get only those of their own
-    stage.
+    """Return the tensors that each rank saves; ranks other than 0, which write no metadata, get only the tensors of
+    their own stage.
 
     Args:
         folder: a folder that all ranks share. found: the metadata of the ranks of this rank's stage. ranks: the ranks

@@ -65,8 +65,8 @@ def compile_without_sink(model: Any, dataset: Any, **_: Any) -> None:
 
 
 class Host:
-    """This connects the plugin's C++ library with Python in one process: it computes the operators and collectives for
-    which the library calls Python.
+    """A `Host` connects the plugin's C++ library with Python in one process: it computes the operators and collectives
+    for which the library calls Python.
 
     Args:
         ranks: this rank and all others; mesh: the connection to all of them;

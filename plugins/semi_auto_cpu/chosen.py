@@ -1,5 +1,5 @@
-"""This module reads `parallel.parallel_mode` and says which recipes split their model over devices, and which of those
-this plugin executes.
+"""This module reads `parallel.parallel_mode` and says which recipes split their model over devices, and which of these
+recipes this plugin executes.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ Arrays = Sequence[np.ndarray]
 
 
 class CallRecord(NamedTuple):
-    """One collective.
+    """A `CallRecord` describes one collective that a rank called in a step.
 
     Attributes:
         op: MindSpore's name of the operator; ranks: the ranks of its group in their order; bytes, shape, dtype: those
@@ -74,7 +74,7 @@ class CallRecord(NamedTuple):
 
 
 class Calls:
-    """This records the collective calls that a rank makes after `begin`."""
+    """A `Calls` records the collective calls that a rank makes after the method `begin` was called."""
 
     def __init__(self) -> None:
         self._calls: list[CallRecord] = []
@@ -164,7 +164,7 @@ def _fault(match: re.Match[str]) -> Fault:
 
 
 class Groups:
-    """This finds the communication group of each operator on one rank.
+    """A `Groups` finds the communication group of each operator on one rank.
 
     Args:
         ranks: who this is, and the groups that Python created.
@@ -229,7 +229,7 @@ class Groups:
 
 
 class PointToPoint:
-    """This runs the Send and Receive operators of one rank.
+    """A `PointToPoint` runs the Send and Receive operators of one rank.
 
     Args:
         synchronous: whether a Send waits for its Receive, as the deadlock check of `tc3 dryrun` assumes; the same on
@@ -282,7 +282,7 @@ def _micro(attrs: Attrs) -> str:
 
 
 class Collectives:
-    """This runs the collectives of the sharded graph on one rank.
+    """A `Collectives` runs the collectives of the sharded graph on one rank.
 
     Args:
         mesh: connected to all ranks.

@@ -16,7 +16,7 @@ from plugins.semi_auto_cpu.ranks import WORLD, Ranks
 
 
 class CollectiveManager:
-    """This replaces `mindspore._c_expression.CollectiveManager`, both class and instance."""
+    """A `CollectiveManager` replaces `mindspore._c_expression.CollectiveManager`, both class and instance."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -51,11 +51,11 @@ class CollectiveManager:
         return {group: list(ranks) for group, ranks in self.ranks.groups.items()}
 
     def get_world_rank_from_group_rank(self, group: str, rank: int) -> int:
-        """Return the global rank of a group's member, given by its place in the group."""
+        """Return the global rank of a group's member, given by the member's index in the group."""
         return self.get_group_ranks(group)[rank]
 
     def get_group_rank_from_world_rank(self, rank: int, group: str) -> int:
-        """Return the place of a global rank in a group."""
+        """Return the index of a global rank in a communication group."""
         return self.get_group_ranks(group).index(rank)
 
     get_local_rank_id, get_local_group_size = get_rank_id, get_group_size  # all ranks are on this host

@@ -43,7 +43,8 @@ class Turn:
 
 
 class FrontEnd:
-    """This sets MindSpore's device target to Ascend before each compile of a sharded graph; `done` sets it back to CPU.
+    """A `FrontEnd` sets MindSpore's device target to Ascend before each compile of a sharded graph; the method `done`
+    sets the target back to CPU.
 
     The library's pass calls `done` when the front end is through: the rest of the compile is for CPU. A graph of the
     compile cache is one for CPU already and goes through no front end: for that one the target stays.

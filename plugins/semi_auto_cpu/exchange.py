@@ -83,7 +83,7 @@ def name_ranks(members: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Meeting:
-    """This holds the members of a group at one call of a collective, and exchanges their parts.
+    """A `Meeting` holds the members of a group at one call of a collective, and exchanges their parts.
 
     Attributes:
         operator, group: names for messages; members: global ranks in the order of the group;
@@ -103,7 +103,7 @@ class Meeting:
 
     @property
     def me(self) -> int:
-        """Return this rank's place in the group."""
+        """Return this rank's index in the group."""
         return self.members.index(self.mesh.rank)
 
     @property

@@ -1,5 +1,5 @@
-"""This module keeps what MindSpore's compile cache leaves out of a sharded graph in a file beside the graph, and
-restores it when the graph is loaded.
+"""This module stores, in a file beside a cached sharded graph, the information that MindSpore's compile cache leaves
+out, and restores this information when the graph is loaded.
 
 A process that loads a graph runs no front end, so it does not know the places of its weights' slices (the layouts by
 which checkpoints are cut), which parameters are its own, what MindFormers writes into a checkpoint's metadata, and
@@ -42,7 +42,7 @@ Entry = dict[str, Any]
 
 
 class KeptGraphs:
-    """This handles the sharded graphs that this process loads from the compile cache, or writes there.
+    """A `KeptGraphs` handles the sharded graphs that this process loads from the compile cache, or writes there.
 
     Args:
         ranks: this rank, and the groups that Python created.
@@ -106,8 +106,8 @@ class KeptGraphs:
         _say(f"rank {self.ranks.rank} has loaded {type(cell).__name__}")
 
     def keep(self, cell: Any, what: Entry) -> None:
-        """Write to the file beside the graph what a later process needs if it loads the graph of `cell`, which was just
-        compiled.
+        """Write to the file beside the graph the information that a later process needs to load the graph of `cell`,
+        which was just compiled.
 
         Nothing is kept where MindSpore could not write the graph (its file holds not every kind of attribute).
         """
@@ -188,8 +188,8 @@ def _cut_zeros(cell: Any, wanted: Mapping[str, list[Any]]) -> None:
 
 
 def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
-    """Return a description of a compile: the class of the cell, the phase, the types and shapes of its inputs, and
-    those of its parameters before they are sliced.
+    """Return a description of a compile: the class of the cell, the phase, the types and shapes of its inputs, and the
+    types and shapes of its parameters before they are sliced.
     """
     return {
         "class": type(cell).__name__,

@@ -53,7 +53,8 @@ _CALLBACK = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Tensor:
-    """This is an input or output in MindSpore's memory; `buffer` is the ctypes array of its bytes."""
+    """A `Tensor` is an input or output of an operator in MindSpore's memory; `buffer` is the ctypes array of its bytes.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -68,7 +69,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Constant:
-    """This is an input that is not a tensor."""
+    """A `Constant` is an input of an operator that is not a tensor."""
 
     value: Any
 

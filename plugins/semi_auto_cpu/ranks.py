@@ -43,7 +43,7 @@ class Ranks:
         self.places: dict[str, int] = {}
 
     def create(self, group: str, ranks: list[int]) -> None:
-        """Remember a group, as every member of a real cluster does.
+        """Record a communication group with its ranks, as every member of the group does on a real cluster.
 
         Raises:
             ClusterError: this rank is not a member (a real cluster would hang), or a rank does not exist.
@@ -74,7 +74,8 @@ class Ranks:
         return len(self.known(group))
 
     def rank_in(self, group: str) -> int:
-        """Return this rank's place in a group, which selects its slice of a weight if the group shards the optimizer.
+        """Return this rank's index in a group, which selects the rank's slice of a weight if the group shards the
+        optimizer.
 
         Raises:
             ClusterError: the ranks of the group are unknown.
@@ -83,7 +84,7 @@ class Ranks:
         return self.places[group]
 
     def known(self, group: str) -> tuple[int, ...]:
-        """Return `ranks_of` a group whose ranks must be known.
+        """Return the global ranks of a group; raise ClusterError if these ranks are not known.
 
         Raises:
             ClusterError: the ranks of the group are unknown.

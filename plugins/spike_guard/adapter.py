@@ -70,8 +70,8 @@ def _pipeline(config) -> tuple[int, Any]:
 
 
 class Guard(Watch):
-    """This watches the loss and the gradient norm for spikes and for values that are not finite, and decides whether
-    the run goes back to a checkpoint.
+    """A `Guard` watches the loss and the gradient norm for spikes and for values that are not finite, and decides
+    whether the run goes back to a checkpoint.
 
     Args:
         settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether this rank
@@ -160,8 +160,8 @@ def _skipping(loader: Any, guard: Guard):
 
 
 class Skipping:
-    """This is a view of a random-access dataset without the samples in `skipped`; samples from beyond its usual end
-    take their place at the end.
+    """This is a view of a random-access dataset without the samples in `skipped`; samples from beyond the usual end of
+    the dataset take the place of the skipped samples at the end.
     """
 
     def __init__(self, source: Any, skipped: Ranges):

@@ -102,7 +102,7 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """This records that a run goes back to an earlier checkpoint after a spike. `step` is the step of the spike,
+    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. `step` is the step of the spike,
     `first` the first step whose samples are left out, and `samples` are the ranges that `skip` returns.
     """
 
@@ -118,7 +118,7 @@ def ledger_file(run_dir: str | Path) -> Path:
 
 
 def read_ledger(run_dir: str | Path) -> list[Entry]:
-    """Return the entries of a run, the oldest first; none if it has no `skipped.json`.
+    """Return the entries of a run's ledger, the oldest first; the list is empty if the run has no `skipped.json`.
 
     Raises:
         DataError: the file cannot be read, or is of another form.
@@ -157,5 +157,5 @@ def add_entry(run_dir: str | Path, entry: Entry) -> None:
 
 
 def samples_of(entries: Sequence[Entry]) -> Ranges:
-    """Return all samples that the entries leave out."""
+    """Return all samples that the entries of a run's ledger leave out."""
     return normal(pair for entry in entries for pair in entry.samples)

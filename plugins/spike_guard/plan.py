@@ -1,5 +1,5 @@
-"""This module decides what a spike is and what happens after one, and reads `plugins.spike_guard` of a recipe. The
-module uses only Python and NumPy.
+"""This module decides which steps are spikes and how a run goes on after a spike, and reads `plugins.spike_guard` of a
+recipe. The module uses only Python and NumPy.
 
 Loss and global norm are compared on a logarithmic scale, on which their noise is about even, with the last good steps.
 These steps have a trend, the median of the slopes between any two of them (Theil and Sen), which is extrapolated only
@@ -159,7 +159,8 @@ def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
 
 
 class Window:
-    """This holds the loss and gradient norm of the last good steps, and judges whether those of a new step are a spike.
+    """A `Window` holds the loss and the gradient norm of the last good steps, and judges whether the values of a new
+    step are a spike.
 
     Args:
         size: the number of steps in the window; threshold: see above.
@@ -170,7 +171,7 @@ class Window:
         self.good: dict[str, deque[float]] = {name: deque(maxlen=size) for name in JUDGED}
 
     def see(self, readings: Mapping[str, float | None]) -> str | None:
-        """Judge a step's values, which have the names of `JUDGED`; return in words which of them is a spike.
+        """Judge a step's values, which have the names of `JUDGED`; return in words which of these values is a spike.
 
         A spike is not taken in. What is not known, not finite or not above 0 is not judged.
         """
@@ -215,7 +216,8 @@ def what_follows(
     trained: Callable[[int], int],
     skipped: Ranges,
 ) -> tuple[Entry | None, str]:
-    """Return the consequence of a spike at `step`: the entry with the samples to leave out, and a sentence about it.
+    """Return the consequence of a spike at `step`: the ledger entry with the samples to leave out, and a sentence about
+    this entry.
 
     Args:
         wrong: a description of the spike; before: the spikes after which this run has gone back; trained: the samples

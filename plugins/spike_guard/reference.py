@@ -1,4 +1,4 @@
-"""This module computes in an obvious way what the plugin computes fast: sample by sample, step by step."""
+"""This module computes the results of the plugin in a slow and obvious way: sample by sample, step by step."""
 
 from __future__ import annotations
 

@@ -83,7 +83,9 @@ class Record:
             self.modules = self._outputs(params, START, self.before, self.first)
 
     def finish(self, params, step: int) -> None:
-        """Record the same of the last step's batch, for the weights that the training leaves."""
+        """Record every module's output for the last step's batch, computed with the weights at the end of the training,
+        in one CPU process.
+        """
         if self.traced and self.passed and (modules := self._outputs(params, END, _arrays(params), step)):
             append_line(self.file, json.dumps({"step": step, "end": True, "state": {}, "modules": modules}))
 

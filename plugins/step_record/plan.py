@@ -1,5 +1,5 @@
-"""This module computes what a rank records of a training step for `tc3 accuracy diagnose`: digests of the samples, and
-sizes of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
+"""This module computes the values that a rank records in a training step for `tc3 accuracy diagnose`: digests of the
+samples, and sizes of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
 
 In one CPU process the first recorded step also has a sketch of every module's output, computed in PyNative from the
 step's batch, and, of a small model, the weights and the batch themselves, from which anybody can compute them again.
@@ -60,8 +60,9 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Adam:
-    """These are the optimizer's numbers for one step: the learning rate, and `count`, the number of its updates.
-    `momentum` is the momentum of the matrices that Muon updates; Muon leaves the other weights to AdamW.
+    """An `Adam` holds the optimizer's numbers for one step: the learning rate, and `count`, the number of updates that
+    the optimizer has made. `momentum` is the momentum of the matrices that Muon updates; Muon leaves the other weights
+    to AdamW.
     """
 
     lr: float
@@ -73,7 +74,9 @@ class Adam:
 
 
 def adam_of(optimizer: Mapping[str, Any], lr: float = 0.0, count: int = 0) -> Adam:
-    """Return the numbers of a recipe's section `optimizer`."""
+    """Return the optimizer's numbers (`Adam`) that a recipe's section `optimizer` states, for a step with this learning
+    rate and number of updates.
+    """
     muon = "adamw_" if optimizer.get("type") == "Muon" else ""
     beta1, beta2 = optimizer.get(f"{muon}betas") or (MUON_BETAS if muon else BETAS)
     eps, momentum = optimizer.get(f"{muon}eps") or EPS, optimizer.get("momentum")
@@ -147,7 +150,8 @@ def gradient_square(moment: np.ndarray, before: np.ndarray | float, beta1: float
 def weight_of(
     name: str, before: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray], adam: Adam
 ) -> dict[str, Any] | None:
-    """Return what is recorded of one rank's part of a weight in a step, None where the rank keeps no moment of it.
+    """Return the recorded values of one rank's part of a weight in a step; None if the rank keeps no moment of this
+    weight.
 
     Args:
         before, now: name -> weight or moment, before and after the step.
@@ -181,7 +185,8 @@ def weight_of(
 def update_of(
     before: np.ndarray, after: np.ndarray, moment: np.ndarray, square: np.ndarray, adam: Adam
 ) -> dict[str, float | None]:
-    """Return what an update did to one rank's part of a weight.
+    """Return the size of an update of one rank's part of a weight, and the learning rate and weight decay that fit the
+    update.
 
     Returns:
         "square": the sum of squares of the change; "rate", "decay": the learning rate and the weight decay that fit the

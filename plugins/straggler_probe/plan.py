@@ -83,8 +83,8 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 
 class Level(NamedTuple):
-    """This is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share of a
-    healthy rank's probes that lies above the limit, and `slow` is the share for a slow rank.
+    """A `Level` is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share
+    of a healthy rank's probes that lies above the limit, and `slow` is the share for a slow rank.
     """
 
     limit: float
@@ -146,7 +146,7 @@ FIRST, ENOUGH = 24, 8  # probes that tell what differs for good; ranks whose spr
 
 @dataclass(frozen=True)
 class SlowRank:
-    """This is a rank that is slower than its peers.
+    """A `SlowRank` is a rank that is slower than its peers.
 
     Args:
         slower: how much slower the rank is: relative to its peers' time for the work (device: 0.05 is 5 % slower), or
@@ -166,7 +166,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Unknown:
-    """These are ranks for which one measure cannot tell whether they are slow, with the reason."""
+    """An `Unknown` lists the ranks for which one measure cannot tell whether they are slow, with the reason."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -174,8 +174,8 @@ class Unknown:
 
 
 class Verdict(NamedTuple):
-    """This is the result: the slow ranks (the slowest of each kind first), the ranks of which nothing is known, and the
-    number of compared ranks.
+    """A `Verdict` is the result of comparing the ranks of a run: the slow ranks (the slowest of each kind first), the
+    ranks of which nothing is known, and the number of compared ranks.
     """
 
     slow: list[SlowRank]
@@ -226,8 +226,8 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
 
 
 class Own(NamedTuple):
-    """This identifies one series of probes, those of a rank on one host. A rank that moved to a spare host starts a new
-    series.
+    """An `Own` identifies one series of probes: the probes of one rank on one host. A rank that moved to a spare host
+    starts a new series.
     """
 
     rank: int
@@ -288,8 +288,9 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Compute steps 1 to 4 of the module's test. Return the distance of `values` [K, N] above those of the other ranks,
-    the lowest limit, and for each probe whether the evidence is sufficient.
+    """Compute steps 1 to 4 of the module's test. Return how far each of `values` [K, N] lies above the values of the
+    other ranks, the lowest limit of the test, and for each probe whether the evidence that a rank is slow is
+    sufficient.
 
     Args:
         floor: the smallest limit. enough: see `threshold`.

@@ -21,7 +21,8 @@ _START, _END = "probe_", ".jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """This is one probe of one rank, with the rank's waiting times since the previous probe. All times are in seconds.
+    """A `Record` is one probe of one rank, with the rank's waiting times since the previous probe. All times are in
+    seconds.
 
     Args:
         step: the step after which the probe ran. device: the type of device, as in `context.device_target`.
@@ -87,7 +88,7 @@ def _short(value: Any) -> Any:
 
 
 def record_of(content: Any, place: str) -> Record:
-    """Return the record that a line holds; `place` is for errors.
+    """Return the record that a line holds; `place` names the line in error messages.
 
     Raises:
         DataError: a value is one that no run writes; later computations do not check the values again.

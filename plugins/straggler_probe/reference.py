@@ -15,7 +15,7 @@ from plugins.straggler_probe.record import Record
 
 
 def slow_ranks(records: Sequence[Record], groups: Mapping[int, Hashable]) -> set[tuple[int, str, str]]:
-    """Return (rank, host, kind) of each rank that is named."""
+    """Return (rank, host, kind) of each rank that is slower than its peers, as `plan.slow_ranks` names them."""
     who = {(record.rank, record.host, groups[record.rank], record.device, record.work) for record in records}
     probes = max(plan.LEAST, len({record.step for record in records}))
     enough = len(plan.KINDS) * len(who) * probes / plan.ALARM

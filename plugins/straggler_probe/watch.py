@@ -84,7 +84,7 @@ def seconds_of(work: Callable[[], float], pieces: int) -> float:
 
 
 class Watch:
-    """This records one rank's probes, and the rank's waiting times between them.
+    """A `Watch` records one rank's probes, and the rank's waiting times between them.
 
     The first step of a part of a run compiles and is not counted. The time between the end of a step and the beginning
     of the next one is the wait for its batch: nothing else happens there.

@@ -44,7 +44,9 @@ for _owner, _line in (
 
 
 class Scaled(nn.Cell):
-    """This computes an operator, cos or sin, and multiplies its result by a number; it is not split over devices."""
+    """A `Scaled` computes an operator, cos or sin, and multiplies the result by a number; the operator is not split
+    over devices.
+    """
 
     def __init__(self, operator: Any, factor: float):
         super().__init__(auto_prefix=False)

@@ -124,7 +124,7 @@ def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]
 
 
 def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Return the NPU of each worker in the workers' order, and what is wrong with ASCEND_RT_VISIBLE_DEVICES.
+    """Return the NPU of each worker in the workers' order, and the faults of the variable ASCEND_RT_VISIBLE_DEVICES.
 
     MindSpore sorts the list before it names a device (`_get_physical_device_id`), and CANN takes ascending lists only.
     """

@@ -80,7 +80,9 @@ class Worker:
     memory: list[int]
 
     def counts(self, host: Host) -> dict[str, int]:
-        """Return how many of the worker's cores are on its own NUMA node, elsewhere in its socket, and beyond it."""
+        """Return how many of the worker's cores are on its own NUMA node, elsewhere in its socket, and on other
+        sockets.
+        """
         return how_far(host, self.home, self.cores)
 
 
@@ -99,7 +101,7 @@ class Plan:
 
     @property
     def binds(self) -> bool:
-        """Return whether there are cores for every worker."""
+        """Return whether the plan has cores for every worker."""
         return all(worker.cores for worker in self.workers)
 
 
@@ -187,8 +189,8 @@ def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapp
 
 
 def roles(cores: list[int]) -> dict[str, list[int]]:
-    """Return a worker's cores by the names of MindSpore's modules. Among the cores of a module, those near the worker's
-    NPU come first.
+    """Return a worker's cores by the names of MindSpore's modules. Among the cores of a module, the cores near the
+    worker's NPU come first.
 
     `main` is wide, for msrun starts the process on it, and every thread that has no module of its own (the pool of CPU
     kernels, the communication library) stays on its cores. The first two of them are free of the runtime's fixed

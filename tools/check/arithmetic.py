@@ -23,7 +23,7 @@ _STRATEGY = ("parallel", "dataset_strategy")
 
 
 def check_arithmetic(view: View, built: Built, found: Findings) -> None:
-    """Check every rule that concerns only sizes of the recipe, and add what is wrong to `found`."""
+    """Check every rule that concerns only sizes of the recipe, and add the violations to `found`."""
     _experts(view, built, found)
     _router(view, built, found)
     check_heads(view, built, found)
@@ -396,7 +396,7 @@ _ALGORITHM = (*PARALLEL, "context_parallel_algo")
 
 
 def check_heads(view: View, built: Built, found: Findings) -> None:
-    """Check every rule about the number of attention heads, and add what is wrong to `found`."""
+    """Check every rule about the number of attention heads, and add the violations to `found`."""
     heads, hidden = built.number("num_attention_heads"), built.number("hidden_size")
     tp = view.tp if view.parallel else 1
     ulysses = view.number(DEGREE, 1) if view.parallel else 1

@@ -1,4 +1,5 @@
-"""This module compares a recipe with MindFormers' own build of it: a key that did not arrive is an error.
+"""This module compares a recipe with the TransformerConfig that MindFormers itself builds from it: a key of the recipe
+that does not reach this TransformerConfig is an error.
 
 The checks emulate what MindFormers does (`tools.schema.converter`, `tools.schema.stages`); this asks MindFormers
 itself for its TransformerConfig and layer split, on CPU, without building a network. It runs as
@@ -169,7 +170,7 @@ def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def main() -> None:
-    """Read recipes on stdin, and print what MindFormers builds from them."""
+    """Read recipes on stdin, and print the configurations that MindFormers builds from them."""
     results: list[dict[str, Any]] = []
     for recipe in json.load(sys.stdin):
         try:
@@ -180,8 +181,8 @@ def main() -> None:
 
 
 def build(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. Imports
-    mindformers.
+    """Return the fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. The function
+    imports mindformers.
     """
     import copy
     import dataclasses

@@ -1,4 +1,4 @@
-"""This module runs all checks of one recipe, in the order in which an engineer would want to mend the findings.
+"""This module runs all checks of one recipe, in the order in which an engineer would want to correct the findings.
 
 `table_of` makes the one table of a recipe that passes: parameters, tokens per step, layers and parameters by stage,
 FLOPs and steps.
@@ -125,7 +125,9 @@ def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
 
 
 def is_fragment(source: str) -> bool:
-    """Return whether a file is a part of recipes (recipes/base/): only its keys can be checked."""
+    """Return whether a file holds only a part of a recipe (recipes/base/), of which nothing but the keys can be
+    checked.
+    """
     return Path(source).parent.name == "base"
 
 
@@ -202,7 +204,7 @@ def _steps(view: View, length: int, budget: int) -> int:
 
 
 def side_by_side(tables: list[tuple[str, dict[str, Any]]]) -> Table:
-    """Return one rich table, a column for each recipe."""
+    """Return the sizes of several recipes as one table of the library rich, with a column for each recipe."""
     shown = Table(show_edge=False, pad_edge=False)
     shown.add_column("")
     for name, _ in tables:

@@ -1,5 +1,5 @@
-"""This module checks settings that do not go together, each with the MindFormers line that would fail, or would not
-notice.
+"""This module checks for settings that exclude each other; each rule names the line of MindFormers that would fail, or
+that would silently accept both settings.
 
 The rules also cover settings that a recipe for CPU cannot have, data parallel (plugins/cpu_backend) or sharded
 (plugins/semi_auto_cpu), and MindFormers' own balancing of experts: where it refuses to start, and where it moves
@@ -35,7 +35,7 @@ _FLAGS = 127  # ranks that an int8 can count
 
 
 def check_conflicts(view: View, built: Built, found: Findings) -> None:
-    """Check every rule about two settings that exclude each other, and add what is wrong to the findings."""
+    """Check every rule about two settings that exclude each other, and add the violations to `found`."""
     _attention(view, built, found)
     _router(view, built, found)
     _masks(view, built, found)

@@ -1,5 +1,5 @@
-"""This module notes for a recipe where MindFormers' results differ from what a user may expect. These are only notes,
-because the recipe trains nevertheless. If a plugin changes these results, the note names it.
+"""This module notes in which cases MindFormers' results for a recipe differ from the results that a user may expect.
+These are only notes, because the recipe trains nevertheless. If a plugin changes these results, the note names it.
 
 Each was shown by running the sharded graph on CPU processes beside one process; docs/stock-differences.md has the
 numbers.
@@ -20,15 +20,15 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return the reason that the card of a recipe, or of one of its bases, gives against training it; empty if there is
-    none.
+    """Return the reason that the `card.yaml` of a recipe, or of one of its bases, gives against training the recipe; ""
+    if no card gives a reason.
     """
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""
 
 
 def check_differences(view: View, built: Built, found: Findings) -> None:
-    """Note every case in which MindFormers' results for this recipe differ from what a user may expect."""
+    """Note every case in which MindFormers' results for this recipe differ from the results that a user may expect."""
     if said := modelled(view.recipe):  # what would be trained is another model, or nothing
         found.note(("model",), said, "see the card.yaml beside the recipe")
     _shared_embedding(view, built, found)

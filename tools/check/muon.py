@@ -20,7 +20,7 @@ _SHARDS = ("parallel", "parallel_optimizer_config")
 
 
 def check_muon(view: View, built: Built, found: Findings) -> None:
-    """Report settings with which Muon fails after the launch, and what a CPU cannot compute."""
+    """Report settings with which Muon fails after the launch, and settings of Muon that a CPU cannot compute."""
     if built.fields.get("multi_latent_attention") is not True:
         wrong = "Muon handles only the weights of multi-latent attention"
         found.error(_KIND, wrong, "write AdamW, or use a model with multi_latent_attention: True", rule="muon_latent")

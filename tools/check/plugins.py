@@ -1,5 +1,5 @@
-"""This module holds the rules about the `plugins:` section: what each plugin's own reader refuses, and which settings
-exclude each other.
+"""This module holds the rules about the `plugins:` section: the settings that each plugin's reader refuses, and the
+settings that exclude each other.
 
 `check_dispatch` lays the collective programs of the ranks of an EP group side by side before a launch and finds out
 whether all of them come to an end.
@@ -52,7 +52,7 @@ _YARN, _LORA, _BIASES = ("plugins", "yarn"), ("plugins", "lora"), ("plugins", "o
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
-    """Check every rule about the `plugins:` section, and add what is wrong to the findings."""
+    """Check every rule about the `plugins:` section, and add the violations to `found`."""
 
     def on(section: KeyPath) -> bool:
         return view.get(section) not in (None, False)

@@ -74,7 +74,7 @@ class IndexWriter:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of what `.bin` holds so far, in hexadecimal."""
+        """Return the SHA-256 of the present content of `.bin`, in hexadecimal."""
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:

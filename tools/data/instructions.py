@@ -50,7 +50,9 @@ WITHOUT_INPUT = (
 
 @dataclass(frozen=True)
 class Options:
-    """An `Options` holds the options of `tc3 data instructions`, which mean what they mean for `tc3 data prepare`."""
+    """An `Options` holds the options of `tc3 data instructions`, which have the same meanings as for `tc3 data
+    prepare`.
+    """
 
     corpus: Corpus
     output: Path

@@ -24,7 +24,7 @@ SMALLEST_VOCAB = 256 + 1  # every byte, and EOD_TOKEN
 
 
 class TokenizerSpec(NamedTuple):
-    """A `TokenizerSpec` holds what a process needs to rebuild a tokenizer."""
+    """A `TokenizerSpec` holds the data with which a process can rebuild a tokenizer."""
 
     backend: str | None  # tokenizer.json; None for a slow Hugging Face tokenizer, which is loaded from `folder`
     folder: str
@@ -33,7 +33,7 @@ class TokenizerSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `Tokenizer` holds the facts of a loaded tokenizer.
+    """A `Tokenizer` holds the properties of a loaded tokenizer, such as its vocabulary size.
 
     vocab_size: largest id + 1, what a model's embedding must at least hold.
     lossless: decoding gives back the exact text. fingerprint: equal for tokenizers that give equal ids.

@@ -1,5 +1,5 @@
-"""This module reads a written .bin/.idx pair again, and checks whether it is complete, unchanged since it was written,
-and equal to its sources.
+"""This module reads a written .bin/.idx pair again, and checks whether the pair is complete, unchanged since it was
+written, and equal to its sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass
 class Verification:
-    """A `Verification` is the outcome of a check. `findings` (about 10 at most) is empty if no error was found.
+    """A `Verification` is the outcome of a check of a .bin/.idx pair. `findings` (about 10 at most) is empty if no
+    error was found.
 
     compared: documents whose content was compared with the source. method: "text" (decoded ids equal the source's
     text), "ids" (the tokenizer loses text, so the source was encoded again and the ids are equal), or "none".
@@ -41,7 +42,7 @@ class Verification:
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Return one line that says what was compared, and how."""
+        """Return one line that says how many documents were compared with their sources, and by which method."""
         how = {
             "text": "decoded text equals the source",
             "ids": "ids equal those of the source encoded again (this tokenizer does not keep all text)",

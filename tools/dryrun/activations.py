@@ -45,7 +45,9 @@ class Moment(NamedTuple):
 
 
 def name_of(place: int) -> str:
-    """Return the key under which a report lists a part."""
+    """Return the key under which a report lists a part of a pass (a layer, the part before the first layer, or the part
+    after the last one).
+    """
     return {_FIRST: FRONT, _LAST: BACK}.get(place, str(place))
 
 
@@ -89,7 +91,9 @@ def owner_place(own: int, readers: Iterable[int]) -> str:
 
 
 def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return pairs (part, position after its last operator) in the order in which a forward runs the parts."""
+    """Return a pair (part, position after the part's last operator) for each part of a forward pass, in the order in
+    which the pass runs the parts.
+    """
     found: list[tuple[str, int]] = []
     current = _FIRST
     for number, node in enumerate(nodes):
@@ -101,8 +105,8 @@ def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 
 def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return pairs (part, position after its last operator); a layer's backward ends with the last gradient that it
-    accumulates.
+    """Return a pair (part, position after the part's last operator) for each part of a backward pass; the part of a
+    layer ends with the last gradient that the layer accumulates.
     """
     ends: dict[int, int] = {}
     head = 0
@@ -118,8 +122,8 @@ def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 def parts_of(
     saved: Mapping[str, int], forward: list[Node], backward: list[Node], moments: Callable[[list[Node]], list[Moment]]
 ) -> dict[str, dict[str, int]]:
-    """Return for each part the bytes that it keeps ("saved"), and the most bytes in memory in its "forward" (above
-    those at its start) and in its "backward".
+    """Return for each part of a pass the bytes that the part keeps for its backward ("saved"), and the most bytes in
+    memory during the part's "forward" (beyond the bytes at its start) and during its "backward".
     """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
     for key, segments, seen in (
@@ -148,7 +152,8 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return "saved", "forward" and "backward" of a chunk with these parts, in the order of its forward.
+    """Return the bytes "saved", "forward" and "backward" of a chunk that consists of the given parts, which are in the
+    order of the chunk's forward pass.
 
     A forward pass accumulates the tensors that its parts keep. A backward pass frees these tensors and accumulates its
     gradients as it proceeds, so its fullest part counts.
@@ -218,8 +223,8 @@ def curve_of(nodes: list[Node], rows: int) -> list[int]:
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Return the number of rows that a rank dispatches: the padded number in the graph if there is one, otherwise
-    `even`.
+    """Return the number of rows that a rank dispatches: the padded number of rows in the graph if the graph has one,
+    otherwise `even`.
 
     `even` is tokens x top-k of a rank: what each rank gets when routing is even.
     """
@@ -284,8 +289,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
-    """Return for each weight the bytes of the tensors that the root graph computes once from it, and that the passes of
-    all micro-batches share.
+    """Return for each weight the bytes of the tensors that the root graph computes once from this weight, and that the
+    passes of all micro-batches share.
 
     These are the weights in compute precision, gathered from the optimizer's shards: they stay for the whole step.
     """

@@ -1,5 +1,5 @@
-"""This module is `tc3 dryrun`: it compiles a recipe for its devices on this CPU; the exit code is 0, 1 for errors of
-the recipe, 2 for usage.
+"""This module is `tc3 dryrun`: it compiles a recipe for its devices on this CPU; the exit code is 0 without problems, 1
+for errors of the recipe, 2 for a wrong use.
 """
 
 from __future__ import annotations

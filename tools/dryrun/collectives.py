@@ -90,7 +90,7 @@ def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attr
 
 def role_of(node: Node, graph: str) -> str:
     """Return the role of an operator (see `Collective`): MindSpore marks the graphs that it derives, and the gradients
-    that it derives in them.
+    that it derives in these graphs.
     """
     if "▸" in graph:
         return "forward"

@@ -1,4 +1,5 @@
-"""This module compiles the jobs of a plan, each in a separate process, and keeps the results by content.
+"""This module compiles the jobs of a dry run's plan, each job in a separate process, and stores the results under a
+digest of the recipe, the rank, the code and the versions.
 
 The number of processes at a time depends on cores and free memory, and no process outlives its parent. Each combination
 of recipe, rank, code and versions is compiled once. A refusal by MindSpore or MindFormers is a result, too: `diagnose`
@@ -57,7 +58,7 @@ Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Return the results of the plan's jobs in their order, from the cache if it has them.
+    """Return the results of the plan's jobs in the order of the jobs, from the cache if the cache has them.
 
     Args:
         texts: whether the texts of the final graphs are kept, too, in the files `text_of`.
@@ -211,7 +212,7 @@ def cache_folder() -> Path:
 
 
 def kept_result(job: Job) -> dict[str, Any] | None:
-    """Return the result of an equal job, if one exists."""
+    """Return the stored result of an earlier compile of an equal job; None if no such result is stored."""
     try:
         return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
     except (OSError, EOFError, ValueError):

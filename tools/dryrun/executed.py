@@ -33,7 +33,7 @@ class _Call:
 
     @property
     def kind(self) -> tuple:
-        """Return all values of the call that must agree, except shapes."""
+        """Return all values in which a reported call and an executed call must agree, except shapes."""
         return self.op, self.ranks, self.dtype, self.tag
 
     @property
@@ -42,7 +42,7 @@ class _Call:
         return self.op in ("Send", "Receive")
 
     def fits(self, executed: _Call) -> bool:
-        """Return whether this call and the other call may be the same call."""
+        """Return whether this reported call and the executed call may be the same call."""
         return self.kind == executed.kind and self.shape in (None, executed.shape)
 
     def __str__(self) -> str:
@@ -88,7 +88,8 @@ def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int])
 
 
 def compare_calls(graph: Mapping[str, Any], executed: Sequence[CallRecord]) -> Comparison:
-    """Compare the collectives that the dry run reports for a rank's step with those that the rank executed in one step.
+    """Compare the collectives that the dry run reports for a rank's step with the collectives that the rank executed in
+    one step.
 
     Args:
         graph: "graph" of a compile's result, with as many micro-batches as the step had.

@@ -154,8 +154,8 @@ def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]
 def last_sums(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
 ) -> dict[str, list[tuple[str, int]]]:
-    """Return for each weight the operator that sums its gradient over ranks last, or the operator that computes the
-    gradient if it is not summed: (subgraph, operator) for each path to the optimizer.
+    """Return for each weight the operator that makes the last sum of the weight's gradient over ranks, or the operator
+    that computes the gradient if the gradient is not summed: (subgraph, operator) for each path to the optimizer.
     """
     walk = _Walk(graph, ranks_of)
     passing = _SAME | SCALED | _ADDED
@@ -307,7 +307,7 @@ class _Walk:
         return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """Return the gradient's paths that end in a parameter of a subgraph; they go through the callers of the
+        """Return the gradient's paths that end in a parameter of a subgraph; these paths go through the callers of the
         subgraph.
         """
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)

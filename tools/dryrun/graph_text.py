@@ -116,7 +116,9 @@ def read_graph(file: Path) -> GraphText:
 
 
 def tensors(text: str) -> tuple[TensorType, ...]:
-    """Return `<Tensor[BFloat16], (256, -1)>, ...` as types, including members of tuples."""
+    """Return the tensor types that a text of the form `<Tensor[BFloat16], (256, -1)>, ...` lists, including members of
+    tuples.
+    """
     found = [(match.start(), TensorType(match[1], _shape(match[2]))) for match in _TENSOR.finditer(text)]
     for match in _TUPLE.finditer(text):
         dtypes = [dtype for dtype, count in re.findall(_MEMBER, match[1]) for _ in range(int(count or 1))]
@@ -260,7 +262,7 @@ def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of activations that are kept for backward passes before each pass.
+    """Return for each pass the bytes of activations that are kept for later backward passes when this pass begins.
 
     If weight gradients are a separate pass ("W"), the activations are kept until that pass.
     """

@@ -108,8 +108,8 @@ def kinds_of(step: Any) -> dict[str, str]:
 
 
 def on_host(step: Any) -> set[str]:
-    """Return the names of the parameters that a training step keeps in the host's memory: MindFormers' optimizers give
-    their moments `device="CPU"` with `optimizer.swap`, and MindSpore has no public reader of it.
+    """Return the names of the parameters that a training step keeps in the host's memory: with `optimizer.swap`
+    MindFormers' optimizers give their moments `device="CPU"`, which MindSpore has no public function to read.
     """
     return {item.name for item in step.get_parameters() if item._get_user_data("parameter_device") == "CPU"}
 
@@ -167,7 +167,8 @@ class Memory:
 
 
 def update_of(held: Iterable[Held], sharded: bool) -> int:
-    """Return `updating` of a rank, whose gradients add up over micro-batches; 0 where they do not.
+    """Return the bytes that a rank needs after the last pass for clipping and the optimizer (`updating`); 0 if
+    gradients are not accumulated over micro-batches.
 
     Args:
         sharded: `parallel.enable_parallel_optimizer`, without which MindFormers divides gradients in fp32.
@@ -193,8 +194,8 @@ def memory_of(
 
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
-    """Return the most bytes of activations at one moment: those that wait for their backward, and those alive in the
-    running pass.
+    """Return the largest number of bytes of activations at one moment: the activations that wait for their backward
+    pass, and the activations that are alive in the running pass.
 
     The tensors that the running forward pass itself keeps are counted once. They include the tensors that it received
     from the previous stage and keeps, although no operator of this stage computes them.
@@ -207,7 +208,7 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
 
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
-    """Return whether a stage fits: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
+    """Return whether the memory of a stage fits its limit: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
 
     Args:
         error: the largest relative error of the total; the total is never below the exact bytes.
@@ -335,7 +336,7 @@ def at_fullest(memory: Mapping[str, int], part: str) -> int:
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], update: int = 0) -> TimeLine:
-    """Return the row of a stage, whose peak is the total of `memory_of`.
+    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`.
 
     Args:
         held, graph, passes, update: as in `memory_of`; if the passes are unknown, the backward pass of every chunk

@@ -1,9 +1,9 @@
 """This module cuts one pipeline stage out of a recipe: the layers of its fullest stage, at the recipe's own sizes, on
 as many devices as a stage has.
 
-A cluster's first hour trains the result to measure a real stage. The new recipe has the embedding and the head around
-the stage's layers, and one micro-batch a step. Tensor, context, data and expert parallelism, and the recomputation of
-these layers, are unchanged. MTP layers and the settings of the pipeline are left out.
+`tc3 firsthour` trains the result on a new cluster to measure a real stage. The new recipe has the embedding and the
+head around the stage's layers, and one micro-batch a step. Tensor, context, data and expert parallelism, and the
+recomputation of these layers, are unchanged. MTP layers and the settings of the pipeline are left out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SCHEDULE = ("pipeline_config",)
 
 
 def one_stage(recipe: Recipe, devices: int) -> Recipe:
-    """Return the recipe of one stage, for at most `devices` devices; with fewer devices than a stage has, it has fewer
-    data-parallel ranks.
+    """Return the recipe of one stage, for at most `devices` devices; with fewer devices than a stage has, the new
+    recipe has fewer data-parallel ranks.
 
     Args:
         recipe: a resolved recipe for Ascend.

@@ -148,9 +148,8 @@ class Links:
     """A `Links` holds the result of comparing the pairs of stages that send to each other.
 
     Args:
-        exact: the number of pairs of which both ends were compiled. alike: the number of pairs that other stages
-            represent. unknown: the number of pairs that no compile covers. problems: one line for each Send or Receive
-            without a match.
+        exact: the pairs of stages of which both ends were compiled. alike: the pairs that other stages represent.
+            unknown: the pairs that no compile covers. problems: one line for each Send or Receive without a match.
     """
 
     exact: list[tuple[int, int]]
@@ -159,7 +158,7 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Return the number of pairs of stages for each way of comparing."""
+        """Return as plain values how many pairs of stages were compared exactly, by equal stages, or not at all."""
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 
@@ -177,14 +176,14 @@ class _Rank:
 
     def stream(self, op: str, distance: int, with_chunk: bool) -> list[str]:
         """Return one line of text for each Send (or Receive, by `op`) between this stage and the one `distance` stages
-        away, so that the two sides can be compared.
+        away, so that the Sends of one stage can be compared with the Receives of the other.
         """
         return [_text(item, with_chunk) for item in self.calls.get((op, distance), ())]
 
 
 def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int, alike: bool) -> Links:
-    """Compare what the two stages of each link send and receive, in the compiled ranks of these stages. If a stage was
-    not compiled, a rank of a stage with the same layers represents it (`alike`).
+    """Compare the Sends and Receives at both ends of each pipeline link, in the compiled ranks of the link's two
+    stages. If a stage was not compiled, a rank of a stage with the same layers represents it (`alike`).
 
     Args:
         results: the results of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.

@@ -26,7 +26,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` is what one process compiles.
+    """A `Job` is one compile, which one process makes: a recipe and a rank.
 
     Args:
         recipe: the flat recipe, with the number of micro-batches (and in a quick run the layers) to compile.
@@ -143,7 +143,7 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` holds the ranks that are compiled.
+    """A `Plan` holds the ranks that a dry run compiles, and the pipeline stages that each rank represents.
 
     Args:
         stages: the stages of the pipeline.

@@ -123,7 +123,7 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
     """Return each kind of layer once, on as few stages as a recipe can express: dense layers come first, and if a
-    setting is off for a layer, it is off for the layers after it on that stage.
+    setting is off for a layer, the setting is off for all later layers on that stage.
 
     Args:
         numbered: whether settings list the numbers of layers, so that one stage can hold any of them.
@@ -195,8 +195,8 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """Return a recipe with fewer layers: one of each kind, and at the end one like the last layer, with the head. MTP
-    layers are not changed.
+    """Return a recipe with fewer layers: one layer of each kind, and at the end a layer of the kind of the last layer,
+    with the head. MTP layers are not changed.
     """
     view = View(recipe)
     stages = stages_of(view)

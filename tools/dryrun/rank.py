@@ -51,7 +51,8 @@ _HOST = re.compile(r"can't start new thread|No space left on device|Cannot alloc
 def compile_job(
     job: Job, folder: Path, enable_plugins: Callable[[Any], None], text: Path | None = None
 ) -> dict[str, Any]:
-    """Compile one rank; a refusal by MindSpore or MindFormers is a result as well.
+    """Compile the training step of one rank, and return a report on it; a refusal by MindSpore or MindFormers is a
+    result as well.
 
     Args:
         folder: the folder for temporary files.
@@ -111,8 +112,8 @@ def of_the_host(error: Exception) -> bool:
 
 
 def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
-    """Return kind and type of each parameter, and whether the optimizer updates it; call this before or after the
-    compile, which cuts shapes but keeps types.
+    """Return for each parameter its kind, its type, and whether the optimizer updates the parameter; call this function
+    before or after the compile, which cuts shapes but keeps types.
     """
     trained = {item.name for item in cell.optimizer.parameters}
     kinds = kinds_of(cell)
@@ -328,8 +329,8 @@ _LARGER_SIDE = {"AllGather": "outputs", "AllGatherV": "outputs", "Receive": "out
 def report_graph(
     graph: GraphText, rank: int, ranks_of: Callable[[str], tuple[int, ...] | None], even_rows: int
 ) -> dict[str, Any]:
-    """Return the collectives in program order, the order of the passes, the activations and FLOPs of each chunk, and
-    what all passes share.
+    """Return the report on a compiled graph: the collectives in program order, the order of the passes, the activations
+    and FLOPs of each chunk, and the bytes of the weights that all passes share.
 
     "groups" are lists of ranks, and a collective names its group by index. "routed" marks bytes that depend on routing,
     and that were computed for even routing. "after" are the indices of the collectives of the same subgraph whose

@@ -77,14 +77,14 @@ def report_of(
     loads: Loads | None = None,
     reserve: int = 0,
 ) -> dict[str, Any]:
-    """Return the whole report, in bytes and FLOPs of one device and step.
+    """Return the whole report of a dry run, in bytes and FLOPs of one device and step.
 
     Args:
         results: the results of the plan's jobs, none of them refused.
         node: devices of a node, for links inside and between nodes.
         lines: a mapping to which the time line of each stage is added.
         loads: the loads of the devices that share experts, as `loads_asked` returns them; None: only even loads.
-        reserve: the bytes of the limit that are not available to the model, as measured in a first hour.
+        reserve: the bytes of the limit that are not available to the model, as `tc3 firsthour` measured.
     """
     view = View(recipe)
     quick = not plan.job_of

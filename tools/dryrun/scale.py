@@ -114,7 +114,8 @@ class Numbers:
 
     def seeds(self) -> list[Scale]:
         """Return the values with which the backward pass starts: one for each micro-batch and loss if a pipeline calls
-        the backward of each micro-batch, otherwise one for each loss. A stage without a loss has no such value.
+        the backward of each micro-batch, otherwise one for each loss. A stage without a loss has no value with which a
+        backward pass starts.
         """
         root, nodes = self.graph.root, self.graph.graphs[self.graph.root]
         passes = {backward for _, backward in chunks_of(self.graph) if backward}

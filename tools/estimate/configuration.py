@@ -40,9 +40,9 @@ class Cut(NamedTuple):
     issues their steps.
 
     Args:
-        chunks: the number of parts of the batch and of a sequence; None: the fastest numbers that divide them, as with
-            `chunks: auto`.
-        stride: the order in which steps are issued; None: the fastest.
+        chunks: the number of parts into which the batch is cut, and the number for a sequence; None: the fastest
+            numbers that divide batch and sequence, as with `chunks: auto`.
+        stride: the order in which the steps of chunks are issued; None: the fastest order.
     """
 
     chunks: tuple[int, int] | None = None
@@ -55,12 +55,15 @@ class Recompute:
     recomputes, for each kind of recomputation; None means no layers.
 
     Args:
-        full: whole layers.
-        select: some operators, by `selective`: "norms" and activation functions (MindFormers' `select_recompute`),
-            the core of "attention" (Megatron's), or half of all "operators" (torchtitan's).
-        communication: the results of tensor-parallel AllGathers (`select_comm_recompute`).
+        full: the number of layers that are recomputed as a whole.
+        select: the number of layers that recompute some operators, which `selective` names: "norms" and activation
+            functions (MindFormers' `select_recompute`), the core of "attention" (Megatron's), or half of all
+            "operators" (torchtitan's).
+        communication: the number of layers that repeat tensor-parallel AllGathers in the backward pass
+            (`select_comm_recompute`).
         replay_tp: whether full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
-        operators: the groups of `PATTERNS` other than norms, each with its layers.
+        operators: pairs of a group of operators (one of `PATTERNS` other than norms) and the number of layers that
+            recompute this group.
     """
 
     full: Table | None = None
@@ -89,15 +92,16 @@ class Configuration:
             each).
         weight_item: the bytes of an element of the weight that the optimizer updates (MindFormers' params_dtype); the
             accumulated gradients of a MindFormers recipe have the same type.
-        state_item: the bytes of optimizer state for such an element; matrix_state_item: the same for the matrices of
-            layers, if they need another number of bytes (Muon).
+        state_item: the bytes of optimizer state for each element of a weight; matrix_state_item: the bytes of optimizer
+            state for each element of a matrix of a layer, if they differ (Muon).
         ep_mode: a mode of `plugins.hierarchical_ep`; or "deepep" (tokens are also deduplicated inside nodes); or
             "hybridep" (like deepep, and its kernels also sort the rows by expert).
-        expert_tp: expert weights are also cut over tp (without it the EP group takes tp ranks in).
-        shard_optimizer: fp32 weights and moments are sharded over the ranks that hold copies (ZeRO-1, MindFormers'
-            enable_parallel_optimizer); shard_gradients: accumulated gradients, too; shard_weights: and the weights
-            that compute (FSDP).
-        shard_threshold: bytes below which a weight is not sharded.
+        expert_tp: whether tensor parallelism also cuts expert weights; if not, an EP group includes the ranks of a
+            tensor-parallel group.
+        shard_optimizer: whether fp32 weights and moments are sharded over the ranks that hold copies (ZeRO-1,
+            MindFormers' enable_parallel_optimizer); shard_gradients: whether accumulated gradients are sharded, too;
+            shard_weights: whether the weights in the computing type are sharded, too (FSDP).
+        shard_threshold: the size in bytes below which a weight is not sharded.
         shard_size: the number of ranks over which one weight is sharded (optimizer_weight_shard_size); 0: all ranks
             that hold a copy.
         wide_gradients: whether gradients are reduced and summed in fp32.
@@ -214,7 +218,9 @@ class Configuration:
 
     @property
     def head_parts(self) -> int:
-        """Return the number of parts into which context parallelism cuts the heads; 1 if it does not cut them."""
+        """Return the number of parts into which context parallelism cuts the heads; 1 if context parallelism does not
+        cut the heads.
+        """
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
@@ -306,9 +312,10 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
     """Return numbers of layers [chunks][stages] that are as even as possible. If the layers cannot be divided equally,
     the last chunk of the model gets one layer less, then the first chunk, then the last but one, and so on.
 
-    The ends hold the embedding and the head, so frameworks leave them the fewer layers (Llama 3: 126 on 16 stages).
-    With MTP the last chunk is left to the head, and the one before to MTP, if that is possible. Otherwise only the last
-    chunk gets fewer layers (as in Megatron-Bridge for DeepSeek-V3: 15 chunks of 4 layers, then one of 1).
+    The first and the last chunk hold the embedding and the head, so frameworks place fewer layers in these chunks
+    (Llama 3: 126 layers on 16 stages). With MTP, if that is possible, the last chunk has no layers beside the head, and
+    the chunk before it has as few as possible beside MTP. Otherwise only the last chunk gets fewer layers (as in
+    Megatron-Bridge for DeepSeek-V3: 15 chunks of 4 layers, then one of 1).
     """
     places = stages * chunks
     most = -(-total // places)
@@ -393,9 +400,9 @@ PATTERNS = {
 def offered(config: Configuration) -> tuple[str, ...]:
     """Return the groups of operators that a run could recompute and whose activation bytes are known.
 
-    There are none outside of MindFormers' training_graph. The group of attention needs MLA without context parallelism
-    (which keeps the gathered keys and values), the group of the MLP needs a gated one, and the group of the experts is
-    offered only without chunks of `plugins.ep_overlap`.
+    For models outside of MindFormers' training_graph no group is offered. The group of attention needs MLA without
+    context parallelism (which keeps the gathered keys and values), the group of the MLP needs a gated MLP, and the
+    group of the experts is offered only without chunks of `plugins.ep_overlap`.
     """
     model = config.model
     if not config.training_graph:
@@ -409,8 +416,8 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the name of a layer's recompute option that joins several options, such as "select+attention"; "none" if
-    there are none.
+    """Return the name of a layer's recompute option that joins several options, such as "select+attention"; "none"
+    without any option.
     """
     return "+".join(names) or "none"
 
@@ -437,8 +444,8 @@ _UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the weight is sharded, out of the ranks that hold the same part of it;
-    MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
+    """Return the number of ranks over which the weight is sharded, out of the ranks that hold the same part of the
+    weight; MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
     """
     if config.muon and weight.name in _UNSHARDED:
         return 1

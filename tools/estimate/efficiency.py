@@ -37,21 +37,23 @@ class Efficiency:
 
     Args:
         matmul: share of the peak that a large matmul reaches.
-        matmul_fp8: the same of the fp8 peak, casts included.
+        matmul_fp8: share of the fp8 peak that a large matmul reaches, casts included.
         blocks: the share of `matmul_fp8` that remains if every 32 elements have a scale of their own (MXFP8).
-        matmul_fp4: share of the fp4 peak (NVFP4), casts included.
+        matmul_fp4: share of the fp4 peak (NVFP4) that a large matmul reaches, casts included.
         half_size: the smallest dimension with which a matmul reaches half of `matmul`.
         attention: share of the peak that fused attention reaches.
         memory: share of HBM bandwidth that elementwise operators reach.
         unfused: the factor by which unfused elementwise operators move more bytes.
-        link: a factor on the share of the link bandwidth that the hardware file states, for links inside a node.
-        network: the same between nodes.
+        link: a factor on the share of its bandwidth that a link inside a node reaches; the hardware file states the
+            share.
+        network: a factor on the share of its bandwidth that a link between nodes reaches.
         hidden: the share of tensor-parallel communication that overlap hides, in runs that overlap it.
-        hidden_ep: the same for expert-parallel communication in published runs of other software; for a recipe the plan
-            of plugins/ep_overlap computes it.
+        hidden_ep: the share of expert-parallel communication that overlap hides in published runs of other software;
+            for a recipe the plan of plugins/ep_overlap computes it.
         layer_s: the seconds that host and launches add to the forward pass of each layer; the backward pass takes twice
             as long.
-        moe_s: the same for the additional operators of MoE layers: routing, sorting, many small kernels.
+        moe_s: the seconds that the additional operators of an MoE layer (routing, sorting, many small kernels) add to
+            its forward pass; the backward pass takes twice as long.
         burst: a factor on `matmul` for runs of a single layer, in which clocks have not yet fallen under load.
         step_s: the seconds of a step that no other parameter covers.
         graphed: the share of elementwise traffic that remains with fused operators, if the whole step is one CUDA
@@ -102,7 +104,7 @@ class KnownError:
 
     @property
     def words(self) -> str:
-        """Return a sentence."""
+        """Return a sentence with the mean and the largest error of predicted step times on published runs."""
         return (
             f"off by {100 * self.mean:.1f} % on average and {100 * self.worst:.1f} % at most on {self.rows} published "
             f"runs of this device type, each model left out of the fit that predicts it (docs/estimator.md)"
@@ -128,7 +130,7 @@ class Newer:
 
     @property
     def words(self) -> str:
-        """Return a sentence."""
+        """Return a sentence with the mean and the largest error of predicted step times on runs of newer software."""
         return (
             f"runs of software that is newer than the fit, or of another stack, were off by {100 * self.mean:.1f} % on "
             f"average and {100 * self.worst:.1f} % at most ({self.rows} runs, all device types): rely on a prediction "
@@ -155,13 +157,13 @@ def _sets() -> dict[str, Any]:
 
 
 def clear_cache() -> None:
-    """Read the file efficiencies.yaml again."""
+    """Forget the content of efficiencies.yaml, so that the next use reads the file again."""
     _content.cache_clear()
 
 
 def newer_error(hardware: Hardware) -> Newer | None:
-    """Return how far step times are off on newer software; None if the cluster's file has its own efficiencies, which
-    `calibrate` fitted to the software that was measured.
+    """Return the errors of predicted step times on software that is newer than the fitted runs; None if the cluster's
+    file has its own efficiencies, which `calibrate` fitted to the software that was measured.
     """
     return None if hardware.efficiency else Newer(**_content()["newer"])
 
@@ -216,7 +218,8 @@ def _own(hardware: Hardware) -> Efficiency:
 def known_error(hardware: Hardware) -> KnownError | None:
     """Return the error of step times on a device type.
 
-    None where the file has efficiencies of its own, or fewer than two groups of runs tell.
+    The error is None if the cluster's file states its own efficiencies, or if fewer than two groups of published runs
+    used this device type.
     """
     found = [entry for entry in _sets().values() if hardware.name in entry["clusters"]]
     if hardware.efficiency or not found or "step_errors" not in found[0]:
@@ -226,10 +229,10 @@ def known_error(hardware: Hardware) -> KnownError | None:
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:
-    """Return the file's own efficiencies, or those of the hardware's device type.
+    """Return the efficiencies that a cluster's file states, or else those of its device type.
 
     Raises:
-        RecipeError: the device type has none, or the file's are not all of them.
+        RecipeError: the efficiencies of the device type are not known, or the file states only some efficiencies.
     """
     if hardware.efficiency:
         return _own(hardware)
@@ -314,7 +317,7 @@ class DeviceTimes:
         return size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def launching(self, operators: float) -> float:
-        """Return the seconds to launch this number of operators, if the device waits for each."""
+        """Return the seconds to launch this number of operators, if the device waits for each launch."""
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:

@@ -60,7 +60,7 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
     """Return a table [chunks][stages] with the number of layers of `numbers` that each chunk and stage holds.
 
     Raises:
-        ValueError: one of them is not a layer of the model.
+        ValueError: one of the numbers is not the number of a layer of the model.
     """
     where, counts = places(layers, schedule), Counter[tuple[int, int]]()
     for number in set(numbers):
@@ -77,7 +77,8 @@ def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
     mapping of operator patterns, return the table of the pattern with most layers.
 
     Raises:
-        ValueError, TypeError: it is neither a flag, nor such a list or mapping.
+        ValueError, TypeError: the value is neither a flag, nor a list of layer numbers, nor a mapping from operator
+            patterns to flags or such lists.
     """
     if isinstance(value, dict):
         tables = [table for table in (table_by_numbers(inner, layers, schedule) for inner in value.values()) if table]
@@ -179,7 +180,7 @@ def _configuration(
 
 
 def adapters_of(view: View, fields: Mapping[str, Any]) -> Adapters | None:
-    """Return what `plugins.lora` trains; None if all weights are trained.
+    """Return the adapters that `plugins.lora` trains; None if all weights are trained.
 
     Raises:
         RecipeError: the settings of the plugin are not allowed.
@@ -230,9 +231,9 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
 def shards_gradients(view: View) -> bool:
     """Return whether accumulated gradients are sharded.
 
-    With `optimizer_level: level2` they are sharded, whatever the flag says (MindSpore 2.9.0,
-    set_parallel_optimizer_config). With level1 and level3 they are not, and MindSpore refuses the flag together with
-    these levels.
+    With `optimizer_level: level2` the gradients are sharded, whatever `gradient_accumulation_shard` says (MindSpore
+    2.9.0, set_parallel_optimizer_config). With level1 and level3 the gradients are not sharded, and MindSpore refuses
+    that key together with these levels.
     """
     level = view.get(LEVEL)
     return view.flag(GRADIENTS) if level is None else level == "level2"
@@ -287,7 +288,7 @@ def reader_of(view: View) -> Reader:
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """Return the number of layers [chunks][stages] in which a `select_recompute` saves memory; these are the layers
-    whose norms it recomputes.
+    whose norms the key recomputes.
 
     A flag or a number of layers selects MindFormers' default operators: the multiplication and the activation function
     of an MLP. With a fused SwiGLU these operators do not exist, and `tc3 dryrun` finds that no memory is saved.
@@ -340,8 +341,8 @@ SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shar
 
 
 def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the layers by chunk and stage that a recompute key names; None if it names none, () if its patterns
-    disagree.
+    """Return the number of layers, [chunks][stages], that a recompute key names: None if the key names no layers, () if
+    its operator patterns name different layers.
     """
     if key == _SELECT and select_of(value, layers, read) is None:
         return None
@@ -366,14 +367,14 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
 
 
 def named_layers(value: Any, layers: Table) -> set[int]:
-    """Return the layers that a key names if activations are swapped."""
+    """Return the numbers of the layers that a recompute key names, if the recipe swaps activations."""
     if isinstance(value, dict):
         return set().union(*(named_layers(inner, layers) for inner in value.values()))
     return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
 
 
 def not_empty(table: Table | None) -> Table | None:
-    """Return the table, or None if it names no layer."""
+    """Return the table, or None if the table counts no layer."""
     return table if table and any(map(any, table)) else None
 
 
@@ -412,8 +413,8 @@ def with_patterns(key: str, value: Any, now: Any) -> Any:
 
 
 def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any] | None:
-    """Return the new value of `select_recompute` if it names groups of operators, now or afterwards; None if nothing
-    changes.
+    """Return the new value of `select_recompute` if the key names groups of operators, now or afterwards; None if the
+    value does not change.
 
     Every other pattern except those of the norms is switched off, because MindFormers cannot build an operator that two
     patterns name. It is not enough to leave them out, because a child's mapping is merged with that of its base.
@@ -451,7 +452,7 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
     """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the rule that cites
-    MindFormers' line; return None if it compiles.
+    MindFormers' line; return None if the model compiles with it.
     """
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
@@ -465,7 +466,7 @@ def require_ulysses(recipe: Recipe, model: Model, degree: int) -> None:
     """Refuse a `ulysses_degree_in_cp` above 1 if MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
 
     Raises:
-        RecipeError: heads are cut, and the attention is not MLA, or its queries and values have different widths.
+        RecipeError: the degree cuts heads, and the attention is not MLA or has queries and values of different widths.
     """
     if degree > 1 and (refused := not_compiled(model)):
         why, rule = refused

@@ -40,7 +40,9 @@ class Collective:
     seconds: float
 
     def groups(self, devices: int) -> list[list[int]]:
-        """Return the groups of this kind whose ranks are all below `devices`; each device is in one at most."""
+        """Return the groups of this kind whose ranks are all below `devices`; each device is in at most one of these
+        groups.
+        """
         span = self.ranks * self.stride
         return [
             [start + first + self.stride * number for number in range(self.ranks)]
@@ -83,12 +85,14 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return what `TimeModel` returns, and list the calls of data parallelism (the group dp)."""
+        """Return the seconds in which a stage communicates weights and gradients, as `TimeModel` does, and list the
+        calls of data parallelism (the group dp).
+        """
         with self._of("dp"):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """List the exchange of the experts' tokens, with what a rank sends in the step that takes longest."""
+        """List the exchange of the experts' tokens, with the bytes that a rank sends in the step that takes longest."""
         if config.ep == 1 or not config.model.experts:
             return
         step = max(self.exchanges(self.dispatched(config)), key=lambda one: self._step(one, 1.0))
@@ -97,12 +101,14 @@ class Noted(TimeModel):
             self._note(EXCHANGE, _sent(step), ranks, 1, self._step(step, 1.0))
 
     def sending(self, size: float, span: int) -> float:
-        """Return what `TimeModel` returns, and list the call."""
+        """Return the seconds to send `size` bytes inside `span` ranks, as `TimeModel` does, and list the call."""
         stride = span // self.stages if self.group == "pp" else 1
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return what `TimeModel` returns, and list the call of the pipeline (the group pp)."""
+        """Return the seconds of a transfer between stages, as `TimeModel` does, and list the call of the pipeline (the
+        group pp).
+        """
         self.stages = config.pp
         with self._of("pp"):
             return super().transfer(config)

@@ -29,7 +29,7 @@ class Matmul:
     """A `Matmul` stands for `times` matrix products of [rows, depth] and [depth, columns] in the forward pass; the
     backward pass computes twice as much.
 
-    With `high` they are in bf16, even if the run's matmuls are in fp8 or fp4 (logits, routers).
+    With `high` the products are in bf16, even if the run's other matmuls are in fp8 or fp4 (logits, routers).
     """
 
     rows: float
@@ -152,8 +152,8 @@ def mixing_part(config: Configuration, held: float) -> Part:
 
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """Return, for each group of operators (`tools.estimate.configuration.PATTERNS`), what it computes and moves if a
-    layer of this kind recomputes the group.
+    """Return for each group of operators (`tools.estimate.configuration.PATTERNS`) the matmuls and the bytes that are
+    repeated if a layer of this kind recomputes the group.
     """
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
@@ -165,7 +165,7 @@ def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
 
 
 def turned_bytes(config: Configuration) -> float:
-    """Return the bytes that rotary positions read and write of queries and keys, forward."""
+    """Return the bytes of queries and keys that rotary position embeddings read and write in the forward pass."""
     model = config.model
     return 2 * ITEM * (model.heads + model.kv_heads) * model.qk_dim / config.tp * config.rank_tokens
 
@@ -213,8 +213,8 @@ def score_bytes(config: Configuration) -> float:
 
 
 def score_passes(config: Configuration) -> float:
-    """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by those of the
-    forward pass.
+    """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by the bytes that
+    it moves in the forward pass.
 
     The gradients of dropout and softmax also read the tensors that their forward passes kept.
     """
@@ -265,7 +265,7 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
     """Return the work of the busiest device's routed experts, including the sorting of token copies by expert and back.
 
     Args:
-        share: the share of a micro-batch's tokens; a chunk's matmuls have fewer rows.
+        share: the share of a micro-batch's tokens for which the work is counted, such as that of one chunk.
     """
     model, h = config.model, config.model.hidden
     # without expert_tp a rank routes its own part of the sequence, whether norms are cut along it or not

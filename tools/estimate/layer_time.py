@@ -1,5 +1,5 @@
-"""This module computes the seconds of one layer and micro-batch on a device, from those of its operators and of its
-expert-parallel communication.
+"""This module computes the seconds of one layer and micro-batch on a device, from the seconds of its operators and of
+its expert-parallel communication.
 
 Forward:
 
@@ -126,8 +126,8 @@ class ExpertTimes(DeviceTimes):
         `plugins.ep_overlap` runs it.
 
         Args:
-            cuts: the pairs (b, s) among which to choose; all that divide batch and sequence if none are given. stride:
-                the stride of the order of issue; None: the fastest.
+            cuts: the pairs (parts of the batch, parts of a sequence) among which to choose; if empty, all pairs that
+                divide batch and sequence. stride: the stride of the order of issue; None: the fastest stride.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.
@@ -258,7 +258,7 @@ class Parts:
         return sum(parts)
 
     def less(self, other: Parts) -> Parts:
-        """Return the seconds left after those of another layer are subtracted."""
+        """Return the seconds of this layer minus the seconds of another layer, part by part."""
         return Parts(**{name: getattr(self, name) - getattr(other, name) for name in Parts.__dataclass_fields__})
 
 

@@ -98,7 +98,7 @@ class Loads:
 
     @property
     def words(self) -> str:
-        """Return a description of the loads in words, with the distribution of max/mean if it varies."""
+        """Return a description of the loads in words, with the distribution of max/mean if this ratio varies."""
         ratios = self.ratios
         if ratios.min() == ratios.max():
             return f"{self.source}: busiest rank {ratios.max():g} x the mean"
@@ -243,8 +243,8 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     `source` says so. Every other line must be whole.
 
     Raises:
-        DataError: there is no such file, a line is not whole or holds no such counts, the file is empty, or its experts
-            or layers are not the run's. The message has one line, with file, line and key.
+        DataError: the log does not exist, is empty, has a line that is incomplete or holds no counts of tokens, or has
+            other experts or layers than the run. The message has one line, with file, line and key.
     """
     path = load_file(path) if path.is_dir() else path
     if not path.is_file():
@@ -410,7 +410,7 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
-    """Refuse a log whose experts or layers are not those of the recipe's model.
+    """Refuse a log that has other experts or layers than the recipe's model.
 
     Args:
         layers, experts: the numbers of layers and experts in the log. place: file and line, for the message.

@@ -34,7 +34,9 @@ class Matrix:
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
-        """Return the matmuls of all steps: X X^T, its square A A, and B X, with the shorter side of X first."""
+        """Return the matmuls of all Newton-Schulz steps: A = X X^T, its square A A, and B X, with the shorter side of X
+        first.
+        """
         short, long = sorted((self.rows, self.columns))
         times = STEPS * self.count
         return (
@@ -45,7 +47,7 @@ class Matrix:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of all steps: each takes 4 m^2 n + 2 m^3, where m is the shorter side."""
+        """Return the FLOPs of all Newton-Schulz steps: each step takes 4 m^2 n + 2 m^3, where m is the shorter side."""
         return sum(matmul.flops for matmul in self.matmuls)
 
 
@@ -56,7 +58,7 @@ def orthogonal(weight: Weight, config: Configuration) -> bool:
 
 
 def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
-    """Return the matrices of a weight that a device computes; none where AdamW updates the weight."""
+    """Return the matrices of a weight that a device makes orthogonal; the list is empty if AdamW updates the weight."""
     if not orthogonal(weight, config):
         return ()
     model, columns = config.model, weight.columns

@@ -4,11 +4,11 @@ under the computation of the other.
 A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
 
 An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
-runs through it the other way round. By itself, each pass waits for its own communication. Together, the communication
-of one runs under the computation of the other (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra
-MoE's adaptive pipe overlap). Computation and communication are two streams, each with its own order of issue, as in
-`plugins.ep_overlap.timeline`: the two passes take turns, and weight gradients, for which no other operator waits, come
-last.
+runs through it the other way round. A pass that runs by itself waits for its own communication. If two passes run
+together, the communication of one pass runs under the computation of the other pass (DeepSeek-V3, arXiv 2412.19437,
+figure 4; report section 4.1; Pangu Ultra MoE's adaptive pipe overlap). Computation and communication are two streams,
+each with its own order of issue, as in `plugins.ep_overlap.timeline`: the two passes take turns, and weight gradients,
+for which no other operator waits, come last.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> 
 
 
 def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -> float:
-    """Return the seconds of a pair through layers that differ, each pass in the order in which it runs them."""
+    """Return the seconds of a pair (a forward and a backward that run together) through layers that differ; both
+    sequences list the layers in the order in which the pass runs them.
+    """
     chains = _chain(forward, 0), _chain(backward, 1)
     last = Op("weights", 1, "compute", _sum_of_weights(backward), (chains[1][-1].key,))
     return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), last]).makespan

@@ -70,8 +70,8 @@ class StepTime:
         optimizer: the update.
         fixed: the seconds that belong to no other part.
         parts: the slowest stage's work, by kind.
-        sending: the seconds in which a stage sends to its neighbours; in a tight schedule some of them are part of the
-            waiting.
+        sending: the seconds in which a stage sends to its neighbours; in a tight schedule the stage would otherwise
+            wait in some of these seconds.
     """
 
     pipeline: float
@@ -206,8 +206,8 @@ class TimeModel(GradientTimes):
     """A `TimeModel` predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and part -> [stages],
-        how their sum divides into parts.
+        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and, for each part of
+        a step, the seconds of their sum that belong to this part, part -> [stages].
 
         Args:
             ratios: the max/mean of each MoE layer (`tools.estimate.loads.Loads`); without it, the configuration's skew.
@@ -297,7 +297,8 @@ class TimeModel(GradientTimes):
         )
 
     def under(self, config: Configuration, loads: Loads, simulated: bool = False) -> StepTime:
-        """Return the mean over the steps of the loads; `simulated` is as in `step`.
+        """Return the predicted step under uneven loads: the mean over the steps that `loads` holds; `simulated` is as
+        in `step`.
 
         If there are many steps, `_SAMPLED` of them are used, at equal distances in the order of their max/mean. Each
         max/mean is rounded to a `_GRAIN`th, which is less than the error of counted tokens, so that many layers take

@@ -102,8 +102,8 @@ def _mode_content(report: ModeReport) -> dict[str, Any]:
 
 
 def print_text(advices: Sequence[Advice], source: str, console: Console, asked: str = "even") -> None:
-    """Print a table for each EP degree, the setting to write with the reason, and what changes would bring under uneven
-    loads.
+    """Print a table for each EP degree, the recommended setting with its reason, and the predicted effects of changes
+    under uneven loads.
     """
     first = advices[0]
     console.print(f"{source} on {first.hardware.name} ({first.hardware.device}), {first.loads.words}")

@@ -265,7 +265,7 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Print two tables, and the assumptions on which they rest."""
+    """Print the tables of a study (loads by layer, and results by policy), and the assumptions behind these tables."""
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")
     console.print()
@@ -290,7 +290,7 @@ def _text_table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
 
 
 def page(found: Study) -> str:
-    """Return the text of the HTML file."""
+    """Return the text of the HTML file that shows a study of expert loads."""
     body = [
         markup.text("Expert loads", "h1"),
         markup.text(f"{found.source.file}: {head(found)}"),

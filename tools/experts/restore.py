@@ -1,5 +1,5 @@
-"""This module is `tc3 experts restore-order`: it puts a checkpoint whose experts have moved back in logical order, bit
-for bit.
+"""This module is `tc3 experts restore-order`: it puts the experts of a checkpoint in which experts have moved back into
+logical order, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""This module studies the recorded expert loads of a run, and what each policy would have achieved with them.
+"""This module studies the recorded expert loads of a run, and the balance that each policy would have achieved under
+these loads.
 
 `open_run` finds what a report is about: the recorded loads of a run, and its recipe where there is one. `seconds_of`
 predicts the seconds of a step whose experts load devices so unevenly, by the one estimator (`tools.estimate`). `study`
@@ -103,7 +104,8 @@ class Seconds:
 
 
 def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) -> Seconds | str:
-    """Return predictions for a run, or the reason why there are none.
+    """Return the predictor of a run's step times under its recorded expert loads, or the reason why these times cannot
+    be predicted.
 
     Raises:
         RecipeError: there is no such cluster.
@@ -127,7 +129,7 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
 
 @dataclass(frozen=True)
 class Policy:
-    """A `Policy` is one way to place experts, and the result that it would have had over the recorded steps.
+    """A `Policy` is one way to place experts, with the result that this way would have had over the recorded steps.
 
     Args:
         every: steps between plans; 0: none. ratios: [steps, layers] max/mean.
@@ -180,7 +182,8 @@ class Study:
 
 
 def study(source: Source, cluster: str, every: int | None, spare: int | None = None) -> Study:
-    """Return the report on a log of expert loads, with what each policy would have achieved on it.
+    """Return the report on a log of expert loads, with the balance that each policy would have achieved under these
+    loads.
 
     Args:
         every: steps between plans; None: the recipe's. spare: slots of a device for copies of experts, in two more

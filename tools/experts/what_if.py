@@ -1,5 +1,5 @@
-"""This module predicts what would change a step under uneven loads: moving experts, a capacity, another EP degree, and
-routing that visits few nodes (`tc3 ep-report --loads`).
+"""This module predicts the effects of changes on a step under uneven loads: moving experts, a capacity, another EP
+degree, and routing that visits few nodes (`tc3 ep-report --loads`).
 
 Each row is the recipe as it is written with one thing changed, by the one estimator. Where the loads do not tell what a
 change does to them, its seconds are None and the reason stands beside it:
@@ -53,8 +53,8 @@ class Change:
 
 
 def what_if(advice: Advice, asked: str) -> list[Change]:
-    """Return the steps in this order: the unchanged recipe under its uneven loads, the recipe at even loads, and the
-    recipe after each change.
+    """Return the predicted steps in this order: of the unchanged recipe under its uneven loads, of the recipe at even
+    loads, and of the recipe after each change.
 
     Args:
         advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, for other degrees.

@@ -1,4 +1,4 @@
-"""This module reads hardware files, which describe what the devices and links of a cluster can do.
+"""This module reads hardware files, which describe the speeds and sizes of the devices and links of a cluster.
 
 Each number of a file is `{value, certainty, source}`, and a user's own file must give all three. Publications call
 devices by many names ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the device that is meant.
@@ -50,8 +50,8 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """Return the name of the device in a text such as "H100-80GB SXM, 8 a node"; return "" if no device is known by
-    it.
+    """Return the name of the device in a text such as "H100-80GB SXM, 8 a node"; return "" if the text names no known
+    device.
     """
     name = name_of(text)
     if name in NAMES:
@@ -79,7 +79,7 @@ class _Loader(SmallLoader):
 
 
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
-    """Return the content of a cluster's YAML file.
+    """Return the content of a YAML file that a user wrote, such as a cluster's file.
 
     Args:
         error: to raise; shown: the file's name in it, `path` by default.
@@ -138,8 +138,8 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """A `Link` describes one class of links (inside a node or between nodes) by what one device can send over it in one
-    direction.
+    """A `Link` describes one class of links (inside a node or between nodes) by the data that one device can send over
+    such a link in one direction.
 
     Args:
         bytes_per_s: nominal bandwidth.

@@ -1,5 +1,5 @@
-"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode
-would cost.
+"""This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and predicts the cost of
+each mode.
 
 The module turns a recipe and a hardware file into predictions of `tools.estimate`, without side effects. `tc3
 ep-report` prints them; if `plugins.hierarchical_ep` or `plugins.ep_overlap` has `auto`, the fastest of these modes and
@@ -36,7 +36,7 @@ from tools.schema.schema import load_schema
 
 
 def check(recipe: Recipe, hardware: Hardware) -> None:
-    """Raise an error for a recipe that has no expert-parallel communication, or none on this cluster.
+    """Raise an error if a recipe has no expert-parallel communication, or has none on this cluster.
 
     Raises:
         RecipeError: no experts, no expert parallelism, degrees that do not divide, or a node of another size.
@@ -79,7 +79,9 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """A `ModeReport` describes one dispatch mode by its busiest rank, for each MoE layer and micro-batch."""
+    """A `ModeReport` holds the predicted cost of one dispatch mode: the bytes that the busiest rank sends for one MoE
+    layer and micro-batch, and the seconds of a step.
+    """
 
     mode: str
     inter_bytes: float  # over each class of links, forward and backward, with what recomputation repeats
@@ -112,7 +114,9 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds the dispatch that the recipe writes, with the best values for `auto`; `config` is its run."""
+    """A `Written` holds the dispatch mode and the chunks that a recipe sets, with the best values in place of `auto`;
+    `config` is the run with this dispatch.
+    """
 
     config: Configuration = field(repr=False)
     mode: str
@@ -129,7 +133,9 @@ class Written:
 
 @dataclass(frozen=True)
 class Advice:
-    """An `Advice` holds all modes of one recipe at one EP degree, and the setting to use."""
+    """An `Advice` holds the predicted costs of all dispatch modes for one recipe at one EP degree, and the recommended
+    settings.
+    """
 
     recipe: Recipe = field(repr=False)
     config: Configuration  # the run, dispatched globally and uncut; its skew is the mean of the loads
@@ -146,7 +152,7 @@ class Advice:
 
     @cached_property
     def written(self) -> Written:
-        """Return the dispatch mode and the chunks that the recipe writes."""
+        """Return the dispatch mode and the chunks that the recipe sets, with the best values in place of `auto`."""
         modes, cuts, stride = left_open(self.recipe)
         if len(modes) == 1 and cuts:
             own = replace(from_recipe(self.recipe), skew=self.skew)
@@ -159,7 +165,9 @@ class Advice:
 
     @property
     def skew(self) -> float:
-        """Return the mean load of the busiest rank divided by the mean."""
+        """Return the load of the busiest rank divided by the mean load of all ranks, as an average over the given
+        loads.
+        """
         return self.config.skew
 
     @property
@@ -266,8 +274,8 @@ def _report(
 
 
 def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
-    """Return the step from a simulation of the recipe's schedule; a schedule that cannot be simulated counts as 1F1B,
-    which compares modes equally well.
+    """Return the predicted step under given loads, from a simulation of the recipe's pipeline schedule; a schedule that
+    cannot be simulated counts as 1F1B, with which dispatch modes compare equally well.
     """
     try:
         return times.under(config, loads, simulated=True)
@@ -299,7 +307,8 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Return the values that replace `auto`, and one line about each value; nothing if the recipe has no `auto`.
+    """Return the dispatch mode and the chunks that replace `auto` in a recipe, and one line about each of these values;
+    both results are empty if the recipe has no `auto`.
 
     They depend on the recipe and the hardware file it names only.
 

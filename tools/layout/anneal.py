@@ -33,7 +33,8 @@ def anneal(
     step_times: Callable[[np.ndarray], np.ndarray] | None = None,
     planned: float | None = None,
 ) -> None:
-    """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan.
+    """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan to
+    `incumbent`.
 
     Args:
         step_times: stands in for the instance's own.

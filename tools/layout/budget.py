@@ -22,7 +22,8 @@ LATE = "the time limit ended it: another machine may find another answer"
 
 
 class Budget:
-    """A `Budget` is the units of work that a search may spend, and the seconds after which it must stop in any case.
+    """A `Budget` holds the units of work that a search may spend, and the seconds after which the search must stop in
+    any case.
 
     Args:
         effort: units.
@@ -71,14 +72,14 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a budget with a share of the whole. Work that is spent from the returned part is also spent from this
-        budget.
+        """Return a new budget with a share of this budget's units of work. Work that is spent from the new budget is
+        also spent from this budget.
         """
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
-        """Return a budget of so many units, or of what is left. Work that is spent from the returned budget is also
-        spent from this one.
+        """Return a new budget of `units` units of work, or of all units that are left if these are fewer. Work that is
+        spent from the new budget is also spent from this budget.
         """
         return _Part(self, min(self.left, units), math.inf)
 

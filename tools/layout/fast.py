@@ -36,8 +36,9 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 
 
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
-    """Return lists of the number of layers on each stage, [stages], the best by the closed form first; with each of
-    them a step may take less than `beat` ms.
+    """Return several distributions of the layers over the stages, each as the number of layers of every stage,
+    [stages]; the first distribution has the shortest step by the closed form of the pipeline. With each distribution a
+    step may take less than `beat` ms.
 
     With several chunks the layers before a stage are taken as equally many in each chunk.
     """
@@ -119,8 +120,8 @@ def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
 
 
 def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[tuple[int, ...]]:
-    """Yield the counts after one layer has moved to another chunk; if there are many chunks, a layer moves only to a
-    near chunk, or away from the slowest stage.
+    """Yield the number of layers of each chunk after one layer has moved to another chunk; if there are many chunks, a
+    layer moves only to a near chunk, or away from the slowest stage.
     """
     least, stage_of = least_layers(costs.instance), costs.instance.stage_of
     for a, b in itertools.permutations(range(len(counts)), 2):
@@ -130,8 +131,8 @@ def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[
 
 
 def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return counts near `begin` with which all stages fit if every layer keeps as little memory as it can; [] if none
-    were found.
+    """Return numbers of layers of the chunks, close to `begin`, with which all stages keep the memory cap if every
+    layer keeps as little memory as it can; [] if no such numbers were found.
     """
     found, instance = [], costs.instance
     least = [instance.type_columns(t).start + int(held.argmin()) for t, held in enumerate(costs.held)]

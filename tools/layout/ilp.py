@@ -254,17 +254,17 @@ class Incumbent:
 
     @property
     def proven(self) -> bool:
-        """Return whether no other plan is better by more than `IMPROVEMENT`."""
+        """Return whether it is proven that no plan is better than the best plan so far by more than `IMPROVEMENT`."""
         return self.gap <= IMPROVEMENT
 
     @property
     def goal(self) -> float:
-        """Return the time that a plan must stay below to be better."""
+        """Return the step time below which a plan counts as better than the best plan so far."""
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Take `plan` if it is faster than the best, well formed and within the cap. Return whether the plan was
-        taken.
+        """Take `plan` if it is faster than the best plan so far, well formed and within the memory cap. Return whether
+        the plan was taken.
         """
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
@@ -297,15 +297,17 @@ _CHAIN = 1e-6  # effort of the longest chain, for each micro-batch and chunk
 
 
 def work_bound(instance: Instance) -> float:
-    """Return micro-batches x (work of one without recomputation) / stages."""
+    """Return a lower bound on the step time: the number of micro-batches, times the work of a micro-batch without
+    recomputation, divided by the number of stages.
+    """
     least = [kind.forward + kind.backward + min(o.extra_backward for o in kind.options) for kind in instance.types]
     layers = sum(kind.count * work for kind, work in zip(instance.types, least, strict=True))
     return instance.micro_batches * (layers + float(instance.ends.sum())) / instance.stages
 
 
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
-    """Return a lower bound, and leave in `model` the chains of passes that prove it. The bound is infinite if no plan
-    fits even with layers that may be divided.
+    """Return a lower bound on the step time of every plan, and leave in `model` the chains of passes that prove the
+    bound. The bound is infinite if no plan fits even with layers that may be divided.
 
     Stops early when `budget` does or when chains outnumber the chunks by far (each makes every later solve slower):
     the bound is then weaker but still one.

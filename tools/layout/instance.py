@@ -36,7 +36,9 @@ CAP_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Option:
-    """An `Option` is a way to recompute a layer, with its time in backward and its memory in flight."""
+    """An `Option` is one way to recompute a layer, with the time that it adds to the backward pass and the activation
+    memory that a micro-batch in flight keeps.
+    """
 
     name: str
     extra_backward: float
@@ -87,7 +89,7 @@ class Instance:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Return the layer type and the option of each column."""
+        """Return the layer type and the recompute option of each column of a plan."""
         return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
 
     @cached_property
@@ -114,8 +116,8 @@ class Instance:
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return the part of `ends` in which a stage receives, [stages]. This time is not counted when stages are
-        compared.
+        """Return for each stage the part of the times `ends` in which the stage receives from another stage, [stages].
+        This part is not counted when stages are compared.
         """
         return np.zeros(self.stages)
 
@@ -169,20 +171,24 @@ class Instance:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Return [2, K] or [3, K]: forward, backward and split weight gradients of a layer."""
+        """Return the times of one layer of each column, [2, K] or [3, K]: the forward pass, the backward pass and, if
+        the schedule splits them off, the weight gradients.
+        """
         if not splits_backward(self.schedule):
             return self.costs[:2]
         return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return the times of the work that belongs to no layer, [rows, C]. The weight gradients of `ends` (head and
-        tail of the model) are not split off.
+        """Return for each chunk the times of the work that belongs to no layer, [rows, C]. The weight gradients of
+        `ends` (head and tail of the model) are not split off.
         """
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return the times of the chunks of plans [..., K, C], as [..., rows, C] with the rows of `rows`."""
+        """Return the times of each chunk in plans [..., K, C]: [..., rows, C], where the rows are those of `rows`
+        (forward, backward, split weight gradients).
+        """
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
@@ -224,7 +230,7 @@ class Instance:
         return self.kept(self.peak_memory(plans)).all(axis=1)
 
     def kept(self, memory: np.ndarray) -> np.ndarray:
-        """Return for each amount of memory whether it is within the cap."""
+        """Return for each amount of memory whether this amount is within the cap."""
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:

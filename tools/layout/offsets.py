@@ -1,5 +1,5 @@
-"""This module makes tables for `model.model_config.offset`: from a Megatron layout string, from the file of `auto`,
-or by an even spread.
+"""This module makes tables for `model.model_config.offset`: from a Megatron layout string, from the layout file that
+`auto` stands for, or by an even spread of the layers.
 
 A layout string says where the layers run, and is translated to an offset. `auto` stands for a result of the pipeline
 optimiser that is stored beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` also
@@ -46,7 +46,7 @@ _HEAD = "# What `offset: auto` stands for."
 
 @dataclass(frozen=True)
 class LayoutFile:
-    """A `LayoutFile` holds one answer of the pipeline optimiser."""
+    """A `LayoutFile` holds one result of the pipeline optimiser, which is stored in a file beside the recipe."""
 
     digest: str  # of `inputs`
     inputs: Mapping[str, Any]  # what the answer depends on, by dotted name
@@ -75,20 +75,20 @@ def is_layout_file(path: Path) -> bool:
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Return sixteen hexadecimal digits that identify the inputs."""
+    """Return sixteen hexadecimal digits that identify the inputs of a layout file."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write a layout file; it records the `command` that made it. DataError is raised for a folder that cannot be
-    written to.
+    """Write a layout file, which records the `command` that made the file. DataError is raised for a folder that cannot
+    be written to.
     """
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
 
 def read_layout(path: Path) -> LayoutFile:
-    """Return the content of a layout file. RecipeError is raised if it cannot be read or lacks a key."""
+    """Return the content of a layout file. RecipeError is raised if the file cannot be read or lacks a key."""
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
     if not isinstance(content, dict) or not set(wanted) <= set(content):
@@ -98,7 +98,7 @@ def read_layout(path: Path) -> LayoutFile:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between inputs in words, such as "pp 8, was 4"."""
+    """Return in words the differences between two sets of inputs of a layout file, such as "pp 8, was 4"."""
     names = [*now, *(name for name in before if name not in now)]
     return [
         f"{name} {now.get(name, 'absent')}, was {before.get(name, 'absent')}"
@@ -116,8 +116,8 @@ _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values of a recipe in place. Sections on the way are copied, because other keys may share them by an
-    anchor.
+    """Set values of a recipe in place. The sections that contain these values are copied, because other keys may share
+    the sections by an anchor.
     """
     for path, value in values.items():
         section: Any = recipe
@@ -178,7 +178,7 @@ def even_layout(recipe: Recipe) -> Recipe:
 
 
 def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
-    """Return the offset and recompute tables of an answer.
+    """Return the offset and the recompute tables that a layout file holds.
 
     Raises:
         RecipeError: it was made for another run, or places other layers than the model's.

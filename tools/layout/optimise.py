@@ -1,5 +1,5 @@
-"""This module finds which layers go to which stage and chunk, and what each recomputes. The search looks for the
-fastest plan that keeps every stage's memory cap.
+"""This module finds which layers go to which stage and chunk, and which of them are recomputed in which way. The search
+looks for the fastest plan that keeps every stage's memory cap.
 
 1. A first plan: the one that is given, or else the quick placement (`fast`); and, if they fit, evenly spread layers
    that recompute as little as memory allows.
@@ -106,7 +106,9 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time; return infinity without a plan."""
+        """Return the relative gap between the plan's step time and its lower bound, (time - bound) / time; return
+        infinity without a plan.
+        """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else float("inf")
 
 
@@ -118,8 +120,8 @@ def optimise(
     start: np.ndarray | None = None,
 ) -> Outcome:
     """Search until `budget` is spent or the best plan is proven to be the fastest. `report` is called with every
-    improvement; the answer is never worse than the plan `start` [K, C]. A caller that gives a `start` has already
-    placed the layers quickly and computed the bound of weighted chains, so this function does neither again.
+    improvement; the returned plan is never worse than the plan `start` [K, C]. A caller that gives a `start` has
+    already placed the layers quickly and computed the bound of weighted chains, so this function does neither again.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     first = place_fast(instance) if start is None else start

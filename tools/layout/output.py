@@ -31,7 +31,7 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution with its time and bounds. If there is no plan, `why` says what is missing."""
+    """Return the solution with its time and bounds. If there is no plan, the key `why` holds the reason."""
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,
@@ -89,8 +89,8 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw the timeline and the memory of a plan [K, C], and return `path`. This raises the errors that `save_figure`
-    raises.
+    """Draw the timeline and the memory of a plan [K, C], and return `path`. The function raises the errors of
+    `save_figure`.
     """
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))

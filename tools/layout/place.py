@@ -292,8 +292,8 @@ def floor_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> float:
     """Return, within milliseconds, a lower bound on the seconds of a step for all placements of `config`. The bound
-    holds for everything that `place` and `screen` return for `config` and that is under `beat`; it is 0 if no layer is
-    moved, and infinite if no placement fits.
+    holds for everything that `place` and `screen` return for `config` and that is under `beat`; the bound is 0 if no
+    layer can move, and infinite if no placement fits.
     """
     every = all_ways(config, model, groups)
     if not every or pairs_up(config.schedule):
@@ -416,7 +416,9 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 
 
 def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]:
-    """Return `ways`, and also `group_ways` if `groups` is True."""
+    """Return the instances from which placements of a configuration are computed (`ways`); with `groups`, also the
+    instances in which layers may recompute groups of operators (`group_ways`).
+    """
     return [*ways(config), *(group_ways(config, model) if groups else [])]
 
 

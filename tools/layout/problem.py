@@ -43,7 +43,9 @@ class PlacedInstance(Instance):
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return `ends`, with the weight gradients of head and tail if they are split off."""
+        """Return the times of all work that belongs to no layer, with the weight gradients of head and tail if the
+        schedule splits weight gradients off.
+        """
         found = super().fixed
         found[2:, 0] += self.end_weights[0]
         found[2:, -1] += self.end_weights[1]
@@ -56,7 +58,8 @@ class PlacedInstance(Instance):
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return the part of `ends` in which a stage receives, [stages]."""
+        """Return for each stage the part of the times `ends` in which the stage receives from another stage, [stages].
+        """
         every = self.by_stage(self.ends.sum(axis=0) - super().ends.sum(axis=0))
         return every.reshape(self.chunks, self.stages).sum(axis=0)
 
@@ -152,8 +155,8 @@ def kind_count(config: Configuration, kind: str) -> int:
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """Return a list in model order as [chunks][stages]. In a V-shaped schedule, odd chunks run from the last stage to
-    the first.
+    """Return a list of counts, one for each chunk in model order, as a table [chunks][stages]. In a V-shaped schedule,
+    odd chunks run from the last stage to the first.
     """
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
@@ -228,7 +231,9 @@ def by_layers(
     # of a V both ends are on stage 0: layers are counted on the next one
 
     def held(first: int, stage: int) -> np.ndarray:
-        """Return a stage's value with this many layers at the beginning and the others at the end."""
+        """Return the value of `of_stage` for a stage if the chunk `begin` holds `first` layers, and the model's last
+        chunk holds all other layers.
+        """
         counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
         counts[begin] = first
         return of_stage(replace(config, model=more, layers=table_of(config, counts)), stage)
@@ -264,8 +269,8 @@ def _last_stage(config: Configuration) -> int:
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind. If a stage can, each stage before it must hold at least
-    one layer of this kind, too.
+    """Return whether a stage can hold layers of the first kind. If a stage can hold such layers, each stage before it
+    must hold at least one layer of this kind, too.
     """
     model = config.model
     first = kind_count(config, model.pattern[0])

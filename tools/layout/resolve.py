@@ -83,8 +83,8 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 
 def write_sample_cost(recipe: Recipe) -> None:
-    """Write `sample_cost` into `recipe` (in place) if the recipe has its plugin on and gives no costs. This raises the
-    errors that `sample_cost` raises.
+    """Write the cost of a sample (`sample_cost`) into `recipe` in place if `plugins.attention_balance` is on and the
+    recipe gives no costs. The function raises the errors of `sample_cost`.
 
     Call it when layout and recomputation are settled, for what is recomputed counts.
     """
@@ -99,7 +99,7 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
     """Write the cost of a sample from the recipe `first`, with which the run began, into the present recipe (in place).
-    Return a line of text if the two costs differ.
+    Return a line of text if this cost differs from the cost that the present recipe would have.
 
     A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
     """
@@ -215,8 +215,8 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return the resolved recipe, and the reasons for values that cannot be resolved, in whose place it has plain
-    values.
+    """Return the resolved recipe, and the reasons for values that cannot be resolved; the recipe has plain values in
+    place of these.
     """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed

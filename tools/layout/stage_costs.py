@@ -223,7 +223,9 @@ class StageCosts:
         return plan
 
     def closed(self, works: np.ndarray) -> float:
-        """Return the closed form of the pipeline (`tools.estimate.time_model.pipeline_of`)."""
+        """Return the step time by the closed form of the pipeline (`tools.estimate.time_model.pipeline_of`), for the
+        work of each stage, [stages].
+        """
         top = float(works.max())
         return self.instance.micro_batches * top + (float(works.sum()) - top) / self.instance.chunks
 

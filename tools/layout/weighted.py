@@ -69,11 +69,11 @@ class _Case:
     after: np.ndarray  # [M] ms after the pipeline if it is
 
     def bound(self, pipeline: float) -> float:
-        """Return the smallest ms of a step whose pipeline takes at least this time."""
+        """Return a lower bound in ms on the time of a step whose pipeline takes at least `pipeline` ms."""
         return float((np.maximum(self.busy, pipeline) + self.after).min(initial=np.inf))
 
     def enough(self, goal: float) -> float:
-        """Return the ms of a pipeline above which no step can take less than `goal`."""
+        """Return the time of the pipeline, in ms, above which no step can take less than `goal` ms."""
         return float((goal - self.after[self.busy + self.after < goal]).max(initial=0.0))
 
 

@@ -97,8 +97,8 @@ def as_operations(table: np.ndarray) -> list[Op]:
 
 
 def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
-    """Return two dictionaries from (chunk, stage): to the (chunk, stage) before it in the model, and to the one after
-    it.
+    """Return two dictionaries that give for each (chunk, stage) its neighbours in the model: the first the (chunk,
+    stage) before, the second the (chunk, stage) after.
     """
     walks = []
     for chunk in range(chunks):
@@ -160,30 +160,34 @@ def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
 
 
 def interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return interleaved 1F1B of Megatron-LM (arXiv 2104.04473, figure 4)."""
+    """Return the order of a stage in Megatron-LM's interleaved 1F1B (arXiv 2104.04473, figure 4)."""
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + 2 * (stages - 1 - stage))
 
 
 def interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return interleaved 1F1B with the shorter warm-up of plain 1F1B."""
+    """Return the order of a stage in interleaved 1F1B with the shorter warm-up of plain 1F1B."""
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
 
 
 def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return 1F1B over parts of sequences, interleaved if there are several chunks."""
+    """Return the order of a stage in 1F1B over parts of sequences, interleaved if a stage has several chunks."""
     after = (stages - 1 - stage) * (1 if chunks == 1 else 2)
     return _by_parts(_rounds_extra_spread(stages, micro_batches), chunks, after, parts)
 
 
 def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return seqpipe in rounds of so many micro-batches that their sequence parts fill all stages."""
+    """Return the order of a stage in seqvpp: seqpipe in rounds of so many micro-batches that their sequence parts fill
+    all stages.
+    """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
 
 
 def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return seqvpp with a shorter warm-up, which needs less memory for activations."""
+    """Return the order of a stage in seqsmartvpp: seqvpp with a shorter warm-up, which needs less memory for
+    activations.
+    """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
 
 
@@ -212,12 +216,14 @@ def _by_parts(rounds: list[int], chunks: int, after: int, parts: int) -> np.ndar
 
 
 def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return 1F1B with one chunk on each stage, in the order of PipeDream-flush."""
+    """Return the order of a stage in 1F1B with one chunk on each stage, which is the order of PipeDream-flush."""
     return np.insert(one_forward_one_backward(stage, stages, micro_batches), 2, 0, axis=1)  # chunk 0
 
 
 def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the eight phases of MindSpore's `ZeroBubbleV`, which is a DualPipeV that splits few weight gradients."""
+    """Return the order of a stage in the eight phases of MindSpore's `ZeroBubbleV`, which is a DualPipeV that splits
+    off few weight gradients.
+    """
     after = stages - stage - 1
     half = (stage + 1) // 2
     split = {
@@ -245,15 +251,15 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H1. The bubble of this order is (p - 1) (F + B - W), for the times F of a forward, B of the gradients
-    of inputs and W of the gradients of weights; as many micro-batches are in flight as in 1F1B.
+    """Return the order of a stage in ZB-H1. The bubble of ZB-H1 is (p - 1) (F + B - W), for the times F of a forward, B
+    of the gradients of inputs and W of the gradients of weights; as many micro-batches are in flight as in 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
 
 
 def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return ZB-H2. The bubble of a stage between its own first and last operation is (p - 1) (F + B - 2 W), with F, B
-    and W as for ZB-H1; 2 p - 1 micro-batches are in flight.
+    """Return the order of a stage in ZB-H2. The bubble of a stage between its first and its last operation is (p - 1)
+    (F + B - 2 W), with F, B and W as for ZB-H1; 2 p - 1 micro-batches are in flight.
     """
     return _lagging(2 * (stages - stage) - 1, 2 * stage, micro_batches)
 
@@ -278,8 +284,8 @@ _BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a mic
 
 
 def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-Min, in which a stage runs one unit after its neighbour in both directions; (p + 4) // 3 micro-batches
-    are in flight.
+    """Return the order of a stage in V-Min, where a stage runs one unit after its neighbour in both directions; (p + 4)
+    // 3 micro-batches are in flight.
     """
     turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
     times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
@@ -287,8 +293,8 @@ def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-Half, in which a stage runs two units after its neighbour on the way from the first stage to the last
-    and one unit on the way back; (p + 2) // 2 micro-batches are in flight.
+    """Return the order of a stage in V-Half, where a stage runs two units after its neighbour on the way from the first
+    stage to the last and one unit on the way back; (p + 2) // 2 micro-batches are in flight.
     """
     turn = 3 if stages % 2 == 0 else 0
     there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
@@ -315,8 +321,9 @@ def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
 
 
 def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return V-ZB, in which a stage runs four units after its neighbour on the way from the first stage to the last and
-    two units on the way back; idle places at the beginning and end are filled, and p micro-batches are in flight.
+    """Return the order of a stage in V-ZB, where a stage runs four units after its neighbour on the way from the first
+    stage to the last and two units on the way back; idle places at the beginning and end are filled, and p
+    micro-batches are in flight.
     """
     return _filled(stages, micro_batches)[stage]
 
@@ -383,7 +390,7 @@ def _choice(
 
 
 def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the eight steps of the public `dualpipev.py`, written as its schedule's figure shows them."""
+    """Return the order of a stage in DualPipeV: the eight steps of DeepSeek's public `dualpipev.py`."""
     return as_table(_steps(stage, stages, micro_batches))
 
 
@@ -438,7 +445,8 @@ def _steps(stage: int, stages: int, micro_batches: int) -> list[Op | tuple[Op, O
 
 
 def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return interleaved 1F1B in whose steady phase a backward and the forward after it run together as a pair.
+    """Return the order of a stage in interleaved 1F1B in whose steady phase each backward and the forward after this
+    backward run together as a pair.
 
     The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forwards
     and backwards of different micro-batches; which of the two neighbours of a backward is its partner, they do not say.

@@ -79,7 +79,7 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
     """Return the order of a stage as an integer table [operations, COLUMNS] that also says which operations form pairs.
-    This raises the errors that `operations` raises.
+    The function raises the errors of `operations`.
     """
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:

@@ -156,7 +156,7 @@ def makespans(
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
     """Return the durations as one vector, whose positions are the numbers in `Timetable.work`: first the durations of
-    operations, then a 0 for idle places, then those of pairs.
+    operations, then a 0 for idle places, then the durations of pairs.
     """
     given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
     of_parts = (parts, *np.shape(durations.forward)[-2:])
@@ -224,7 +224,8 @@ def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
 
 
 def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
-    """Return the rows of `in_flight`, [vectors, chunks], without the rows that another row exceeds in every chunk.
+    """Return the numbers of micro-batches in flight of each chunk, [vectors, chunks], at the fullest moments of a
+    stage's order: the rows of `in_flight` without the rows that another row exceeds in every chunk.
 
     Whatever a chunk's activation takes, the stage's peak is at one of them: one memory row each makes a solver's
     memory exact.
@@ -240,8 +241,8 @@ def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: i
 
 
 def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the result of `peak_vectors` for one stage. The function simulates only as many micro-batches as the peak
-    needs (`enough`).
+    """Return the numbers of micro-batches in flight at the fullest moments of one stage, as `peak_vectors` returns
+    them. The function simulates only as many micro-batches as the peak needs (`enough`).
     """
     return _peaks(schedule, stage, stages, chunks, int(enough(schedule, stages, micro_batches)))
 
@@ -270,8 +271,8 @@ _HEIGHT = 0.84
 
 
 def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
-    """Draw the timeline on matplotlib's `axes`. Later chunks have darker colours, and the two operations of a pair
-    stand above each other in a frame.
+    """Draw the timeline on matplotlib's `axes`. Later chunks have darker colours, and the two operations of a pair are
+    drawn one above the other in a frame.
 
     `numbers` writes each operation's micro-batch in it.
     """

@@ -34,7 +34,7 @@ PAIR = 3  # in `Timetable.paired`
 @dataclass(frozen=True)
 class Timetable:
     """A `Timetable` holds operations by level and stage. Places of the timetable without an operation take no time. In
-    the shapes of its arrays, C is parts x chunks x stages.
+    the shapes of a timetable's arrays, C is parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 
@@ -80,7 +80,7 @@ class Timetable:
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
-    """Return the timetable of a schedule. This raises the errors that `tools.pipeline.schedules.operations` raises."""
+    """Return the timetable of a schedule. The function raises the errors of `tools.pipeline.schedules.operations`."""
     tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
     return lay_out(tables, chunks, shape_of(schedule))
 
@@ -121,7 +121,9 @@ def _rows(
     split[here[weights]] = True
 
     def beside(neighbours: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of a neighbour's forward, or -1 if there is none, and whether it is on another stage."""
+        """Return for each operation the number that stands for the forward result of a neighbouring chunk (-1 without a
+        neighbour), and whether the neighbour is on another stage.
+        """
         found = [neighbours.get((index, stage)) for index in range(chunks)]
         first = np.array([-1 if place is None else place[0] * span + place[1] for place in found])[chunk]
         apart = np.array([place is not None and place[1] != stage for place in found])[chunk]

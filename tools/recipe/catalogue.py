@@ -28,8 +28,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """A `Measure` is one measure on a host: what the report gained by it on up to 4,096 devices, what this repository
-    does, and which checks cover it.
+    """A `Measure` is one measure on a host (section 6 of the technical report): the report's gain from it on up to
+    4,096 devices, how this repository applies it, and which checks cover it.
 
     The gains are the report's. Nothing here has measured them.
     """
@@ -64,7 +64,9 @@ _CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` is one recipe of a folder: its stage, its mesh in words, and what has been verified for it."""
+    """An `Entry` describes one recipe of a folder: its training stage, its mesh in words, and the verification that it
+    has passed.
+    """
 
     file: Path
     stage: str
@@ -111,8 +113,8 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """Return the cards below the folder `recipes`: first TeleChat3-MoE, last the modelled families, and small models
-    first within each.
+    """Return the cards below the folder `recipes`: those of TeleChat3-MoE first, those of families that are only
+    modelled last, and within each family the small models first.
 
     Raises:
         RecipeError: a card lacks a key, has one too many, or claims what no card may claim.

@@ -53,9 +53,7 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the text of the `effective` recipe. If the text is YAML, it keeps the anchors that the recipe's author
-    wrote.
-    """
+    """Return the text of the `effective` recipe. YAML text keeps the anchors that the recipe's author wrote."""
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # only YAML knows dates

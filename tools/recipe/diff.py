@@ -25,7 +25,7 @@ UNCLASSIFIED = "unclassified"
 
 
 class Meaning(NamedTuple):
-    """A `Meaning` says what a change of a key does: a group of `meaning.yaml`, and a short phrase."""
+    """A `Meaning` describes the effect of a change of a key: a group of `meaning.yaml`, and a short phrase."""
 
     group: str
     phrase: str
@@ -119,7 +119,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the batches of both sides, and the changes, the most important group first."""
+    """A `Comparison` holds the batches of both recipes, and the changes between the recipes, the most important group
+    first.
+    """
 
     before: Batch
     after: Batch

@@ -45,7 +45,7 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """Return the key, what is wrong with it, and what would be right."""
+        """Return a text with the key, the fault of its value, and a right value."""
         return f"{self.key}: {self.wrong}" + (f"; {self.right}" if self.right else "")
 
 

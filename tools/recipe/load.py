@@ -108,7 +108,9 @@ class _Bases:
         self.spots: dict[str, _Spot] = {}  # by real path
 
     def read(self, file: str, parents: list[str]) -> _Spot:
-        """Return the values of one file with its bases merged in; `parents` are the real paths on the way here."""
+        """Return the values of one file with its bases merged in; `parents` are the real paths of the files that led to
+        this file through `base_config`.
+        """
         try:
             real = os.path.realpath(file)
         except OSError:  # there is no working folder
@@ -395,7 +397,7 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """A `Refusal` is a number that is refused: its place, what is wrong, and what would be right."""
+    """A `Refusal` is a number in a recipe that is refused: its place, its fault, and a right value."""
 
     path: tuple[Any, ...]
     value: Any
@@ -445,7 +447,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a number, and what would be right. Return None if nothing is wrong."""
+    """Return the fault of a number at a key path, and a right value. Return None if the number is allowed."""
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None

@@ -207,8 +207,8 @@ def leave_ascend(recipe: dict[str, Any]) -> None:
 
 
 def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
-    """Scale a `model_config` down in place. Ratios of sizes that define the architecture, such as heads per group, are
-    kept where the small sizes allow it.
+    """Scale a `model_config` down in place. Ratios of sizes that define the architecture, such as heads per group, stay
+    the same if the small sizes allow it.
     """
     hidden, seq_length = model["hidden_size"], model["seq_length"]
     dense = min(model.get("first_k_dense_replace") or 0, 1)

@@ -1,4 +1,4 @@
-"""This module makes small recipes for Ascend devices, which the first hour of a cluster trains on NPUs.
+"""This module makes small recipes for Ascend devices, which `tc3 firsthour` trains on the NPUs of a new cluster.
 
 They have the sizes of the mini recipes for a CPU (`tools.recipe.mini`) and the recipe's own device target, operators
 and precision. All small recipes of one family have the same weights, batch and samples, whatever their number of
@@ -30,8 +30,8 @@ _SINK = {"sink_mode": True, "sink_size": 1}
 
 
 def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return number of devices -> flat small recipe for Ascend, for 1 device and for each of `counts`; `ON_CPU` stands
-    for the same in one CPU process, with the operators and the precision that a CPU has.
+    """Return number of devices -> flat small recipe for Ascend, for 1 device and for each of `counts`; the key `ON_CPU`
+    holds the small recipe for one CPU process, with the operators and the precision that a CPU has.
 
     A count is left out if the recipe's degrees, scaled down to it, need fewer devices.
 

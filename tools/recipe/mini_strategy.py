@@ -1,5 +1,5 @@
-"""This module gives the mini recipe of a recipe the recipe's parallel strategy at a few processes:
-its degrees scaled down, its pipeline schedule, recomputation and optimizer sharding.
+"""This module gives a mini recipe the parallel strategy of the full recipe, at a few processes: the parallel degrees
+(scaled down), the pipeline schedule, recomputation and optimizer sharding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _OWN = (
 
 
 def shares_keys(model: Mapping[str, Any]) -> bool:
-    """Return whether query heads of a `model_config` may share heads of keys and values: attention is not latent."""
+    """Return whether query heads of a `model_config` may share heads of keys and values, which they may unless
+    attention is latent.
+    """
     return model["model_type"] == GROUPED or model.get("multi_latent_attention") is False
 
 
@@ -93,7 +95,9 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
 
 
 def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
-    """Return a recipe's degrees (`view`), scaled down to at most `workers` processes that train its mini."""
+    """Return a recipe's parallel degrees (`view`), scaled down to at most `workers` processes that train the mini
+    recipe.
+    """
     model = mini["model"]["model_config"]
     # tensor parallelism deals whole heads; those of keys and values, where query heads share them
     heads = model["num_key_value_heads" if shares_keys(model) else "num_attention_heads"]
@@ -107,7 +111,8 @@ def least_micro_batches(view: View, degrees: Degrees) -> int:
 
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
-    """Give the mini recipe (in place) these degrees and the own operators of the recipe that `view` shows.
+    """Give the mini recipe (in place) the parallel degrees `degrees`, and the operators of the full recipe that `view`
+    shows.
 
     Args:
         batch: samples of a step. deepest: the degrees whose pipeline the layers suffice for; mini recipes with

@@ -1,5 +1,6 @@
-"""This module reads a recipe for arithmetic. The look-ups of a `View` return a default for a value of the wrong type,
-so that rules can be checked on a broken recipe. A `View` also computes the sizes that rules use.
+"""This module reads the values of a recipe with which other modules calculate. The look-ups of a `View` return a
+default for a value of the wrong type, so that rules can be checked on a broken recipe. A `View` also computes the sizes
+that rules use.
 
 A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
 can be computed from it, so `require_resolved` refuses it.
@@ -128,14 +129,16 @@ class View:
 
     @cached_property
     def ramp(self) -> Ramp:
-        """Return the ramp, which converts between steps and samples; it has no stages unless plugins.batch_ramp
+        """Return the ramp, which converts between steps and samples; the ramp has no stages unless plugins.batch_ramp
         is on.
         """
         return ramp_of(self.recipe, self.global_batch)
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch. MindFormers' trainer can also turn this on itself."""
+        """Return whether every rank reads the whole global batch. MindFormers' trainer can also turn on `full_batch` by
+        itself.
+        """
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
@@ -154,8 +157,8 @@ class View:
 
     @cached_property
     def samples_key(self) -> KeyPath | None:
-        """Return the key path at which the recipe limits the samples of a pass. Return None if there is no limit, so
-        that the data decides.
+        """Return the key path at which the recipe limits the samples of a pass. Return None if the recipe has no limit,
+        so that the data decides.
 
         Megatron's loader has `sizes`; HFDataLoader takes a number of the samples that its handlers make, if the last
         handler says how many.
@@ -193,7 +196,7 @@ class View:
 
     @cached_property
     def scheduler(self) -> str:
-        """Return `pipeline_scheduler`, MindFormers' word for the pipeline schedule."""
+        """Return the recipe's `pipeline_scheduler`, which is MindFormers' name of the pipeline schedule."""
         return str(self.get(("parallel", "pipeline_config", "pipeline_scheduler"), "1f1b"))
 
     @cached_property
@@ -218,7 +221,7 @@ class View:
 
     @cached_property
     def keeps_placements(self) -> bool:
-        """Return whether the recipe's layers record where each expert lives (plugins/expert_balance)."""
+        """Return whether the recipe's layers record the device of each expert (plugins/expert_balance)."""
         return self.get(("plugins", "expert_balance")) not in (None, False)
 
     @cached_property

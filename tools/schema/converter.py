@@ -1,5 +1,5 @@
-"""This module computes what MindFormers would build from `model.model_config`, by the rules of MindFormers'
-ConfigConverter and without MindFormers.
+"""This module computes the fields of the TransformerConfig that MindFormers would build from `model.model_config`, by
+the rules of MindFormers' ConfigConverter and without MindFormers.
 
 MindFormers collects defaults, drops ignored keys, adds the parallel settings, renames keys by the model's mapping
 (`schema.json`), and forgets what has no rule. A slow test holds this equal to MindFormers' own result. `model_default`

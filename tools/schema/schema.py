@@ -1,5 +1,5 @@
 """This module builds the tree of everything that a recipe may contain, from `schema.json` (MindFormers' keys) and
-`values` (what `schema.json` leaves out).
+`tools.schema.values` (facts that `schema.json` leaves out).
 
 `json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor sees only one
 file at a time, so the schema requires no key, and only `tc3 check` has rules about several values.
@@ -33,8 +33,8 @@ WORDS = {
 
 
 def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
-    """Return what an argument may be, such as ``{"types": ["int", "null"]}``; return an empty mapping if any value is
-    allowed.
+    """Return the allowed types of an argument, such as ``{"types": ["int", "null"]}``; return an empty mapping if any
+    value is allowed.
 
     A default that contradicts its annotation widens it (MindFormers writes `x: int = None`).
     """
@@ -100,7 +100,9 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A `Shape` says what may stand at a place of a recipe: a value, a mapping, a typed mapping, or a list."""
+    """A `Shape` describes the content that is allowed at a place of a recipe: a value, a mapping, a typed mapping, or a
+    list.
+    """
 
     spec: Spec = field(default_factory=dict)
     keys: dict[str, Shape] | None = None  # of a mapping; None when it is no mapping, or when anything goes

@@ -1,5 +1,5 @@
-"""This module reads from MindFormers' sources what `extract` needs: the keys that code reads, registered classes,
-models, and TransformerConfig.
+"""This module reads from MindFormers' sources the facts that `tools.schema.extract` needs: the keys that code reads,
+registered classes, models, and TransformerConfig.
 
 MindFormers passes most YAML sections around as dictionaries, so the code that reads them (`config.a.b`, `config["a"]`,
 `config.get("a")`, `getattr(config, "a")`) is the only place that says which keys exist.

@@ -57,8 +57,8 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that has the loss: one on the last stage, or on the first stage if the second chunk runs from the
-    last stage to the first.
+    """Return a rank that has the loss: a rank on the last stage, or on the first stage if the second chunk runs from
+    the last stage to the first.
     """
     return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
 

@@ -28,13 +28,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @lru_cache(maxsize=1)
 def verified() -> dict[str, str]:
-    """Return distribution -> verified version."""
+    """Return a mapping from each distribution to its verified version."""
     versions = json.loads(_SCHEMA.read_text(encoding="utf-8"))["versions"]
     return {distribution: versions[distribution] for distribution in _NAMES}
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of a distribution on this machine; return None if it is not installed."""
+    """Return the version of a distribution on this machine; return None if the distribution is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -42,7 +42,9 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return distribution -> installed version, where that is not the verified version."""
+    """Return a mapping from each distribution that is installed in another version than the verified one to its
+    installed version.
+    """
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
 

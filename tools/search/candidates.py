@@ -140,7 +140,7 @@ class Mesh(NamedTuple):
 @dataclass(frozen=True)
 class Block:
     """A `Block` holds the legal candidates with one value of pp and vpp, as {column of `COLUMNS`: [rows] integers};
-    each is combined with every value of `recompute`.
+    each row is combined with every value of `recompute`.
     """
 
     pp: int
@@ -152,7 +152,7 @@ class Block:
         return len(self.columns["dp"])
 
     def select(self, rows: np.ndarray) -> Block:
-        """Return the candidates of some rows (indices or mask)."""
+        """Return the block with only some of its rows, given by indices or a mask."""
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
@@ -177,7 +177,9 @@ def meshes(devices: int) -> Iterator[Mesh]:
 
 
 def blocks(request: Request, funnel: Funnel) -> list[Block]:
-    """Return all legal candidates by pp and vpp; `funnel` counts the others."""
+    """Return all legal candidates, in one block for each pair of pp and vpp; `funnel` counts the candidates that are
+    not legal.
+    """
     model = request.base.model
     found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
     eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)
@@ -355,8 +357,8 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """Return the run of a candidate with balanced layers; for "planned", all layers are recomputed until they are
-    placed.
+    """Return the run of a candidate with balanced layers; for "planned" recomputation, all layers count as recomputed
+    until the pipeline optimiser has placed them.
     """
     schedule = schedule_of(request, candidate.pp, candidate.vpp)
     turned = is_v_shaped(schedule)

@@ -1,5 +1,5 @@
-"""This module is `tc3 search RECIPE` with its commands; the exit code is 0 with a plan, 1 if there is none, 2 for a
-wrong input.
+"""This module is `tc3 search RECIPE` with its commands; the exit code is 0 with a plan, 1 without a plan, 2 for a wrong
+input.
 
 This module defines the commands `pipeline` and `layout`, which place layers on stages, and imports the others.
 """

@@ -1,5 +1,5 @@
-"""This module is `tc3 search RECIPE`; the exit code is 0 with a strategy, 1 if there is none, 2 for a wrong input, 130
-if interrupted.
+"""This module is `tc3 search RECIPE`; the exit code is 0 with a strategy, 1 without a strategy, 2 for a wrong input,
+130 if the command was interrupted.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Doubt:
         return sorted((pair for pair in pairs if pair[1] >= LEAST_SHARE), key=lambda pair: -pair[1])
 
     def lines(self) -> list[str]:
-        """Return Sentences."""
+        """Return sentences about the probability that the chosen layout is the fastest, and about the other layouts."""
         return [*self._lines(), *([self._on_newer(self.newer)] if self.newer else [])]
 
     def _on_newer(self, newer: Newer) -> str:

@@ -1,5 +1,5 @@
-"""This module holds options that several commands of `tc3 search` have, the progress that they show while they search,
-and the group whose first word may be a recipe.
+"""This module holds the options that several commands of `tc3 search` share, the progress displays of their searches,
+and the command group whose first argument may be a recipe.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Effort(click.ParamType):
     name = "effort"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the units of work.
+        """Return the units of work that the option's text asks for.
 
         Raises:
             click.BadParameter: the value is neither a known word nor a number in range.
@@ -110,8 +110,8 @@ class RecipeOrCommand(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command; if the first word is not a command, return the recipe's, including options before the
-        recipe.
+        """Return the command that the first word names; if this word is not a command, return the command for recipes,
+        with all arguments, including options before the recipe.
         """
         if args[0] in self.commands:
             return super().resolve_command(ctx, args)
@@ -130,12 +130,12 @@ class RecipeOrCommand(click.Group):
         return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write both forms."""
+        """Write both forms of the command line: with a recipe, and with a command."""
         formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the one help of the group, also for a recipe and `--help`: the help of the recipe's command,
+        """Write the help of the group, which is the same for a recipe with `--help`: the help of the recipe's command,
         then the commands.
         """
         self.format_usage(ctx, formatter)

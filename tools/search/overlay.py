@@ -108,7 +108,7 @@ class Site:
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
-    """Return whether `plugins.hierarchical_ep` of a recipe can dispatch tokens: there must be other ranks, in groups
+    """Return whether `plugins.hierarchical_ep` of a recipe can dispatch tokens, which needs EP groups of several ranks
     that cover whole nodes.
     """
     aligned = config.ep % node == 0 or node % config.ep == 0
@@ -138,7 +138,8 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
-    """Return the keys to change; none if the recipe already sends tokens in this way, or has no experts.
+    """Return the keys of the recipe that must change for `config`'s dispatch of tokens to experts; {} if the recipe
+    already dispatches tokens in this way, or has no experts.
 
     `node` is the number of devices of a node, if it is not the recipe's. `auto` is replaced by the mode that it means
     for the recipe's own degrees and cluster.
@@ -232,7 +233,9 @@ def require_layouts(recipe: Recipe, devices: int) -> None:
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
-    """Return a copy of `recipe` that runs `config` on `site`, by default on its own; errors are as in `overlay`."""
+    """Return a copy of `recipe` that runs `config` on `site`, by default on the recipe's own cluster; the function
+    raises the errors of `overlay`.
+    """
     view = View(recipe)
     require_layouts(recipe, config.devices)
     if reason := why_not(config.schedule):

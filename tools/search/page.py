@@ -1,5 +1,5 @@
-"""This module writes the answer as one HTML file that needs no other files: table, reasons, pictures as inline SVG, the
-funnel.
+"""This module writes the answer of `tc3 search` as one HTML file that needs no other files: table, reasons, pictures as
+inline SVG, the funnel.
 
 Its picture shows memory against time: all candidates, their frontier, and the candidates whose layers were placed
 (report Figure 8).
@@ -131,7 +131,7 @@ def _sample(ranking: Ranking) -> np.ndarray:
 
 def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
     """Draw which pass each stage runs at what time, with a row for each stage; if there are many micro-batches, the
-    picture shows a shorter step with only a few.
+    picture shows a shorter step with only a few micro-batches.
     """
     config = entry.config
     forward, backward, _ = times.chunks(config)
@@ -165,7 +165,7 @@ _ALIKE = "the layouts that cannot be told apart: each may be the fastest, within
 
 
 def html(found: Found, times: TimeModel, title: str) -> str:
-    """Return the text of the whole HTML file."""
+    """Return the text of the HTML file with the answer of a search."""
     request = found.request
     head = (
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, "

@@ -1,5 +1,5 @@
-"""This module prints the answer on the terminal: the table, why the first is first, what was dropped and why, and what
-is assumed.
+"""This module prints the answer of `tc3 search` on the terminal: the table of layouts, the reasons for their order, the
+dropped candidates with the reasons, and the assumptions.
 
 Other schedules beside 1F1B have a table of their own; `to_write` says which layout `--write` writes.
 """
@@ -147,7 +147,9 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 
 def placed_words(found: Found) -> str:
-    """Return lines that say how much of the space was placed, and what the bounds prove about the rest."""
+    """Return lines that say for how many candidates the layers were placed, and what the bounds prove about all other
+    candidates.
+    """
     fastest = min([*found.entries, *(entry for entry, _ in found.failed)], key=lambda entry: entry.seconds)
     best, whose = fastest.seconds, "the best one's"
     if all(entry is not fastest for entry in found.entries):
@@ -170,7 +172,7 @@ def placed_words(found: Found) -> str:
 
 
 def under_words(found: Found) -> list[str]:
-    """Return lines that say what the search with the mean of the loads found."""
+    """Return lines about the results of the second search, which assumes the mean of the loads in every layer."""
     if found.under is None:
         return []
     words = "with the mean max/mean of the loads in every layer, at each expert_parallel"
@@ -251,7 +253,9 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the comment at the head of the overlay, which says what the file is and from which recipe it was made."""
+    """Return the comment at the head of the overlay file: the contents of the file, and the recipe from which it was
+    made.
+    """
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
@@ -372,8 +376,8 @@ def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: 
 
 
 def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
-    """Return what `write_overlay` takes: the fastest layout that can run of the requested schedules, or of 1F1B if none
-    was requested.
+    """Return the arguments of `write_overlay` for the fastest layout that can run: one of the requested schedules, or
+    of 1F1B if no schedule was requested.
     """
     one = others.writable(found.uneven)
     if one is None or one.entry is None:
@@ -384,7 +388,9 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
 
 
 def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
-    """Return rows for a table: the schedules by time, among them `first` (of 1F1B, interleaved or not)."""
+    """Return rows for a table: the best layout of each schedule, sorted by time, among them `first` (of 1F1B or
+    interleaved 1F1B).
+    """
     own = Scheduled(first.config.schedule, first, "")
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
     rows = [

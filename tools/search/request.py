@@ -47,7 +47,7 @@ _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\
 
 @dataclass(frozen=True)
 class Limit:
-    """A `Limit` is one limit, as the user wrote it and in its parts."""
+    """A `Limit` is one limit on the strategies of a search, such as `tp<=8`: the user's text and its parts."""
 
     text: str
     name: str  # what it limits
@@ -56,7 +56,7 @@ class Limit:
     modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
-        """Return which of the numbers (or indices of words) satisfy the limit."""
+        """Return for each number (or index of a word) whether the number satisfies the limit."""
         numbers = np.asarray(numbers)
         if self.sign == "%":
             return numbers % self.modulus == self.values[0]
@@ -117,7 +117,7 @@ def read_limit(text: str) -> Limit:
 
 @dataclass(frozen=True)
 class Request:
-    """A `Request` holds what one run of `tc3 search` looks for."""
+    """A `Request` describes the strategies for which one run of `tc3 search` looks."""
 
     base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware
@@ -162,7 +162,8 @@ class Request:
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:
-        """Return the load of the fullest of `ep` devices over the mean."""
+        """Return the load of the fullest device of an expert-parallel group of `ep` devices, divided by the mean load.
+        """
         return dict(self.skews).get(ep, self.base.skew)
 
     @property
@@ -180,7 +181,7 @@ def request_of(
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
 ) -> Request:
-    """Return the request for a recipe; a value of None stands for the recipe's own, and for the margin it stands for
+    """Return the request for a recipe; an argument of None stands for the recipe's own value, and a margin of None for
     the estimator's known error.
 
     Raises:

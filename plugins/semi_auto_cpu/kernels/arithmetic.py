@@ -32,7 +32,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def silu(x: np.ndarray) -> np.ndarray:
-    """X sigmoid(x)."""
+    """Return x sigmoid(x)."""
     return x * sigmoid(x)
 
 

@@ -40,7 +40,7 @@ _REPEATED = 8
 
 
 class Saved(NamedTuple):
-    """These are the results of the forward pass, and the gradient of its output."""
+    """A `Saved` holds the results of the forward pass of attention, and the gradient of its output."""
 
     dy: np.ndarray
     out: np.ndarray
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call.
+    """A `Call` holds the arguments of one call of FlashAttentionScore or of its gradient.
 
     Args:
         name: the name of the operator, for messages.
@@ -119,7 +119,9 @@ class Call:
         return np.empty(shape, np.float32)
 
     def statistics_view(self, x: np.ndarray) -> np.ndarray:
-        """Return a tensor of one value for each query as [B, heads, S1, repeated]."""
+        """Return a view of a softmax statistic, which has one value (repeated) for each query, as [B, heads, S1,
+        repeated].
+        """
         return x.transpose(1, 0, 2)[None] if self.layout == "TND" else x
 
 
@@ -218,7 +220,7 @@ def _check_heads(call: Call) -> None:
 
 
 class Block(NamedTuple):
-    """These are rows of one sample, and the only keys to which any of them may attend.
+    """A `Block` holds rows of queries of one sample, and the only keys to which any of these rows may attend.
 
     Args:
         batch: the number of the sample.
@@ -243,7 +245,7 @@ class _Part(NamedTuple):
 
 
 def blocks_of(call: Call) -> Iterator[Block]:
-    """Yield blocks of rows; together they hold each row once.
+    """Yield blocks of query rows; all blocks together hold each row once.
 
     Raises:
         NotImplementedError, ValueError: see `FlashAttentionScore`.
@@ -354,7 +356,7 @@ def _short(ends: list[int]) -> str:
 
 @kernel()
 def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, ...]:
-    """Return softmax_max, softmax_sum, softmax_out and the attention.
+    """Return the outputs of the operator: softmax_max, softmax_sum, softmax_out and the result of the attention.
 
     Raises:
         NotImplementedError: the call needs dropout, a position bias, a padding mask, prefixes, or an unsupported layout

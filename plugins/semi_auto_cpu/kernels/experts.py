@@ -144,8 +144,8 @@ def MoeTokenUnpermute(
     padded_mode: bool = False,
     restore_shape: Any = None,
 ) -> np.ndarray:
-    """Return for each token [tokens, hidden] the sum over its copies, each times its probability (1 if there are
-    none).
+    """Return for each token [tokens, hidden] the sum over its copies, each copy times its probability (1 without
+    probabilities).
     """
     _refuse_padding("MoeTokenUnpermute", padded_mode)
     if probs is None:

@@ -130,7 +130,7 @@ def SplitWithSize(attrs: Attrs, x: np.ndarray, sizes: tuple[int, ...], dim: int 
 
 @kernel(widen=False)
 def Chunk(attrs: Attrs, x: np.ndarray, chunks: int, dim: int = 0) -> tuple[np.ndarray, ...]:
-    """Return at most that many parts along a dimension, of which only the last may be smaller than the others."""
+    """Return at most `chunks` parts of x along a dimension; only the last part may be smaller than the other parts."""
     size = -(-x.shape[dim] // chunks)
     return tuple(np.split(x, range(size, x.shape[dim], size), dim))
 
@@ -146,7 +146,7 @@ def BroadcastTo(attrs: Attrs, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarr
 def StridedSlice(
     attrs: Attrs, x: np.ndarray, begin: tuple[int, ...], end: tuple[int, ...], strides: tuple[int, ...], *masks: int
 ) -> np.ndarray:
-    """Return a slice of a tensor."""
+    """Return the slice of x from `begin` to `end` with `strides`."""
     return x[_cut("StridedSlice", begin, end, strides, masks)]
 
 

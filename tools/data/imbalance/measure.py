@@ -232,7 +232,9 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return the seconds of a step, or of its computation, divided by those with the plugin."""
+        """Return the speed-up by the plugin: the seconds of a step, or of its computation, divided by the seconds with
+        the plugin.
+        """
         if self.result is None:
             return None
         return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up
@@ -246,7 +248,8 @@ def imbalance(
     reporter: Reporter | None = None,
     cluster: str = DEFAULT_HARDWARE,
 ) -> Imbalance:
-    """Measure how evenly PREFIX.idx loads the devices of `recipe`, as if it were the recipe's only corpus.
+    """Measure how evenly the documents of PREFIX.idx load the devices of `recipe`, as if PREFIX were the recipe's only
+    corpus.
 
     Args:
         steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.

@@ -1,5 +1,5 @@
-"""This module finds what a recipe says about the balance of its data, and what each device computes in some steps of
-a run.
+"""This module reads the settings of a recipe that determine the balance of its data, and computes the work of each
+device in some steps of a run.
 
 Samples, layout, cost of a sample and separation of documents are read by the readers of `plugins/attention_balance`,
 so that what is predicted is what the plugin would do. Steps are computed without and with the plugin's plan. One plan,
@@ -37,7 +37,8 @@ _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_g
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` holds what the measurement needs from a recipe whose documents do not attend to each other.
+    """A `Setting` holds the values that the measurement needs from a recipe whose documents do not attend to each
+    other.
 
     Args:
         sequence_length: tokens of a sample. seed: the seed of the dataset's shuffling.
@@ -65,7 +66,8 @@ class Setting:
 
 
 def equal_costs(recipe: Recipe) -> str:
-    """Return the reason why every sample of this recipe costs the same; return an empty text if they differ.
+    """Return the reason why every sample of this recipe costs the same; return an empty text if the costs of samples
+    differ.
 
     Raises:
         RecipeError: the recipe does not train on a Megatron corpus.
@@ -210,7 +212,9 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """A `OneStep` holds the attention [ranks, micro-batches] of a step over the mean, without and with the plan."""
+    """A `OneStep` holds the attention work of each rank's micro-batches in one step, [ranks, micro-batches], divided by
+    the mean, once without and once with the plan.
+    """
 
     number: int
     before: np.ndarray
@@ -219,8 +223,8 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds the results of the chosen steps. Each pair holds the value without the plan and the value with
-    it.
+    """A `Steps` holds the results of the chosen steps. Each pair of values consists of the value without the plan and
+    the value with the plan.
 
     Args:
         numbers: int64 [steps].
@@ -263,7 +267,9 @@ class _Window:
 
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
-    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare them with no plan."""
+    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare the loads of devices with and
+    without these plans.
+    """
     reporter.start("planning steps", len(starts))
     windows = []
     for number, start in enumerate(starts.tolist()):

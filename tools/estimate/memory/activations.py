@@ -7,7 +7,7 @@ instead of 10 / t without it.
 
 If the computing weights are not sharded, Megatron holds more tensors than the kept activations.
 
-They were found in its sources, and are not fitted:
+The following tensors were found in Megatron's sources, and their sizes are not fitted:
 
 * Transformer Engine keeps one spare gradient, in the precision that computes, of every shape that a matmul's weight has
   (`get_dummy_wgrad` in its pytorch/module/base.py; linear layers since 2.3, grouped ones since 2.10). Megatron Core
@@ -205,8 +205,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return the bytes of communication buffers: those for a gathered activation, and those for the token copies of one
-    micro-batch that the device receives for its experts and that come back to it.
+    """Return the bytes of communication buffers: the bytes for a gathered activation, and the bytes for the token
+    copies of one micro-batch that the device receives for its experts or gets back from the experts.
 
     The gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
     """
@@ -220,8 +220,8 @@ def buffers(config: Configuration, kind: str) -> float:
 def mtp_option(config: Configuration) -> str:
     """Return the recompute option of MTP layers: "full" if the last decoder layer is recomputed fully, else "none".
 
-    MindFormers gives them the setting of the last layer, but partial recomputation does not apply to the operators of
-    MTP layers.
+    MindFormers gives MTP layers the setting of the last decoder layer, but partial recomputation does not apply to the
+    operators of MTP layers.
     """
     places = []
     for chunk, row in enumerate(config.layers):

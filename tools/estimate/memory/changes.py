@@ -200,8 +200,8 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Return a recompute table for the new layers: if all layers were recomputed, all still are, and no count
-        exceeds the layers of its chunk and stage.
+        """Return a recompute table for the new layers: if the old table counted all layers, the new table does so, too,
+        and no count exceeds the number of layers of its chunk and stage.
         """
         if table is None or table == run.layers:
             return table and layers

@@ -172,7 +172,8 @@ def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | No
     """Return the largest max/mean, assumed in every layer and micro-batch, at which a stage surely needs at most
     `limit` bytes.
 
-    It is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits whatever the router does.
+    The ratio is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits whatever the router
+    does.
     """
 
     def taken(ratio: float) -> float:
@@ -195,11 +196,11 @@ class Judged:
 
     Args:
         fits: the verdict at even loads, as far as the model's known error allows one.
-        up_to: the largest max/mean, assumed in every layer, with which it surely fits; 0: it does not surely fit at
-            even loads.
+        up_to: the largest max/mean, assumed in every layer, with which the run surely fits; 0: the run does not surely
+            fit at even loads.
         full: the stage that first exceeds the limit. most: the largest max/mean that a router can cause.
-        loads: the loads that were given; None: none. stages: the numbers of the stages. needs: the memory of each stage
-            under `loads`.
+        loads: the loads that the user gave; None: the user gave no loads. stages: the numbers of the stages that are
+            judged. needs: the memory of each stage under `loads`.
         room: the memory that a device has.
     """
 
@@ -219,7 +220,7 @@ class Judged:
 
     @property
     def over(self) -> np.ndarray:
-        """Return for each step whether it needs more memory than the limit."""
+        """Return for each step whether the step needs more memory than the limit."""
         return np.max([one.least for one in self.needs], axis=0) > self.room.cap
 
     @property

@@ -43,7 +43,7 @@ class StageMemory:
         weights: the weights that the optimizer updates.
         state: the optimizer's moments.
         accumulated: accumulated gradients, and the spare gradients of Transformer Engine.
-        gathered: weights in the computing type, if they exist for the whole step.
+        gathered: weights in the computing type, if they are kept for the whole step.
         activations: activations that are kept for the backward pass, at the fullest moment of the schedule.
         working: the bytes that one pass needs in addition to the kept activations.
         buffers: communication buffers.
@@ -86,8 +86,8 @@ class StageMemory:
 
 
 def stage_weights(config: Configuration, stage: int) -> list[Weight]:
-    """Return the weights that a stage holds; the last stage also holds the embedding if MTP or a tied head reads it
-    there.
+    """Return the weights that a stage holds; the last stage also holds the embedding if MTP or a tied head on this
+    stage reads the embedding.
     """
     return [weight for weight, count in counted_weights(config, stage) for _ in range(count)]
 
@@ -115,8 +115,8 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 
 def update_memory(config: Configuration, stage: int) -> float:
-    """Return the bytes of `updating` on one device of a stage; 0 without accumulation, and for software other than
-    MindFormers, which scales gradients in place.
+    """Return the bytes that one device of a stage needs after the last pass for clipping and the optimizer
+    (`updating`); 0 without accumulation, and for software other than MindFormers, which scales gradients in place.
     """
     if not config.training_graph or _at_once(config):
         return 0.0
@@ -131,7 +131,8 @@ def update_memory(config: Configuration, stage: int) -> float:
 
 
 def updating(gradients: Iterable[tuple[float, float]]) -> float:
-    """Return the bytes that a device needs beside weights, state and accumulated gradients after the last pass.
+    """Return the bytes that a device needs after the last pass, in addition to weights, optimizer state and accumulated
+    gradients.
 
     MindFormers (wrapper.py, `shard_grad_scale` and `grad_scale`) divides each accumulated gradient by the loss scale
     into a new tensor. All of these exist at once, because clipping needs the norm of all gradients before the first
@@ -157,8 +158,8 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 
 
 def exchanged(config: Configuration, stage: int) -> float:
-    """Return the bytes that a stage holds beside the model while `plugins.expert_balance` moves its experts between two
-    steps.
+    """Return the bytes that a device of a stage holds in addition to the model while `plugins.expert_balance` moves its
+    experts between two steps.
     """
     slices = [
         weight.size / weight_cut(weight, config) / weight_shards(weight, config)
@@ -170,8 +171,8 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
     """Return the largest number of bytes that an exchange of experts needs on a device, for the tensors that it sends
-    and receives. Tensors are exchanged one by one, so this is twice the device's slice of the largest tensor; the
-    moments of the optimizer have four bytes for each element.
+    and receives. Tensors are exchanged one by one, so the result is twice the bytes of the device's slice of the
+    largest tensor; the moments of the optimizer have four bytes for each element.
 
     Args:
         slices: the number of elements that the device holds of each tensor of experts. item: the bytes of an element of
@@ -290,8 +291,8 @@ def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
 
 
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
-    """Return the recompute option of each of a chunk's layers: the first ones recompute fully, the next ones
-    selectively, and then some repeat only communication.
+    """Return the recompute option of each layer of a chunk: the first layers recompute fully, the next layers
+    selectively, and then some layers repeat only communication.
 
     MindFormers counts each option from the chunk's first layer, and the stronger option wins. If a layer is not
     recomputed as a whole, groups of operators are added to its option, as in "select+attention"
@@ -337,8 +338,8 @@ def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return the name of the pass of a stage that needs most, and the bytes that it needs in addition to kept
-    tensors.
+    """Return the name of the pass of a stage that needs most memory, and the bytes that this pass needs in addition to
+    kept tensors.
     """
     return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
 

@@ -67,7 +67,9 @@ class MemoryErrors:
 
     @property
     def missed(self) -> float:
-        """Return the largest share by which a known run exceeded its prediction, relative to its own memory."""
+        """Return the largest share by which the memory of a known run exceeded its prediction, relative to the run's
+        memory.
+        """
         return max(0.0, -min(self.errors.values()))
 
     @property
@@ -103,10 +105,10 @@ def known_errors() -> MemoryErrors:
 
 
 def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
-    """Record errors in a file such as errors.yaml; they are rounded down so that no margin becomes smaller.
+    """Record errors in a file such as errors.yaml; the errors are rounded down so that no margin becomes smaller.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     scale = 10**_DIGITS
     rounded = {name: math.floor(error * scale) / scale for name, error in errors.items()}
@@ -124,8 +126,9 @@ class Room:
     """A `Room` is the memory that a job may use.
 
     Args:
-        cap: the bytes that it may use on a device; source: the source of this number, in words.
-        margin: the share of `cap` that predictions must leave free, because they may be off by as much.
+        cap: the bytes that the job may use on a device; source: the source of this number, in words.
+        margin: the share of `cap` that predictions must leave free, because a prediction may be too small by this
+            share.
     """
 
     cap: float
@@ -147,8 +150,8 @@ class Room:
 def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
-    """Return `memory_gib` if it is given, else the recipe's limit if the device has that much, else `USABLE` of the
-    device's memory.
+    """Return the memory that a job may use: `memory_gib` if it is given, else the recipe's limit if the device has that
+    much memory, else the share `USABLE` of the device's memory.
 
     Args:
         margin: the estimator's known error by default.

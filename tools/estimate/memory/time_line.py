@@ -41,7 +41,7 @@ UPDATED = ("weights", "state", "accumulated")  # parts that the update has, too;
 
 
 class Owner(NamedTuple):
-    """An `Owner` names the owner of some bytes: a part of `PARTS`, and a module of
+    """An `Owner` names the use of some bytes of memory: one of `PARTS`, and a module of
     `tools.estimate.memory.training_graph` or a pass in words.
     """
 

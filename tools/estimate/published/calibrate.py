@@ -103,8 +103,8 @@ class Calibration:
 
 
 def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:
-    """Return the efficiencies that fit the step times of `rows`, beginning with those of `start`; all rows count as
-    measured on `cluster` (a name or file), whatever hardware they name.
+    """Return the efficiencies that fit the step times of `rows`; the fit begins with the efficiencies of `start`, and
+    all rows count as measured on `cluster` (a name or file), whatever hardware they name.
 
     Raises:
         DataError: no row has both a configuration and a step time, or a row cannot have been measured on such a
@@ -140,7 +140,9 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """Return the parameters in the form in which the fit changes them: shares as they are, all others as logarithms."""
+    """Return the parameters in the form in which the fit changes them: shares unchanged, all other parameters as
+    logarithms.
+    """
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 

@@ -13,8 +13,8 @@ Megatron-Bridge's performance recipes have settings for MoE models that its tabl
 
 Dispatcher, overlap, recomputed operators and CUDA graphs were read in its repository (perf_recipes of deepseek, qwen
 and gpt_oss, and the configurations before them, releases r0.1.0 to r0.6.0 of October 2025 to August 2026). The rules
-depend only on device, release and model. Its token drop pads to a capacity factor of 1, so each expert gets the average
-number of rows.
+depend only on device, release and model. Token drop of Megatron-Bridge pads to a capacity factor of 1, so each expert
+gets the average number of rows.
 """
 
 from __future__ import annotations
@@ -270,14 +270,14 @@ _GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fuse
 
 
 def release(row: str) -> str:
-    """Return the release of the software, such as "26.04.01", from a row's id; "" if it names none."""
+    """Return the release of the software, such as "26.04.01", from a row's id; "" if the id names no release."""
     found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
     return found[1] if found else ""
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return the configuration of a row of the tables, with the settings of its recipe; these settings are added to
-    `assumed`.
+    """Return the configuration of a row of Megatron-Bridge's tables of results, with the settings of the row's recipe;
+    these settings are added to `assumed`.
     """
     if not config.model.experts:
         return config
@@ -330,7 +330,7 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return a row as (configuration, samples of a step, assumptions).
+    """Return what a row of a MindFormers model card says as (configuration, samples of a step, assumptions).
 
     Raises:
         Unexpressed: LoRA, or a model whose dimensions are not known.

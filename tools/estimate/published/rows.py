@@ -202,7 +202,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unknown_device(hardware: str) -> str:
-    """Return in words what is wrong with an unknown device."""
+    """Return an error message for a row whose device is unknown."""
     named = did_you_mean(hardware.lower(), list(NAMES))
     return f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}"
 

@@ -63,8 +63,8 @@ class Scheduled:
 
 @dataclass
 class BySchedule:
-    """A `BySchedule` holds the answers in the order of the request; `whole` says that no search was interrupted, `cut`
-    that a deadline ended one.
+    """A `BySchedule` holds the best layout of each requested schedule, in the order of the request; `whole` says that
+    no search was interrupted, `cut` that a deadline ended a search.
     """
 
     every: list[Scheduled] = field(default_factory=list)
@@ -72,10 +72,11 @@ class BySchedule:
     cut: bool = False
 
     def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
-        """Return the fastest of the schedules that a recipe can ask for.
+        """Return the fastest layout among the schedules that a recipe can ask for.
 
         Args:
-            uneven: the layouts under loads, in their order; if given, this order decides.
+            uneven: the layouts ranked under uneven loads, the best first; if given, this order decides which schedule
+                is returned.
         """
         able = [one for one in self.every if one.entry and not one.reason]
         order = {one.name: place for place, one in enumerate(uneven)}
@@ -88,7 +89,7 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
     """Return the schedules that `--schedule` names, without those that the search considers in any case.
 
     Raises:
-        RecipeError: there is no such schedule, or it is not searched.
+        RecipeError: a schedule does not exist, or the search does not rank it.
     """
     names = [name for word in words for name in (OTHERS if word == ALL else (word,))]
     for name in names:
@@ -172,7 +173,9 @@ def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
 
 
 def swapping_words(found: Swapping) -> list[str]:
-    """Return in lines what swapping as a third choice would gain for the first layout."""
+    """Return lines that say how much time the first layout would gain by swapping as a third choice beside keeping and
+    recomputing.
+    """
     if found.with_s == float("inf"):
         return ["keep, recompute or swap: no layout of the first one's stages fits, with swapping or without"]
     options = ", ".join(f"{name} {count}" for name, count in found.layers.items())
@@ -187,7 +190,7 @@ def swapping_words(found: Swapping) -> list[str]:
 
 
 def swapping_json(found: Swapping) -> dict[str, Any]:
-    """Return values for `--json`; seconds are None if nothing fits."""
+    """Return the result of swapping as values for `--json`; seconds are None if no layout fits."""
     seconds = (found.without_s, found.with_s)
     without, swapping = (None if one == float("inf") else one for one in seconds)
     more = {"layers": dict(found.layers), "swapping_by_stage": list(found.by_stage), "peak_gib": found.peak / GIB}

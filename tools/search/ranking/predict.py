@@ -39,20 +39,20 @@ Value = TypeVar("Value")
 
 
 class Memo:
-    """A `Memo` holds values of one request's candidates by key, each computed once."""
+    """A `Memo` holds values for the candidates of one request by key, and computes each value only once."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the value of a key; the value of a new key is computed from the arguments."""
+        """Return the value of a key; the value of a new key is computed by `make`."""
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
 
     def config(self, block: Block, row: int) -> Configuration:
-        """Return the run of a row without recomputation."""
+        """Return the configuration of the candidate in one row of a block, without recomputation."""
         return configuration(self.request, block.candidate(row, "none"))
 
     def of(self, key: Hashable, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:

@@ -62,8 +62,8 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return the seconds and the peak memory with which a candidate is ranked; None if it is not legal or does not
-        fit.
+        """Return the seconds and the peak memory with which a candidate is ranked; None if the candidate is not legal
+        or does not fit.
         """
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
@@ -107,7 +107,9 @@ Report = Callable[[int, int, float], None]  # blocks done, of how many, best sec
 
 
 def feasible(request: Request, funnel: Funnel | None = None) -> bool:
-    """Return whether a legal candidate fits; `funnel` counts the others."""
+    """Return whether any legal candidate fits into the memory of its devices; `funnel` counts the candidates that are
+    not legal.
+    """
     memory = MemoryTable(request)
     for block in reversed(blocks(request, funnel or Funnel())):  # many stages fit first
         some = block.select((memory.static(block) <= request.room).all(axis=1))
@@ -117,7 +119,7 @@ def feasible(request: Request, funnel: Funnel | None = None) -> bool:
 
 
 def rank(request: Request, report: Report | None = None) -> Ranking:
-    """Return every legal candidate that fits, with time and memory."""
+    """Return every legal candidate that fits into memory, with the seconds of its step and its peak memory."""
     funnel = Funnel()
     ranking = Ranking(blocks(request, funnel), funnel)
     memory, times = MemoryTable(request), TimeTable(request)
@@ -180,8 +182,8 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
     """Return for each stage the cheapest mix of two policies that fits under the cap: ([rows, stages] seconds, bytes).
 
     Args:
-        peaks, works: [rows, policies, stages] of the uniform policies. If none fits, the stage gets the policy that
-            needs least memory.
+        peaks, works: [rows, policies, stages] the bytes at the peak, and the seconds of a micro-batch, if all layers
+            follow one policy. If no policy fits, the stage gets the policy that needs least memory.
     """
     least = peaks.argmin(axis=1)[:, None]
     best_peak = np.take_along_axis(peaks, least, axis=1)[:, 0]
@@ -214,7 +216,9 @@ class Chances:
         self._known = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def learn(self, candidate: Candidate, bound: float) -> None:
-        """Set a tighter bound, or the time of a layout that is proven best."""
+        """Raise a candidate's lower bound: to a tighter bound, or to the time of a layout that is proven to be its
+        best.
+        """
         self._known[candidate] = max(bound, self.bound(candidate))
 
     def bound(self, candidate: Candidate) -> float:
@@ -265,7 +269,7 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return in words how much memory would be enough, if a device has that much memory."""
+    """Return in words how much memory would be enough for some strategy, if a device has that much memory."""
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

@@ -108,15 +108,16 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
     """Return the predicted times and memory of a run.
 
     Raises:
-        RecipeError: its schedule has no model, or cannot run with these numbers.
+        RecipeError: the run's schedule cannot be simulated, or cannot run with its numbers of stages, chunks and
+            micro-batches.
     """
     step = times.step(config, simulated=True)
     return Entry(name, config, step.total, step.by_part, peak_memory(config), bound, times.mfu(config, step.total))
 
 
 def why_faster(first: Entry, second: Entry) -> str:
-    """Return the largest differences of two entries' times, in words: first what the first entry saves, then what it
-    costs.
+    """Return the largest differences of two entries' times, in words: first the parts in which the first entry is
+    faster, then the parts in which it is slower.
     """
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
@@ -151,7 +152,7 @@ class ByStages:
 
 @dataclass
 class Found:
-    """A `Found` is the answer of a search."""
+    """A `Found` is the answer of a search for parallel strategies."""
 
     request: Request
     ranking: Ranking
@@ -199,8 +200,8 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout, under the requested loads if there are any; if dry runs proved that some layouts
-        fit, return the fastest of these.
+        """Return the fastest layout, under the requested loads if loads were requested; if dry runs proved that some
+        layouts fit, return the fastest of these.
         """
         if self.passed:
             return self.passed[0]
@@ -210,7 +211,9 @@ class Found:
 
     @property
     def unverified(self) -> str:
-        """Return why the best layout has not passed a requested dry run; "" if it has, or if none was requested."""
+        """Return why the best layout has not passed a requested dry run; "" if the layout has passed, or if no dry run
+        was requested.
+        """
         if not self.to_verify or not self.entries or self.passed:
             return ""
         doubts = next((lines for entry, lines in self.doubtful if entry is self.best), None)
@@ -282,7 +285,7 @@ def add_loads(
 
 
 def renumber(found: Found) -> None:
-    """Remove from the layouts under loads those that a dry run dropped, and number the others anew."""
+    """Remove from the layouts under loads the layouts that a dry run dropped, and number the remaining layouts anew."""
     names = {id(entry.config): str(number) for number, entry in enumerate(found.entries, 1)}
     kept = [one for one in found.uneven if not one.numbered or id(one.config) in names]
     found.uneven = [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]

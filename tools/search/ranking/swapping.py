@@ -42,7 +42,7 @@ from tools.layout.problem import PlacedInstance, pipeline_instance
 
 @dataclass(frozen=True)
 class Swapped:
-    """A `Swapped` is a layer that swaps, in the terms of a recompute option of `tools.layout.instance.Option`."""
+    """A `Swapped` holds the time and memory of a layer that swaps its activations to the host."""
 
     extra_backward: float  # seconds added to the layer's backward
     activation: float  # bytes that stay on the device for each micro-batch in flight
@@ -121,7 +121,7 @@ def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Sw
 
 
 def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Swapped]]:
-    """Return kind -> way to swap -> its cost."""
+    """Return for each kind of layer and each way to swap the cost of swapping."""
     found = {}
     for kind in dict.fromkeys(config.model.pattern):
         layer, parts = model.layer(config, kind), saved_parts(config, kind)

@@ -53,7 +53,9 @@ class Uneven:
 
     @property
     def numbered(self) -> bool:
-        """Return whether this layout is one of 1F1B, interleaved or not, that the search ranked."""
+        """Return whether this layout has a number in the ranking: the search ranked it, and its schedule is 1F1B or
+        interleaved 1F1B.
+        """
         return self.name.isdecimal()
 
     @property
@@ -107,8 +109,8 @@ def under(
 
 
 def in_order(every: Sequence[Uneven]) -> list[Uneven]:
-    """Return layouts by expected seconds; layouts that run out of memory at some step come last, ordered by their
-    chance of doing so.
+    """Return the layouts sorted by their expected seconds of a step; layouts that run out of memory at some step come
+    last, sorted by the share of such steps.
     """
     return sorted(every, key=lambda one: (one.chance, one.seconds))
 

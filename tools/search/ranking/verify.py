@@ -81,7 +81,7 @@ class Wrong:
 
     @property
     def words(self) -> str:
-        """Return what the dry run found wrong."""
+        """Return in words by how much the dry run's value of the term differs from the prediction."""
         name = "weights, gradients and optimizer state" if self.static else "activations and buffers"
         return (
             f"the search counts {self.counted / GIB:.1f} GiB of {name} on stage {self.stage}, the dry run "
@@ -89,8 +89,8 @@ class Wrong:
         )
 
     def exceeds(self, entry: Entry, cap: float) -> str:
-        """Return why a strategy exceeds the memory cap if the term is larger by the same factor; "" if it does not
-        exceed the cap.
+        """Return why a strategy exceeds the memory cap if the term is larger by the same factor; "" if the strategy
+        does not exceed the cap.
         """
         more = max(0.0, self.found / self.counted - 1) if self.counted else 0.0
         for stage, memory in enumerate(all_stages(entry.config)):
@@ -202,7 +202,7 @@ def verify(
 
 
 def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judged | None = None) -> Verdict:
-    """Return what a strategy's dry run means.
+    """Return the verdict on a strategy after its dry run.
 
     Args:
         loads: the result for the strategy under uneven loads. The bytes that the fullest step adds to a stage,

@@ -30,7 +30,7 @@ Results = Callable[[Callable[..., Any], Sequence[Job]], Iterator[tuple[int, Any]
 
 
 def processes() -> int:
-    """Return how many placements run at the same time: the solver uses one core for each."""
+    """Return how many placements run at the same time; the solver uses one core for each placement."""
     return max(1, len(os.sched_getaffinity(0)))
 
 
@@ -40,8 +40,9 @@ def place_all(
     """Place every "planned" candidate and report each when it is done; return False if Ctrl-C or SIGTERM ended this
     early.
 
-    The other candidates are not placed, because the user's limits fix their recomputation. Each candidate gets the
-    effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
+    Candidates whose recomputation is not "planned" are not placed, because the user's limits fix their recomputation.
+    Each candidate gets the effort of `budget`, however many run at a time, and the same share of its seconds as a
+    deadline.
     """
     todo = [one for one in ranked if one.candidate.recompute == PLANNED]
     at_once = min(at_once or processes(), max(1, len(todo)))
