@@ -29,7 +29,9 @@ SIDES = ("golden", "rerun", "rounded")
 
 
 def write(folder, count):
-    """GOLDEN and its two neighbours; every cell has one input and one output."""
+    """Write the GOLDEN dump, its rerun with the same bits, and a dump whose tensors differ from GOLDEN by rounding.
+    Every cell has one input and one output.
+    """
     rng = np.random.default_rng(0)
     data = {}
     noise = {size: (1 + 1e-7 * rng.uniform(-5, 5, size)).astype(np.float32) for size in SIZES}
@@ -65,7 +67,7 @@ def files(folder):
 
 
 def forget(*folders):
-    """Drop the files' pages from memory: what reads them next reads the disk."""
+    """Drop the pages of the folders' files from memory, so that the next read of these files reads the disk."""
     for folder in folders:
         for file in files(folder):
             with file.open("rb") as handle:
@@ -73,7 +75,7 @@ def forget(*folders):
 
 
 def read(*folders):
-    """Every byte of every tensor, and nothing else."""
+    """Read every byte of the folders' files and compute nothing, as a baseline for the comparison."""
     buffer = bytearray(1 << 20)
     for folder in folders:
         for file in files(folder):

@@ -81,7 +81,7 @@ def main():
 
 
 def placed(request, limits, times, effort):
-    """The fastest of a part of the space, with its layers placed."""
+    """Return the fastest layout of a part of the search space, with its layers placed on stages."""
     asked = replace(request, limits=tuple(map(read_limit, limits)))
     entries = []
 

@@ -25,7 +25,9 @@ BASELINE, LAYOUTS = "dp2", ("tp2", "pp2", "pp2_interleaved", "cp2")
 
 
 def run(layout: str, steps: int) -> tuple[float, float]:
-    """(first step, median of the later steps) in seconds; the first counts from MindFormers' call to train."""
+    """Return the seconds of the first step, counted from MindFormers' call to train, and the median seconds of the
+    later steps.
+    """
     recipe = ROOT / "recipes" / "mini" / f"pretrain_{layout}.yaml"
     with tempfile.TemporaryDirectory() as folder:
         command = [str(Path(sys.executable).with_name("tc3")), "train", str(recipe), "--steps", str(steps)]

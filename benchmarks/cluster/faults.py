@@ -25,7 +25,7 @@ HEAD = "| fault | seen | decided | steps again | named | cause | decisions | ste
 
 
 def row(result: Result, said: list[str]) -> str:
-    """A line of the table."""
+    """Return the table's line for the result of one fault."""
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f} s"
@@ -48,7 +48,7 @@ def row(result: Result, said: list[str]) -> str:
 
 
 def main() -> int:
-    """Exit code 0 where every fault came out as it should."""
+    """Cause the faults and print the table; return exit code 0 if the agents reacted to every fault as expected."""
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", nargs="*", help="cause only these faults; by default all")
     parser.add_argument(

@@ -26,7 +26,9 @@ from tools.runs.attempts import Beat, read_attempt
 
 
 def simulate(hosts: int, deaths: float, memory: str | None) -> list[str]:
-    """A row of the table: one run of `hosts`, of whom a share of `deaths` die somewhere."""
+    """Return a row of the table for one simulated run of `hosts`, in which a share `deaths` of the agents is killed at
+    random system calls.
+    """
     with tempfile.TemporaryDirectory(dir=memory) as path, pytest.MonkeyPatch.context() as monkeypatch:
         world = World(Path(path), monkeypatch, seed=1)
         nodes = hosts - max(1, hosts // 10) if deaths else hosts
@@ -53,7 +55,9 @@ def simulate(hosts: int, deaths: float, memory: str | None) -> list[str]:
 
 
 def look(folder: Path, hosts: int = 64, looks: int = 300) -> list[float]:
-    """Milliseconds of each of so many looks of one agent, in a folder with the files of `hosts`."""
+    """Return the milliseconds that one agent takes for each check of the shared folder, which holds the files of
+    `hosts` hosts.
+    """
     meetings = [Meeting(folder, f"node{number}") for number in range(hosts)]
     for meeting in meetings:
         meeting.come(0)
@@ -69,7 +73,7 @@ def look(folder: Path, hosts: int = 64, looks: int = 300) -> list[float]:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the table of simulated runs and the measured time of an agent's checks of the shared folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", default="16,128,512,2048")
     parser.add_argument("--folder", type=Path, help="use this folder, on the disk that is to be timed")

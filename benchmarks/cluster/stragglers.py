@@ -47,7 +47,7 @@ def cli():
 
 
 def simulated(rng: np.random.Generator, every: int, by: float) -> tuple[np.ndarray, int]:
-    """Times of the work [probes, ranks], and the rank that is slower `by` a share."""
+    """Return simulated times of the probe's work [probes, ranks], and the rank that is slower by the share `by`."""
     times = rng.normal(1, 0.005, RANKS) * rng.lognormal(0, 0.01, (STEPS // every, RANKS))
     times = np.where(rng.random(times.shape) < 0.002, times * 1.5, times)
     who = int(rng.integers(RANKS))
@@ -56,7 +56,7 @@ def simulated(rng: np.random.Generator, every: int, by: float) -> tuple[np.ndarr
 
 
 def named(times: np.ndarray) -> dict[int, int]:
-    """Rank -> the probe at which it is named: `slow_ranks` for its measure of devices, on the way."""
+    """Return rank -> the probe at which `slow_ranks` would name the rank by the measure of devices."""
     enough = threshold(len(KINDS) * RANKS, max(LEAST, len(times)), ALARM)
     found = {}
     for first in range(0, RANKS, RANKS // STAGES):
@@ -124,12 +124,12 @@ def train(limit, steps, recipe):
 
 
 def last_step(run_dir: Path) -> int:
-    """The newest step on record."""
+    """Return the newest step in the metrics of a run."""
     return read_metrics(run_dir / "metrics" / "rank_0.jsonl").last.get("step", 0)
 
 
 def pid_of(run_dir: Path, rank: int) -> int:
-    """The process of a worker that trains in a folder."""
+    """Return the process id of one rank's worker that trains in a folder."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if str(run_dir) in process.cmdline():

@@ -32,7 +32,9 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 
 
 def main() -> int:
-    """Exit code 0 where the job holds and every mistake is found."""
+    """Check the Volcano job against the schema; return exit code 0 if the job is valid and the schema refuses every job
+    with a mistake.
+    """
     if len(sys.argv) != 2:
         sys.exit("python benchmarks/cluster/volcano_schema.py CRD.yaml")
     versions = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))["spec"]["versions"]

@@ -44,7 +44,7 @@ MINIS = {
 
 
 def overrides(name: str, steps: int, data: str) -> tuple[str, ...]:
-    """A mini's values; its corpus lasts for so many steps."""
+    """Return the settings of a mini recipe, whose corpus has enough samples for `steps` steps."""
     return (
         *MINIS[name],
         f"train_dataset.data_loader.sizes.0={steps * 16}",
@@ -54,7 +54,7 @@ def overrides(name: str, steps: int, data: str) -> tuple[str, ...]:
 
 
 def worker(name: str, steps: int, data: str, folder: Path, profiled: bool) -> None:
-    """One training run in this process, with one thread for operators."""
+    """Train one run in this process, with one thread for operators."""
     import mindspore as ms
 
     from launch.train import build_config, train
@@ -73,7 +73,9 @@ def worker(name: str, steps: int, data: str, folder: Path, profiled: bool) -> No
 
 
 def run(name: str, steps: int, data: str, folder: Path, profiled: bool) -> tuple[float, float]:
-    """Lower quartiles of (seconds, processor seconds) of a mini's steps, in a process of its own."""
+    """Return the lower quartiles of the steps' seconds and processor seconds of a mini recipe that trains in a separate
+    process.
+    """
     command = [sys.executable, __file__, "--worker", name, "--steps", str(steps), "--data", data]
     command += ["--folder", str(folder), *(["--profiled"] if profiled else [])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -85,7 +87,7 @@ def run(name: str, steps: int, data: str, folder: Path, profiled: bool) -> tuple
 
 
 def predicted(name: str, cluster: Path, data: str) -> tuple[float, float]:
-    """(seconds of a mini's step on a cluster, matmul FLOPs)."""
+    """Return the predicted seconds of a mini recipe's step on a cluster, and its FLOPs of matmuls."""
     from tools.estimate.efficiency import cluster as load
     from tools.estimate.from_recipe import from_recipe
     from tools.estimate.time_model import TimeModel
@@ -134,7 +136,7 @@ def main(
 
 
 def compare(steps: int, data: str, names: tuple[str, ...], place: Path, cluster: Path) -> None:
-    """One line a mini."""
+    """Print one line with measured and predicted step times for each mini recipe."""
     base: tuple[float, ...] = ()
     heads = ("step s", "cpu s", "model s", "of step", "of cpu", "over the reference", "FLOPs over the reference")
     click.echo("  ".join((f"{'mini':38}", *heads)))

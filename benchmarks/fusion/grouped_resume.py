@@ -33,7 +33,7 @@ HOOK = os.pathsep.join([str(Path(__file__).with_name("grouped_on_cpu")), str(run
 
 
 class Folder:
-    """Runs of one recipe with one corpus in one folder."""
+    """A `Folder` holds runs of one recipe with one corpus."""
 
     def __init__(self, folder: Path, recipe: Path):
         self.folder, self.recipe = folder, folder / "recipe.yaml"
@@ -41,29 +41,29 @@ class Folder:
         dump_recipe(apply_overrides(load_recipe(recipe), (LOW,)), self.recipe)
 
     def environment(self, name: str, **more: str) -> dict[str, str]:
-        """Of a run's workers."""
+        """Return the environment variables of a run's workers."""
         count = self.folder / f"{name}_count"
         count.mkdir(exist_ok=True)
         return {"PYTHONPATH": HOOK, "TC3_COUNT": str(count), **more}
 
     def train(self, name: str, *more: str, **environment: str) -> Path:
-        """Train to the end; the run's folder."""
+        """Train a run to its end, and return its folder."""
         variables = self.environment(name, **environment)
         runs.train(self.recipe, self.folder / name, self.folder / "tiny", *more, within=1500, **variables)
         return self.folder / name
 
     def kill(self, name: str) -> None:
-        """Train until step KILL is on record."""
+        """Train a run until step KILL is recorded, and kill its processes."""
         variables = self.environment(name)
         runs.train_and_kill(self.recipe, self.folder / name, self.folder / "tiny", KILL, **variables)
 
     def added(self, name: str) -> int:
-        """How often InplaceGroupedMatmulAdd ran, on all ranks."""
+        """Return how often the operator InplaceGroupedMatmulAdd ran in a run, over all ranks."""
         return sum(file.stat().st_size for file in (self.folder / f"{name}_count").iterdir())
 
 
 def apart(one: Path, other: Path, key: str) -> list[float]:
-    """How far a number of the last rank's steps is apart, relative, step by step."""
+    """Return for each step the relative difference between two runs of one metric of the last rank."""
     last = max(int(path.stem.removeprefix("rank_")) for path in (one / "metrics").glob("rank_*.jsonl"))
     found, known = runs.steps(one, last), runs.steps(other, last)
     return [abs(found[step][key] / known[step][key] - 1) for step in range(1, STEPS + 1)]

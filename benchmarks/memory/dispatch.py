@@ -64,7 +64,9 @@ WARM = 2  # steps that are left out of the seconds
 
 @dataclass(frozen=True)
 class Call:
-    """This is one AlltoAllV: elements of a row, bytes read and filled, processor seconds of the worker at its end."""
+    """A `Call` is one execution of AlltoAllV: elements of a row, bytes that its kernel reads and fills, and the
+    worker's processor seconds at its end.
+    """
 
     row: int
     read: int
@@ -73,7 +75,7 @@ class Call:
 
 
 def calls_of(file: Path, hidden: int) -> list[Call]:
-    """Return the exchanges of rows of tokens, in order; those of numbers are left out."""
+    """Return the exchanges of token rows in a file, in order, without the exchanges of row counts."""
     found = (Call(**json.loads(line)) for line in file.read_text("utf-8").splitlines())
     return [call for call in found if call.row == hidden]
 
@@ -97,7 +99,7 @@ def by_layer(calls: Sequence[Call], steps: int, layers: int) -> np.ndarray:
 
 
 def measured(workers: Sequence[Sequence[Call]], steps: int, layers: int) -> np.ndarray:
-    """Return int64 [steps, layers, workers], the bytes of the fullest exchange: what a kernel reads and fills."""
+    """Return the bytes that the largest exchange of each worker reads and fills, int64 [steps, layers, workers]."""
     size = np.vectorize(lambda call: call.read + call.filled, otypes=[np.int64])
     return np.stack([size(by_layer(calls, steps, layers)).max(axis=2) for calls in workers], axis=2)
 
@@ -121,7 +123,9 @@ def expert_seconds(calls: Sequence[Call], steps: int, layers: int) -> np.ndarray
 
 
 def train(folder: Path, name: str, steps: int, bias: float | None) -> tuple[Configuration, list[Record], list]:
-    """A run: what the estimator reads of its recipe, its records, and the calls of each worker."""
+    """Train a run; return the configuration that the estimator reads from its recipe, the records of its loads, and the
+    exchanges of each worker.
+    """
     recipe = json.loads(json.dumps(SHARDED))
     recipe["model"] = {"model_config": {"use_pad_tokens": False, "moe_router_bias_update_rate": 0.0}}
     recipe["model"]["model_config"]["moe_router_force_expert_balance"] = bias is None
@@ -140,7 +144,7 @@ def train(folder: Path, name: str, steps: int, bias: float | None) -> tuple[Conf
 
 
 def step_seconds(run: Path, workers: int) -> float:
-    """Seconds of a step, its slowest worker's: the median over steps."""
+    """Return the median over steps of the seconds of the slowest worker."""
     ranks = [runs.steps(run, rank) for rank in range(workers)]
     return float(np.median([max(each[step]["seconds"] for each in ranks) for step in sorted(ranks[0])[WARM:]]))
 

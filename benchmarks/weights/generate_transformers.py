@@ -53,7 +53,7 @@ def exported(run: Path, folder: Path) -> None:
 
 
 def here(weights: Path, tokens: int, *more: str) -> list[list[int]]:
-    """Ids by `tc3 generate`."""
+    """Return the token ids that `tc3 generate` generates for each prompt."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     command = [TC3, "generate", str(weights), "--tokens", str(tokens), "--json", *more, *prompts]
     return [each["ids"] for each in json.loads(subprocess.check_output(command, text=True))["texts"]]
