@@ -3,9 +3,10 @@ the bytes.
 
     python benchmarks/accuracy_compare.py [--tensors 10000] [--folder DIR]
 
-Makes three dumps of one model's worth of tensors (64 KiB to 1 MiB each, float32) in msprobe's layout: GOLDEN, a rerun
-with the same bits, and one whose every tensor differs by rounding. Prints a table for RESULTS.md. "cold": the files'
-pages were dropped from memory before. msprobe's time includes its start, as a user would have it.
+The program makes three dumps with as many tensors as a model has (64 KiB to 1 MiB each, float32) in msprobe's layout:
+GOLDEN, a rerun with the same bits, and a dump whose tensors all differ from GOLDEN by rounding. The program prints a
+table for RESULTS.md. "cold" means that the files' pages were dropped from memory before. The time of msprobe includes
+its start.
 """
 
 import argparse

@@ -3,7 +3,7 @@ on one core.
 
     python benchmarks/attention_balance.py [--prefix output/data/stdlib] [--steps 4] [--json]
 
-Corpora are synthetic (benchmarks/corpora.py, seeded) but for the last part. "slowest/mean" is the time of a step
+Except in the last part, the corpora are synthetic (benchmarks/corpora.py, seeded). "slowest/mean" is the time of a step
 divided by that of a step whose attention is spread evenly, averaged over steps; the bound next to it is the best
 possible value for each number of micro-batches. Times are medians of one global batch; "CPU" counts this process's
 processor time, which a busy machine does not inflate as it does the wall clock.

@@ -3,18 +3,19 @@ steps, in one run.
 
     python benchmarks/attention_balance_train.py [--steps 25] [--pairs 2]
 
-Trains recipes/mini/pretrain_eod.yaml, smaller but with long samples and many heads, through `tc3 train`, in turn (off
-on off on), one thread a worker. The corpus is synthetic: documents of `tools/data/index.py`'s 128K mixture, their
-medians divided so that a sample has as many of them as one of 128K. By FLOPs, attention is about as large a part of
-this model as of recipes/base/telechat3_105b.yaml at 128K with these documents (0.59); on CPU its share of the time is
-another. A sample's attention costs what its documents cost (plugins/cpu_backend/attention.py).
+The program trains recipes/mini/pretrain_eod.yaml, smaller but with long samples and many heads, through `tc3 train`,
+with the plugin off and on in turn (off on off on), and with one thread for each worker. The corpus is synthetic: its
+documents are drawn from the 128K mixture of benchmarks/corpora.py, with medians divided so that a sample has as many
+documents as a sample of 128K tokens. Attention takes about the same share of the FLOPs in this model as in
+recipes/base/telechat3_105b.yaml at 128K with these documents (0.59); its share of the time on CPU differs. The
+attention of a sample costs what its documents cost (plugins/cpu_backend/attention.py).
 
-The ratios are the result; absolute times depend on the machine. A step is timed from the moment its data is there; the
-first steps compile and are dropped. In addition to wall time the program reports the processor time of the worker that
-used most in a step, which other users of the machine hardly change. Three predictions for the same steps stand beside
-the measured ratio: only by attending pairs of tokens, by the FLOPs of the model, and by a line through the measured
-steps, processor seconds = a + b * (pairs of the slowest rank). The last shows which part of a step is proportional to
-the pairs; it only describes these runs and predicts nothing.
+The results are ratios of step times; absolute times depend on the machine. The time of a step begins when its data is
+available; the first steps, which compile, are dropped. In addition to wall time the program reports the processor time
+of the worker that used most in a step, which other users of the machine hardly change. The program prints three
+predictions for the same steps beside the measured ratio: by only the attending pairs of tokens, by the FLOPs of the
+model, and by a line through the measured steps, processor seconds = a + b * (pairs of the slowest rank). The line shows
+which part of a step is proportional to the pairs; it only describes these runs and predicts nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ its model would need.
 
     python benchmarks/check.py
 
-"pure" is the part before MindFormers is imported: schema, values, arithmetic.
+"pure" is the time of the checks that `tc3 check` makes before it imports MindFormers: schema, values, arithmetic.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ offsets, chunks, MTP and swapping.
 
     python benchmarks/dryrun_quick_vs_full.py [--jobs N] [--only NAME]
 
-A small model (tests/tools/dryrun/pipeline.yaml: 16 devices per stage, dp 8 x tp 2 x ep 8) of which activations are most
-of the memory, so that what `--quick` adds up weighs more than in a real recipe. Compiles stay in the dry run's cache.
+The program compiles a small model (tests/tools/dryrun/pipeline.yaml: 16 devices per stage, dp 8 x tp 2 x ep 8).
+Activations take most of the memory of this model, so the error of the activations that `--quick` adds up is a larger
+share of the memory than in a real recipe. The results of the compiles stay in the dry run's cache.
 """
 
 from __future__ import annotations

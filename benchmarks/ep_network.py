@@ -5,9 +5,9 @@ the model that ranks the modes.
 
 Two Linux network namespaces are two nodes of two ranks. The link between them is shaped with `tc` to a tenth of the
 nodes' loopback, over which the ranks of a node talk. Every rank is a process; they move exactly the bytes that
-`plugins/hierarchical_ep/plan.py` plans, over `plugins/cpu_backend/transport.py`. A layer's experts are a sleep:
-four ranks that compute on a few cores would slow each other and the network down. Needs root and iproute2 (ip, tc), and
-says so otherwise; touches only its own namespaces.
+`plugins/hierarchical_ep/plan.py` plans, over `plugins/cpu_backend/transport.py`. The work of a layer's experts is
+replaced by a sleep, because four ranks that compute on a few cores would slow down each other and the network. The
+program needs root and iproute2 (ip, tc), and says so if they are missing; it changes only its own namespaces.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def measure(cases: Sequence[Case], inter_mbit: int, repetitions: int) -> tuple[R
 def results_of(cases: Sequence[Case], rates: Rates, jobs: Sequence[Job], runs: list[list[float]]) -> list[dict]:
     """Return a row for each case and mode, with bytes, measured and predicted seconds, and ratios of seconds.
 
-    Ratios are taken repetition by repetition, then their median: what slows the machine down slows both.
+    Each ratio is the median of the ratios of single repetitions, because other work on the machine slows down both
+    times of a repetition.
     """
     column = {(job.case, job.mode, job.kind): [run[at] for run in runs] for at, job in enumerate(jobs)}
     computes = {job.case: job.compute for job in jobs if job.kind == "whole"}

@@ -1,7 +1,7 @@
 """This module defines the cases and plans of `ep_network.py`, and predicts their seconds; it opens no sockets.
 
-The model knows bytes and link rates, no latency. What it shares: all ranks of a node send over one link to the other
-node, which is full duplex, and all talk inside a node goes through one loopback, both directions together.
+The model counts bytes and link rates, but no latency. All ranks of a node share one link to the other node, which is
+full duplex, and all messages inside a node share one loopback, both directions together.
 """
 
 from __future__ import annotations

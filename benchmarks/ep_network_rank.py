@@ -1,7 +1,8 @@
 """This program is one rank of `ep_network.py`: it moves the planned bytes over `transport.Mesh` and measures the time.
 
-Run by `ep_network.py`, which speaks to it in JSON lines: a Spec in, addresses out, all ranks' addresses in, measured
-stream rates out, jobs in, (start, end) of each job of each repetition out.
+`ep_network.py` starts this program and exchanges JSON lines with it. The program reads a Spec, writes its addresses,
+reads the addresses of all ranks, writes the measured stream rates, reads the jobs, and writes (start, end) of each job
+of each repetition.
 """
 
 from __future__ import annotations

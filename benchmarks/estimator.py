@@ -8,9 +8,9 @@ fit, or computes the errors of groups that were left out.
     python -m benchmarks.estimator --pairs        # steps with natural routing over steps with forced even routing
     python -m benchmarks.estimator --unseen       # runs that no fit has seen: newer software, further cards
 
-The fit is `benchmarks.estimator_fit`: all device types at once, each drawn to the type that it is most like. The
-Ascend sets are not fitted with the others: searched recipes hang on them (docs/estimator.md); their errors are those of
-a fit all the same.
+`benchmarks.estimator_fit` fits all device types at once; the parameters of each type are regularised towards those of
+the most similar type. `--fit` does not replace the sets of Ascend, because the searched recipes depend on them
+(docs/estimator.md); the recorded errors of Ascend are still those of a fit.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@ is found.
 
     python benchmarks/executed_faults.py [--recipe tests/training/tiny.yaml] [--steps 2] [FAULT ...]
 
-FAULT: names of `FAULTS`, all by default. Each is put into one of the executed strategies of `tc3 accuracy equivalence
---list`, on two CPU processes, and compared by its gates with one process without a fault. Told are the exit code of the
-training, and what names the fault: the first finding, the weight whose gradient errs most in step 1, and copies that
-differ; or, where the ranks notice it themselves, their error: without its Send a Receive waits ten minutes, all else
-takes one or two on a quiet machine. Faults in communication are words of
-TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/collectives.py), the others
+FAULT: names of `FAULTS`, all by default. Each fault is put into one of the executed strategies of `tc3 accuracy
+equivalence --list`, on two CPU processes, and the run is compared with one process without a fault, by the tolerances
+of that command. The program prints the exit code of the training, and what names the fault: the first finding, the
+weight whose gradient has the largest error in step 1, and copies that differ; or the error of the ranks if they notice
+the fault themselves. A Receive without its Send waits ten minutes; each other fault takes one or two minutes on a quiet
+machine. Faults in communication are words of TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/collectives.py), the others
 layout_fault.py's.
 """
 
@@ -45,7 +45,10 @@ class Fault:
     """A `Fault` is a fault in a strategy that is executed on CPU processes.
 
     Args:
-        what: it is; strategy: of `SHARDINGS`; words: of TC3_COLLECTIVES_TEST; kind: of layout_fault.py.
+        what: a description of the fault.
+        strategy: the name of a strategy of `SHARDINGS`.
+        words: the value of TC3_COLLECTIVES_TEST, for a fault in communication.
+        kind: the kind of a fault of layout_fault.py.
     """
 
     what: str
@@ -82,8 +85,9 @@ class Bench:
     """A `Bench` runs one recipe with faults; the faultless run in one process is trained only once.
 
     Args:
-        base: of `one_worker`. work: folder for the runs.
-        layers: of the model; the strategy's own number where none is given.
+        base: the recipe that `one_worker` returns.
+        work: the folder for the runs.
+        layers: the number of the model's layers; if it is None, the strategy's own number.
     """
 
     base: Recipe

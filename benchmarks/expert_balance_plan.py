@@ -7,8 +7,8 @@ greedy planner, and the best possible placement.
 
 The loads are those of tests/plugins/expert_balance/drifting.py: log weights of experts walk (an AR(1) whose stationary
 distribution is normal(0, spread) and of which a period keeps a share), and 64 x 4096 tokens x top-8 are drawn by them.
-Each planner sees a period's loads and is judged by the next period's. Times are only of this process (processor time),
-the least of three.
+Each planner gets the loads of a period and is judged by the loads of the next period. Times are the smallest of three
+processor times of this process.
 """
 
 from __future__ import annotations

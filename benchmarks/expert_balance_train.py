@@ -19,7 +19,7 @@ before its worker has the new copies, and after that move (before the first tens
 topic: two workers on text whose topic changes in the middle: the vocabulary's halves are the topics. max/mean of the
 workers' tokens around the change, measured with experts that stay and experts that move, and seconds of a step.
 
-Absolute times belong to the machine. A step with a move is part of the mean.
+Absolute times depend on the machine. The mean includes steps with a move.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class LayoutFault(Callback):
 
     Args:
         kind: "undivided_loss": the gradient of the loss is not divided by the ranks that hold the same loss.
-            "first_positions": each rank rotates its part of the sequence as the first rank's.
-        part: tokens of a rank's part of the sequence.
+            "first_positions": each rank rotates its part of the sequence by the positions of the first rank's part.
+        part: number of tokens of a rank's part of the sequence.
     """
 
     def __init__(self, kind, part=0, **kwargs):

@@ -4,15 +4,16 @@
     python benchmarks/parallel_mini.py recipes/mini/pretrain_report.yaml --steps 20   # sharded for CPU: as it is
     python benchmarks/parallel_mini.py recipes/mini/pretrain_report.yaml --steps 12 --kill 5:30   # and once more
 
-Both start from the same weights and take the same samples. One process has no pipeline and takes each micro-batch of
-each data-parallel rank as a step of gradient accumulation, so that the auxiliary loss of experts, which MindFormers
+Both runs start from the same weights and take the same samples. One process has no pipeline and takes each micro-batch
+of each data-parallel rank as a step of gradient accumulation, so that the auxiliary loss of experts, which MindFormers
 takes by rank and micro-batch, is the same; with `plugins.group_aux_loss` a micro-batch of all ranks is one of these
-steps. Nothing is recomputed there, and plugins that dispatch, move experts or deal samples are off. `--float32`
-computes in float32 on both sides, and dispatches with `alltoall`, because `alltoall_deredundency` rounds the router's
-probabilities to bfloat16 (docs/stock-differences.md).
+steps. In one process nothing is recomputed, and plugins that dispatch, move experts or deal samples are off.
+`--float32` computes in float32 on both sides, and dispatches with `alltoall`, because `alltoall_deredundency` rounds
+the router's probabilities to bfloat16 (docs/stock-differences.md).
 
-Prints a line a step: losses and their difference, global norms and the relative one. Then how far apart the last
-checkpoints are: weights and moments by L2 norm, relative.
+The program prints a line for each step: both losses and their difference, both global norms and their relative
+difference. Then it prints how far apart the last checkpoints are: relative differences of weights and moments by L2
+norm.
 
 `--kill RANK:TENSOR` trains the several processes once more. All of these runs save in the middle and at the end. One
 rank gets SIGKILL in a move of experts, before it writes its TENSOR-th tensor (7 a layer: two weights, two moments of

@@ -3,7 +3,8 @@
     python benchmarks/pipeline_search.py                        # the simulator
     python benchmarks/pipeline_search.py INSTANCE.json ...      # one after the other through `tc3 search pipeline`
 
-An instance is a file of the schema pp-balance/1; `best_known.neutral_time` in it is what the plan is compared with.
+An instance is a file of the schema pp-balance/1; the plan's step time is compared with `best_known.neutral_time` in
+this file.
 """
 
 from __future__ import annotations

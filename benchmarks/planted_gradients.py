@@ -182,9 +182,9 @@ def examine(
     were called wrong.
 
     Args:
-        result: of the rank's compile.
-        seeds: of all compiled ranks, for a stage without losses.
-        stage: devices of a stage.
+        result: the result of the rank's compile.
+        seeds: the seeds of the backward pass on all compiled ranks, which judge a stage without losses.
+        stage: number of devices of a pipeline stage.
     """
     rank = result["rank"]
     groups = {name: tuple(ranks) for name, ranks in result["groups"]}

@@ -64,9 +64,10 @@ class Draw:
     """A `Draw` is a strategy with a fault, or without one.
 
     Args:
-        layout: of `SHARDINGS`.
-        op, call: the collective that is left out, and which of its calls; "" for none.
-        kind: of layout_fault.py; "" for none.
+        layout: the name of a strategy of `SHARDINGS`.
+        op: the operator of the collective that is left out; "" if none is left out.
+        call: the index of the call of `op` that is left out.
+        kind: the kind of a fault of layout_fault.py; "" for none.
     """
 
     layout: str
@@ -89,7 +90,7 @@ class Proofs:
     fault.
 
     Args:
-        bench: whose recipes are compiled.
+        bench: the bench that makes the recipes that are compiled.
     """
 
     def __init__(self, bench: Bench):
@@ -213,7 +214,7 @@ def judged(bench: Bench, proofs: Proofs, draw: Draw, name: str) -> tuple[str, st
     report agree.
 
     Args:
-        name: of the run's folder.
+        name: the name of the run's folder.
     """
     found = bench.outcome(name, draw.fault)
     differs = bool(found.code or found.findings)

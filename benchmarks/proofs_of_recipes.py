@@ -45,7 +45,7 @@ def row_of(path: Path, report: Mapping[str, Any]) -> str:
     """Return the table's line for a recipe.
 
     Args:
-        report: what `tc3 prove --json` prints.
+        report: the object that `tc3 prove --json` prints.
     """
     missing = [f"`{name}` {count}" for name, count in report["missing"].items()]
     ends = ", ".join(missing[:_SHOWN]) + (" and more" if len(missing) > _SHOWN else "")

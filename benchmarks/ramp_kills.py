@@ -3,10 +3,11 @@ each sample is trained once, with bit-identical results.
 
     python -m benchmarks.ramp_kills [--kills 10] [--seed 0] [--work FOLDER]
 
-60 steps of tests/training/tiny_ramp.yaml on one CPU process, 20 of each batch, saved after each second step. Every
-process gets SIGKILL at once at a random moment behind each of the drawn steps, also within a save; `tc3 train --resume
-auto` then goes on. What the killed run has recorded is compared with a run that nobody kills, and with three runs of
-one batch each, which are joined by hand. pytest tests/training/test_batch_ramp.py does the same of one kill.
+The program trains 60 steps of tests/training/tiny_ramp.yaml on one CPU process, 20 steps with each batch size, and
+saves after each second step. All processes get SIGKILL at a random moment after each of the drawn steps, possibly
+within a save; `tc3 train --resume auto` then continues the run. What the killed run has recorded is compared with a run
+that nobody kills, and with three runs of one batch each, which are joined by hand. pytest
+tests/training/test_batch_ramp.py does the same with one kill.
 """
 
 from __future__ import annotations

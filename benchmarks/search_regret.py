@@ -8,10 +8,11 @@ It also checks that more effort never makes the result of the search worse.
     python -m benchmarks.search_regret --first 7 --draw 1   # one of them
 
 A problem is a model of 5 to 17 layers on 8 to 64 devices: dense or MoE, with MLA, grouped queries, shared experts or
-MTP, with or without pipeline and context parallelism, its memory tight or loose. Its number draws it. Every planned
-candidate that could be faster than the search's best by its plain bound is placed by the solver, and a few of the
-others, which shows whether the plain bounds are true. The regret is the search's best over the best of all. The
-sentence on certainty is true if no strategy is under the bound that the search prints.
+MTP, with or without pipeline and context parallelism, its memory tight or loose. The number of a problem seeds its
+random sizes. The solver places every planned candidate that by its plain bound could be faster than the search's best
+layout, and a few of the other candidates, which shows whether the plain bounds are true. The regret is the step time of
+the search's best layout divided by that of the best layout of all, minus 1. The search's sentence on certainty is true
+if no strategy is faster than the bound that the search prints.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def regret(asked: Request, found: Found, effort: float, others: int = 4) -> Trut
     """Return the result of placing each strategy by the solver with `effort`, independently of the search's own
     placements.
 
-    Those that are slower by their plain bound are left out, but for `others` of them, drawn by chance.
+    Strategies that are slower by their plain bound are left out, except for `others` of them, which are drawn at
+    random.
     """
     ours, every = found.entries[0].seconds, Chances(found.ranking, np.inf)
     some = [one for one in every.open if every.bound(one.candidate) < ours]

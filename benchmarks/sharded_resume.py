@@ -4,13 +4,13 @@ from one layout's checkpoint with another layout.
     python benchmarks/sharded_resume.py [LAYOUT ...]
 
 LAYOUT: tp2, pp2, zero, ep2 (tests/training/sharded_LAYOUT.yaml), or moves (sharded_pp2_ep2.yaml, whose experts change
-places after every second step), and what goes on from them; by default all, and from one process. Every process gets
-SIGKILL at once after step 4 of 6; a checkpoint stands at step 3. Losses and norms of each step and each rank must be
-the same bits, and so must every tensor of the last checkpoint. Checkpoints of one layout that go on as another (ACROSS)
-must follow that layout's own run, losses to 1e-5 and global norms to 5e-5 relative; laid out anew by `tc3 weights
-reshard` first, they must give the same bits as without (OFFLINE). With experts put back in order by `tc3 experts
-restore-order`, they must follow a run whose experts never move (IN_ORDER). tests/training/test_sharded.py kills and
-resumes only tensor parallelism.
+places after every second step), and what goes on from them; by default all, and from one process. All processes get
+SIGKILL after step 4 of 6; the last checkpoint is that of step 3. Losses and norms of each step and each rank, and every
+tensor of the last checkpoint, must be bit-identical. Checkpoints of one layout that go on as another (ACROSS) must
+follow that layout's own run, losses to 1e-5 and global norms to 5e-5 relative; laid out anew by `tc3 weights reshard`
+first, they must give the same bits as without (OFFLINE). With experts put back in order by `tc3 experts restore-order`,
+they must follow a run whose experts never move (IN_ORDER). tests/training/test_sharded.py kills and resumes only tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Runs:
     """A `Runs` holds runs that are not killed; the run of each layout is trained only once.
 
     Args:
-        folder: for them; it gets their corpus, too.
+        folder: the folder for the runs and for their corpus.
     """
 
     def __init__(self, folder: Path):

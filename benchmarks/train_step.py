@@ -3,9 +3,10 @@ block-diagonal matmul, in one run.
 
     python benchmarks/train_step.py [--steps 40] [--pairs 2]
 
-Both train the same recipe through the same trainer, in turn (A B A B), and only the experts differ. The baseline
-multiplies every token by every expert's weights, zeros included, which is the shortest form in operators that CPU
-has. Ratios are the result; absolute times belong to the machine. Needs the corpus of launch/quickstart.
+Both variants train the same recipe through the same trainer, in turn (A B A B), and only the experts differ. The
+baseline multiplies every token by every expert's weights, zeros included, which is the shortest form with operators
+that MindSpore has on CPU. The results are ratios of times; absolute times depend on the machine. The program needs the
+corpus of launch/quickstart.
 """
 
 from __future__ import annotations

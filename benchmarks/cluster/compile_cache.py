@@ -3,10 +3,11 @@ the same, and the effect of a stale cache.
 
     python benchmarks/cluster/compile_cache.py RECIPE... [--steps 24] [--set KEY=VALUE]
 
-Of each recipe: a run without; one that fills a new cache; a restart from its checkpoint without; the same with. Then
-with `routed_scaling_factor` changed: a run without; one with our cache, which must compile anew; one that is handed the
-first graph as MindSpore's own cache would hand it. Processor seconds of the first step stand beside its seconds, for
-other work on the machine changes them less.
+The program trains each recipe four times: without a cache; with a new cache, which the run fills; from the checkpoint
+without a cache; and from the checkpoint with the cache. Then it trains three runs with another `routed_scaling_factor`:
+without a cache; with this repository's cache, which must compile anew; and with the graph of the first factor, which
+MindSpore's own cache would load. The table also has the processor seconds of the first step, because other work on the
+machine changes processor seconds less than seconds.
 """
 
 from __future__ import annotations

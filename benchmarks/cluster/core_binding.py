@@ -11,8 +11,9 @@ to the next of three placements, so that all three see the same load of the mach
     divided  the plan of `tc3 affinity`: each worker on its own cores
     free     every thread on all cores
 
-The first step of a block is left out. The result is the median over rounds of a block's mean step over that of `left`
-in the same round; seconds belong to the machine. Needs two cores and the corpus of launch/quickstart.
+The first step of a block is left out. The result is the median over rounds of a block's mean step time divided by that
+of `left` in the same round; absolute seconds depend on the machine. The program needs two cores and the corpus of
+launch/quickstart.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ stopped     one of two workers is stopped and continued twenty times a second (S
 shaped      four workers in network namespaces on one bridge, the interface of one of them limited to 200 Mbit/s by
             tc's token bucket. Needs root and iproute2.
 
-Each line of the result is what the probe said, against what was done.
+Each line of the result compares what the probe reported with the fault that was made.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """This program plants faults of a cluster and checks the reaction of a run's agents: python
 benchmarks/cluster/faults.py [ROW...]
 
-Nodes are network namespaces of this machine, workers small ones without MindSpore (tests/launch/agent/small), or with
-`--recipe FILE` those of `tc3 agent FILE`, a recipe of two workers. Two rows are for small workers only: `tc3 agent`
-refuses a port that is taken before it starts, and nothing makes a recipe's loss NaN in the middle of its run. Needs
-root and iproute2. Prints a line of a Markdown table for each fault; the exit code is 1 if a result is wrong.
+The nodes are network namespaces of this machine. The workers are small workers without MindSpore
+(tests/launch/agent/small), or with `--recipe FILE` the workers of `tc3 agent FILE`, a recipe of two workers. Two faults
+are only for small workers: `tc3 agent` refuses a port that is taken before it starts, and nothing makes a recipe's loss
+NaN in the middle of its run. The program needs root and iproute2. It prints a line of a Markdown table for each fault;
+the exit code is 1 if a result is wrong.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@ to 2,048 hosts.
 
     python -m benchmarks.cluster.meeting [--hosts 16,128,512,2048] [--folder DIR]
 
-Prints markdown. First simulated runs (tests/launch/agent/simulation.py: real files of real meetings, time that is
-counted and not waited for, a look each 0.9 s): all hosts come within 5 s, one host's workers fail 20 s later, all are
-told, one verdict is written. Then the same with one host in fifty killed at a random system call. Last the real time of
-one look (beat, over, the neighbour's beat) in DIR, as an agent takes it. Baseline of the calls: agents that each list
-the folder and open every beat, as a rendezvous without a ring would, 2 + the number of hosts a look.
+The program prints Markdown. First it simulates runs (tests/launch/agent/simulation.py: agents write real files, time is
+counted and not waited for, and each agent checks the folder every 0.9 s): all hosts come within 5 s, one host's workers
+fail 20 s later, all agents learn of it, and one verdict is written. Then it simulates the same runs with one host in
+fifty killed at a random system call. Last it measures in DIR the real time of one check by an agent (it writes its sign
+of life, looks for the end of the attempt, and reads its neighbour's sign of life). The baseline for the number of calls
+are agents that list the folder and open the sign of life of every host: 2 + the number of hosts calls for each check.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@ records of its attempts are consistent.
 
     python benchmarks/cluster/restarts.py [--kills 50] [--seed 0] [--mini] [--keep FOLDER]
 
-One agent on one host, two small workers without MindSpore (tests/launch/agent/small): a step takes about 20 ms, every
-tenth is saved. Each kill takes a worker, msrun's scheduler or msrun itself, at a random time: one in three after the
-start of an attempt, the others after its first step. `--mini` does so to `tc3 train --restarts 20` with
-recipes/mini/pretrain.yaml. Shown of the run, or the exit code is 1:
+The run has one agent on one host and two small workers without MindSpore (tests/launch/agent/small): a step takes about
+20 ms, and every tenth step is saved. Each kill ends a worker, msrun's scheduler or msrun itself, at a random time: one
+kill in three after the start of an attempt, the other kills after its first step. With `--mini` the program kills
+processes of `tc3 train --restarts 20` with recipes/mini/pretrain.yaml instead. The exit code is 1 unless all of these
+statements hold for the run:
 
 * it ends, with every step's loss the very one of a run without kills, and no process is left;
 * each attempt went on from the newest checkpoint that was whole when the attempt before it had ended;

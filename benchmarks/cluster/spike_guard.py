@@ -4,8 +4,8 @@
 
 Clean runs are synthetic: a loss that falls as a power of the step from 11 to about 2, with noise of 1 % that is normal,
 or heavy-tailed (Student's t with 3 degrees of freedom), or correlated from step to step; and a global norm with noise
-of 15 % of the same kinds. A spike is a step of such a run whose value is raised by a given number of percent. Of
-metrics files, every step is judged that has a full window of steps before it.
+of 15 % of the same kinds. A spike is a step of such a run whose value is raised by a given number of percent. If
+metrics files are given, the guard judges every step of them that has a full window of steps before it.
 """
 
 import sys

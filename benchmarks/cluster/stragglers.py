@@ -5,11 +5,12 @@ real workers on this machine.
     python benchmarks/cluster/stragglers.py train [--limit 0.1] [--steps 60]
     python benchmarks/cluster/stragglers.py cost [--threads 80]
 
-simulate: 512 ranks in 8 stages, 1,500 steps. Chips differ by 0.5 % for good, a probe by 1 % each time, one of 500 takes
-half as long again; in slowed runs one rank is slower from step 500 on. Runs in which a healthy rank is named are wrong.
-train: recipes/mini/pretrain_dp2.yaml with the plugin's defaults. With --limit, worker 1 gets that share of a core from
-step 10 on, by a control group of its own (needs root); without, nobody is slowed and nobody may be named.
-cost: processor time of a probe on CPU, in a process with so many idle threads.
+`simulate` simulates 512 ranks in 8 stages for 1,500 steps. The speeds of devices differ permanently by 0.5 %, the times
+of probes by 1 % each time, and one probe of 500 takes 1.5 times as long; in slowed runs one rank is slower from step
+500 on. A run in which a healthy rank is named is wrong. `train` trains recipes/mini/pretrain_dp2.yaml with the plugin's
+defaults. With --limit, worker 1 gets that share of a core from step 10 on, by a separate control group (this needs
+root); without --limit no rank is slowed and no rank may be named. `cost` measures the processor time of a probe on CPU,
+in a process with the given number of idle threads.
 """
 
 from __future__ import annotations

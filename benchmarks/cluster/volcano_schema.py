@@ -3,7 +3,8 @@
     python benchmarks/cluster/volcano_schema.py CRD.yaml
 
 CRD.yaml: `config/crd/volcano/bases/batch.volcano.sh_jobs.yaml` of github.com/volcano-sh/volcano, whole, at any commit.
-Prints what the job breaks, and that the schema refuses jobs with single mistakes; exit code 1 where one is off.
+The program prints which rules of the schema the job breaks, and whether the schema refuses jobs with single mistakes;
+the exit code is 1 if the job breaks a rule or a mistake is not refused.
 """
 
 from __future__ import annotations

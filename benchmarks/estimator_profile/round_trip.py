@@ -4,13 +4,15 @@ and batch.
     python benchmarks/estimator_profile/round_trip.py [--steps 30] [--data output/data/stdlib] [--only NAME]
 
 The reference, recipes/mini/pretrain.yaml with one worker, trains under MindSpore's profiler through MindFormers' own
-callback; `tc3 search calibrate` makes a cluster file of its profile. Each other mini trains without the profiler, and
-its step is predicted from that file. Beside it the baseline: the reference's step scaled by matmul FLOPs.
+callback; `tc3 search calibrate` makes a cluster file of its profile. Each other mini recipe trains without the
+profiler, and its step time is predicted from that file. The baseline is the reference's step time scaled by the FLOPs
+of matmuls.
 
-Two numbers are measured, for the machine may have other work: the lower quartile of the steps' seconds, and of the
-processor's seconds, which do not count what other work took (operators of a mini run in one thread, nearly all of
-them). Errors are of both, and of the processor's seconds over the reference's, where a profile made under load and
-steps without it are not mixed. Absolute times belong to the machine; the errors are the result.
+Because the machine may have other work, two numbers are measured: the lower quartile of the steps' seconds, and that of
+the steps' processor seconds, which do not contain the time of other work (nearly all operators of a mini recipe run in
+one thread). Errors are computed for both numbers, and for the processor seconds divided by those of the reference, a
+ratio that does not mix a profile made under load with steps without load. Absolute times depend on the machine; the
+errors are the result.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ report gives "approximately 85% higher performance" of the fused kernel and no r
     fused     the longer of the product and what it must move: its operands, and 4 bytes of each number
     overlap   the longer of the product and the Cast: the Cast runs beside it, but through HBM
 
-A Reshape moves nothing, launches are left out. Nothing here was measured: there is no NPU.
+A Reshape moves no bytes, and kernel launches are left out. No time was measured, because there is no NPU.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@ bit with an unkilled run, and also with a run without the pass.
 
     python benchmarks/fusion/grouped_resume.py [RECIPE]
 
-A pipeline of two stages on CPU (tests/training/sharded_pp2.yaml) in bfloat16, six steps. The pass is put into the
-workers by grouped_on_cpu/sitecustomize.py, for the recipe's section does nothing on a CPU. Every process gets SIGKILL
-at once after step 4; a checkpoint stands at step 3. Losses and norms of each step and rank must be the same bits, and
-every tensor of the last checkpoint. Losses without the pass differ only by the rounding of each micro-batch's
-gradient: were a sum read too early or set to zero too late, they would be far apart.
+The run is a pipeline of two stages on CPU (tests/training/sharded_pp2.yaml) in bfloat16 with six steps.
+grouped_on_cpu/sitecustomize.py puts the pass into the workers, because the recipe's section does nothing on a CPU. All
+processes get SIGKILL after step 4; the last checkpoint is that of step 3. Losses and norms of each step and rank, and
+every tensor of the last checkpoint, must be bit-identical. Losses without the pass differ only by the rounding of each
+micro-batch's gradient: if a sum were read too early or set to zero too late, the losses would be far apart.
 """
 
 from __future__ import annotations

@@ -8,15 +8,16 @@ Trains recipes/mini/pretrain_ep4.yaml through MindSpore's sharded graph on four 
 the experts of worker 0 from the first step on. Every AlltoAllV of the graph notes the arrays that its kernel reads and
 fills (`dispatch_recorder`). On this path a kernel's arrays have as many rows as tokens that travel, no more.
 
-Compares for every step, MoE layer and worker the bytes of both arrays with those that
+The program compares for every step, MoE layer and worker the bytes of both arrays with those that
 `tools.estimate.memory.activations.buffers` gives for the worker's recorded load, byte for byte. Padding is off
 (`use_pad_tokens`): the estimator does not count MindFormers' padding, n_routed_experts x num_experts_per_tok rows in
 each array.
 
-Then seconds, skewed over even, beside what they follow from. Two cores that four workers share show no wait for the
-fullest worker, because the others' cores help it. What they can show is processor time: that of the experts of the
-fullest worker between its dispatch and its combine. The estimator's own ratio is for the default cluster, where a mini
-is bound by launches; nothing here measures that.
+Then the program prints the ratio of seconds with skewed loads to seconds with even loads, beside the ratio of loads
+from which it follows. If four workers share two cores, no worker waits for the fullest worker, because it can use the
+cores of the other workers. The program therefore measures processor time: that of the experts of the fullest worker
+between its dispatch and its combine. The estimator's own ratio is for the default cluster, where a mini is bound by
+launches; nothing here measures that.
 """
 
 from __future__ import annotations

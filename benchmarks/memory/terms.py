@@ -3,9 +3,9 @@ changes that were learnt from a group's own runs.
 
     python -m benchmarks.memory.terms
 
-A group's own terms are those that were looked for because of its runs, whether a source says them or not. Without them
-a group is predicted like a stack whose source nobody has read. torchtitan's whole gradient of the head was found on its
-runs, too, and cannot be taken away here: it is part of how sharded weights are counted.
+A group's own terms are those that were looked for because of the group's runs, whether or not a source states them.
+Without its own terms a group is predicted like software whose source nobody has read. torchtitan's whole gradient of
+the head was found on its runs, too, and cannot be taken away here: it is part of how sharded weights are counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _eight_groups(config: Configuration) -> Configuration:
 
 def _as_megatron(config: Configuration) -> Configuration:
     """Return the configuration without the terms that were learnt from SimuMax's runs: spare gradients, fused loss,
-    context parallelism that exchanges heads.
+    context parallelism that exchanges heads, and the query groups of the 405B.
     """
     return _eight_groups(replace(config, spare_gradients=False, logit_bytes=6, cp_exchanges_heads=False))
 

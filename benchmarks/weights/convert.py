@@ -3,8 +3,8 @@
     python benchmarks/weights/convert.py [--folder DIR] [--layers 3]
 
 The model has layers of the 105B with a third of its experts; its weights are drawn once. Copies and conversions take
-turns; the number behind a way is that of its worker processes. The page cache is warm for all, so this is the speed of
-the work, not of the disk.
+turns; the number after the direction of a conversion is its number of worker processes. All files are in the page
+cache, so the program measures the speed of the conversion, not of the disk.
 """
 
 from __future__ import annotations

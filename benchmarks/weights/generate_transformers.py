@@ -3,9 +3,10 @@ prompts.
 
     python benchmarks/weights/generate_transformers.py output/quickstart [--reference-python PYTHON]
 
-PYTHON has torch and transformers (the extra `align`). The weights go out by `tc3 weights convert`, the tokenizer beside
-them; transformers loads the folder as anybody would, and its `generate` does not sample. Where both part, it prints by
-how much the token was the likeliest: a tie within rounding, or a mistake.
+PYTHON has torch and transformers (the extra `align`). `tc3 weights convert` exports the weights with the tokenizer;
+transformers loads the exported folder, and its `generate` does not sample. At the first token that differs, the program
+prints by how much the chosen token was the most probable one, which shows whether the difference is a tie within
+rounding or a mistake.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@ memory.
 
     python benchmarks/weights/reshard.py [--folder DIR] [--layers 2]
 
-The model has layers of the 105B with 16 of its experts, less wide: weights and two moments in fp32, drawn
-once, saved as of a pipeline of two stages. It goes to tensor parallelism (columns are cut, so rows are read in parts),
-to optimizer sharding over eight ranks, and back. Copies and layouts take turns. The page cache is warm for all, so this
-is the speed of the work, not of the disk; `sync` is waited for in all.
+The model has layers of the 105B with 16 of its experts and a smaller hidden size. Weights and two moments in fp32 are
+drawn once and saved as a pipeline of two stages saves them. The checkpoint is resharded to tensor parallelism (columns
+are cut, so rows are read in parts), to optimizer sharding over eight ranks, and back. Copies and layouts take turns.
+All files are in the page cache, so the program measures the speed of resharding, not of the disk; each measured time
+includes a `sync`.
 """
 
 from __future__ import annotations

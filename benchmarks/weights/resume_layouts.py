@@ -8,9 +8,9 @@ move, -> one worker -> ep2. sharded: tp2 -> pp2 -> dp2 with optimizer sharding -
 context: tp2 -> context parallel -> tp2, there. classes: one worker of this repository's CPU classes -> tp2 of the
 sharded graph -> the one worker. By default all, ten steps each; `--resume CHECKPOINT` into a new folder each time.
 
-At every step the losses must be those of the run that never changes to 1e-6 (relative), and global norms to 1e-5. After
-the last one weights and both of Adam's moments must be, tensor by tensor, to 1e-5 of their L2 norm, and the routers'
-biases equal.
+At every step the losses must agree to 1e-6 (relative) with those of the run that never changes its layout, and global
+norms to 1e-5. After the last step the weights and both of Adam's moments must agree, tensor by tensor, to 1e-5 of their
+L2 norm, and the routers' biases must be equal.
 """
 
 from __future__ import annotations
