@@ -3,9 +3,10 @@ the bytes.
 
     python benchmarks/accuracy_compare.py [--tensors 10000] [--folder DIR]
 
-Makes three dumps of one model's worth of tensors (64 KiB to 1 MiB each, float32) in msprobe's layout: GOLDEN, a rerun
-with the same bits, and one whose every tensor differs by rounding. Prints a table for RESULTS.md. "cold": the files'
-pages were dropped from memory before. msprobe's time includes its start, as a user would have it.
+The program makes three dumps with as many tensors as a model has (64 KiB to 1 MiB each, float32) in msprobe's layout:
+GOLDEN, a rerun with the same bits, and a dump whose tensors all differ from GOLDEN by rounding. The program prints a
+table for RESULTS.md. "cold" means that the files' pages were dropped from memory before. The time of msprobe includes
+its start.
 """
 
 import argparse
@@ -29,7 +30,9 @@ SIDES = ("golden", "rerun", "rounded")
 
 
 def write(folder, count):
-    """GOLDEN and its two neighbours; every cell has one input and one output."""
+    """Write the GOLDEN dump, its rerun with the same bits, and a dump whose tensors differ from GOLDEN by rounding.
+    Every cell has one input and one output.
+    """
     rng = np.random.default_rng(0)
     data = {}
     noise = {size: (1 + 1e-7 * rng.uniform(-5, 5, size)).astype(np.float32) for size in SIZES}
@@ -65,7 +68,7 @@ def files(folder):
 
 
 def forget(*folders):
-    """Drop the files' pages from memory: what reads them next reads the disk."""
+    """Drop the pages of the folders' files from memory, so that the next read of these files reads the disk."""
     for folder in folders:
         for file in files(folder):
             with file.open("rb") as handle:
@@ -73,7 +76,7 @@ def forget(*folders):
 
 
 def read(*folders):
-    """Every byte of every tensor, and nothing else."""
+    """Read every byte of the folders' files and compute nothing, as a baseline for the comparison."""
     buffer = bytearray(1 << 20)
     for folder in folders:
         for file in files(folder):

@@ -3,7 +3,7 @@ on one core.
 
     python benchmarks/attention_balance.py [--prefix output/data/stdlib] [--steps 4] [--json]
 
-Corpora are synthetic (benchmarks/corpora.py, seeded) but for the last part. "slowest/mean" is the time of a step
+Except in the last part, the corpora are synthetic (benchmarks/corpora.py, seeded). "slowest/mean" is the time of a step
 divided by that of a step whose attention is spread evenly, averaged over steps; the bound next to it is the best
 possible value for each number of micro-batches. Times are medians of one global batch; "CPU" counts this process's
 processor time, which a busy machine does not inflate as it does the wall clock.
@@ -53,7 +53,7 @@ SETTINGS = {
 
 
 def timed(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float, float]:
-    """The result, wall milliseconds and CPU milliseconds of one call."""
+    """Return the result of one call, and its wall and processor time in milliseconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return result, 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)
@@ -62,7 +62,9 @@ def timed(call: Callable[[], np.ndarray]) -> tuple[np.ndarray, float, float]:
 def against_baselines(
     costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective
 ) -> list[dict]:
-    """Every method on every global batch of costs [steps, batch], the methods in turn."""
+    """Return rows that compare plan time and quality of every scheduling method on every global batch of costs [steps,
+    batch]; the methods take turns.
+    """
     shape = (ranks, micro_batches, slots)
     methods = {**BASELINES, "this plugin": lambda batch, *shape: assign(batch, *shape, objective)}
     assign(costs[0], *shape, objective)  # the first call builds the pipeline's table
@@ -85,7 +87,9 @@ def against_baselines(
 
 
 def by_micro_batches(attention: np.ndarray, model: np.ndarray) -> list[dict]:
-    """128K samples, 256 ranks in one EP barrier: micro-batches of a step and look-ahead windows."""
+    """Return rows for samples of 128K tokens on 256 ranks in one expert-parallel barrier, by the number of
+    micro-batches of a step and by the plugin's window.
+    """
     rows: list[dict] = []
     for micro_batches, window in ((2, 1), (2, 8), (2, 32), (8, 1), (8, 8), (16, 1), (16, 4), (32, 1), (64, 1)):
         layout = Layout(256, micro_batches, 1, Objective(256), window)
@@ -100,7 +104,9 @@ def by_micro_batches(attention: np.ndarray, model: np.ndarray) -> list[dict]:
 
 
 def by_length(steps: int) -> list[dict]:
-    """256 ranks in one EP barrier, 64 micro-batches: corpora for other contexts."""
+    """Return rows for corpora of other context lengths, on 256 ranks in one expert-parallel barrier, with 64
+    micro-batches.
+    """
     rows = []
     layout = Layout(256, 64, 1, Objective(256))
     for length in CORPORA:
@@ -114,7 +120,9 @@ def by_length(steps: int) -> list[dict]:
 
 
 def context_parallel(samples: int) -> list[dict]:
-    """128K samples cut over context-parallel ranks: pairs of the slowest rank over the mean."""
+    """Return rows for samples of 128K tokens that are split over context-parallel ranks: the attending pairs of the
+    slowest rank divided by the mean over ranks.
+    """
     segments = segments_of(synthetic_index(samples, LONGEST, SEED), 0, samples)
     rows = []
     for ranks in (2, 8, 16):
@@ -128,7 +136,9 @@ def context_parallel(samples: int) -> list[dict]:
 
 
 def real_corpus(prefix: str) -> list[dict]:
-    """A corpus on disk: small, so few ranks; one EP barrier."""
+    """Return rows for a corpus on disk, with one expert-parallel barrier. The corpus is small, so only a few ranks are
+    planned.
+    """
     lengths = IndexReader(prefix).lengths
     rows = []
     for length, ranks, micro_batches in ((4_096, 8, 8), (4_096, 8, 32), (32_768, 4, 8)):

@@ -3,18 +3,19 @@ steps, in one run.
 
     python benchmarks/attention_balance_train.py [--steps 25] [--pairs 2]
 
-Trains recipes/mini/pretrain_eod.yaml, smaller but with long samples and many heads, through `tc3 train`, in turn (off
-on off on), one thread a worker. The corpus is synthetic: documents of `tools/data/index.py`'s 128K mixture, their
-medians divided so that a sample has as many of them as one of 128K. By FLOPs, attention is about as large a part of
-this model as of recipes/base/telechat3_105b.yaml at 128K with these documents (0.59); on CPU its share of the time is
-another. A sample's attention costs what its documents cost (plugins/cpu_backend/attention.py).
+The program trains recipes/mini/pretrain_eod.yaml, smaller but with long samples and many heads, through `tc3 train`,
+with the plugin off and on in turn (off on off on), and with one thread for each worker. The corpus is synthetic: its
+documents are drawn from the 128K mixture of benchmarks/corpora.py, with medians divided so that a sample has as many
+documents as a sample of 128K tokens. Attention takes about the same share of the FLOPs in this model as in
+recipes/base/telechat3_105b.yaml at 128K with these documents (0.59); its share of the time on CPU differs. The
+attention of a sample costs what its documents cost (plugins/cpu_backend/attention.py).
 
-The ratios are the result; absolute times depend on the machine. A step is timed from the moment its data is there; the
-first steps compile and are dropped. In addition to wall time the program reports the processor time of the worker that
-used most in a step, which other users of the machine hardly change. Three predictions for the same steps stand beside
-the measured ratio: only by attending pairs of tokens, by the FLOPs of the model, and by a line through the measured
-steps, processor seconds = a + b * (pairs of the slowest rank). The last shows which part of a step is proportional to
-the pairs; it only describes these runs and predicts nothing.
+The results are ratios of step times; absolute times depend on the machine. The time of a step begins when its data is
+available; the first steps, which compile, are dropped. In addition to wall time the program reports the processor time
+of the worker that used most in a step, which other users of the machine hardly change. The program prints three
+predictions for the same steps beside the measured ratio: by only the attending pairs of tokens, by the FLOPs of the
+model, and by a line through the measured steps, processor seconds = a + b * (pairs of the slowest rank). The line shows
+which part of a step is proportional to the pairs; it only describes these runs and predicts nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ LOSSES = ("loss", "lm_loss", "mtp_loss", "load_balancing_loss", "global_norm")
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, its first steps dropped: seconds, cpu: [steps]; losses [steps, len(LOSSES)]; log: of worker 0.
+    """A `Run` is one training run without its first steps: wall and processor seconds [steps], losses [steps,
+    len(LOSSES)] and the log of worker 0.
 
     cpu is the processor time of the worker that used most in a step.
     """
@@ -69,7 +71,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Means over steps, relative to an evenly loaded step (before, after), and time without over with the plugin."""
+    """A `Predicted` holds means over steps: the predicted step time without (before) and with the plugin (after),
+    relative to a step with equal loads, and the step time without the plugin divided by that with it.
+    """
 
     before: float
     after: float
@@ -77,7 +81,7 @@ class Predicted:
 
 
 def recipe_of(variant: str, prefix: Path, length: int, slots: int, steps: int) -> dict:
-    """`RECIPE` with one dense and one MoE layer, narrow, with many heads and long samples."""
+    """Return `RECIPE` with one dense and one MoE layer, a small hidden size, many heads and long samples."""
     recipe: dict = {
         "base_config": str(RECIPE),
         "runner_config": {"batch_size": slots},
@@ -113,7 +117,7 @@ def recipe_of(variant: str, prefix: Path, length: int, slots: int, steps: int) -
 
 
 def corpus(folder: Path, length: int, samples: int) -> Path:
-    """A corpus with room for `samples` samples of `length` tokens; returns its prefix."""
+    """Write a corpus with room for `samples` samples of `length` tokens, and return its prefix."""
     scaled = tuple(replace(source, median=source.median * length / LONG) for source in CORPORA[LONG])
     lengths = document_lengths(int(1.1 * samples * length), scaled, SEED)
     write_corpus(folder / "corpus", lengths, VOCABULARY, END, SEED)
@@ -121,7 +125,7 @@ def corpus(folder: Path, length: int, samples: int) -> Path:
 
 
 def train(recipe: Path, run_dir: Path) -> Run:
-    """One run of `tc3 train` from beginning to end, one thread a worker."""
+    """Run `tc3 train` on a recipe to its end, with one thread for each worker, and return its measurements."""
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(recipe), "--run-dir", str(run_dir)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -138,7 +142,7 @@ def train(recipe: Path, run_dir: Path) -> Run:
 
 
 def measure(folder: Path, recipes: Mapping[str, Path], pairs: int) -> dict[str, list[Run]]:
-    """All runs, the variants in turn."""
+    """Train all runs, with the plugin off and on in turn, and return the runs by variant."""
     runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
     for pair in range(pairs):
         for name in VARIANTS:
@@ -150,7 +154,8 @@ def measure(folder: Path, recipes: Mapping[str, Path], pairs: int) -> dict[str, 
 
 
 def samples_of(recipe: Path, prefix: Path) -> tuple[Layout, np.ndarray, np.ndarray, np.ndarray]:
-    """Layout, plan [steps, ...], and by item: attending pairs, FLOPs of the model."""
+    """Return the layout, the plan [steps, ...], and for each sample its number of attending token pairs and its FLOPs.
+    """
     setting = setting_of(load_recipe(recipe), prefix, None)
     index = build_gpt_index(map_lengths(prefix), setting.sequence_length, setting.wanted, setting.seed)
     trained = setting.steps * setting.layout.batch
@@ -160,7 +165,7 @@ def samples_of(recipe: Path, prefix: Path) -> tuple[Layout, np.ndarray, np.ndarr
 
 
 def check_plan(run: Run, flops: np.ndarray, plan: np.ndarray, layout: Layout) -> None:
-    """What we predict is for the samples and the plan of this run: its log says the same of all its steps."""
+    """Check that the log of a run states the same loads as the plan from which its step time is predicted."""
     found = balance(flops, plan, layout)
     own = f"mean of {len(plan)} steps: {found.before.mean():.3f} without the plugin, {found.after.mean():.3f} with it"
     said = re.search(r"mean of \d+ steps: [\d.]+ without the plugin, [\d.]+ with it", run.log)
@@ -168,21 +173,23 @@ def check_plan(run: Run, flops: np.ndarray, plan: np.ndarray, layout: Layout) ->
 
 
 def slowest(costs: np.ndarray, plan: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Cost of the slowest rank in each kept step, without and with the plan: [steps] each."""
+    """Return the cost of the slowest rank in each kept step [steps], without and with the plan."""
     found, batch = balance(costs, plan, layout), costs.reshape(len(plan), -1)
     even = batch.sum(1) / layout.ranks
     return (found.before * even)[DROPPED:], (found.after * even)[DROPPED:]
 
 
 def predict(costs: np.ndarray, plan: np.ndarray, layout: Layout, constant: float = 0.0) -> Predicted:
-    """From the costs of items; `constant` is added to every rank's cost of a step."""
+    """Predict relative step times from the costs of samples; `constant` is added to every rank's cost of a step."""
     even = costs.reshape(len(plan), -1).sum(1)[DROPPED:] / layout.ranks + constant
     before, after = (side + constant for side in slowest(costs, plan, layout))
     return Predicted((before / even).mean(), (after / even).mean(), before.sum() / after.sum())
 
 
 def line(runs: Mapping[str, list[Run]], sides: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
-    """Least squares of cpu = a + b * pairs of the slowest rank over all steps of all runs: (a, b, R squared)."""
+    """Return (a, b, R squared) of the least-squares line cpu = a + b * pairs of the slowest rank over all steps of all
+    runs.
+    """
     x = np.concatenate([side for name, side in zip(VARIANTS, sides, strict=True) for _ in runs[name]])
     y = np.concatenate([run.cpu for name in VARIANTS for run in runs[name]])
     slope, constant = np.polyfit(x, y, 1)
@@ -190,7 +197,7 @@ def line(runs: Mapping[str, list[Run]], sides: tuple[np.ndarray, np.ndarray]) ->
 
 
 def report(runs: Mapping[str, list[Run]], recipe: Path, prefix: Path) -> None:
-    """Markdown for benchmarks/RESULTS.md."""
+    """Print the results as Markdown for benchmarks/RESULTS.md."""
     layout, plan, pairs, flops = samples_of(recipe, prefix)
     for run in runs["on"]:
         check_plan(run, flops, plan, layout)
@@ -223,7 +230,7 @@ def report(runs: Mapping[str, list[Run]], recipe: Path, prefix: Path) -> None:
 
 
 def noise(runs: Mapping[str, list[Run]]) -> str:
-    """How far the machine itself moves the times."""
+    """Return a sentence that says how much the step times of equal runs differ on this machine."""
     if len(runs["off"]) == 1:
         return "One pair: no measure of noise."
     walls = [[run.seconds.mean() for run in side] for side in runs.values()]
@@ -233,7 +240,9 @@ def noise(runs: Mapping[str, list[Run]]) -> str:
 
 
 def attention_share(flops: np.ndarray, pairs: np.ndarray) -> float:
-    """Attention's share of the model's FLOPs, which are a line in pairs: all samples have the same tokens."""
+    """Return the share of attention in the model's FLOPs. All samples have the same number of tokens, so FLOPs are a
+    linear function of attending pairs.
+    """
     slope, _ = np.polyfit(pairs, flops, 1)
     return slope * pairs.sum() / flops.sum()
 

@@ -3,7 +3,7 @@ its model would need.
 
     python benchmarks/check.py
 
-"pure" is the part before MindFormers is imported: schema, values, arithmetic.
+"pure" is the time of the checks that `tc3 check` makes before it imports MindFormers: schema, values, arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORK = {
 
 
 def seconds(code: str) -> float:
-    """Processor time, s, of a Python process with its children."""
+    """Return the processor seconds that a Python process and its children take to run `code`."""
     before = os.times()
     command = [sys.executable, "-c", f"import sys; {code}", RECIPE]
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)

@@ -32,7 +32,7 @@ class Source:
 
 
 def _mixture(web: float, code: float, papers: float, books: float) -> tuple[Source, ...]:
-    """Return shares of the tokens -> sources."""
+    """Return the sources of a corpus in which web pages, code, papers and books have the given shares of the tokens."""
     return (
         Source(web, 600, 1.1),
         Source(code, 1_000, 1.3),

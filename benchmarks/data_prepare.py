@@ -3,7 +3,7 @@ cores.
 
     python benchmarks/data_prepare.py
 
-Prints one JSON line a run: wall seconds, files, documents, tokens, MB of text a second.
+The program prints one JSON line for each run: wall seconds, files, documents, tokens, MB of text per second.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ offsets, chunks, MTP and swapping.
 
     python benchmarks/dryrun_quick_vs_full.py [--jobs N] [--only NAME]
 
-A small model (tests/tools/dryrun/pipeline.yaml: 16 devices per stage, dp 8 x tp 2 x ep 8) of which activations are most
-of the memory, so that what `--quick` adds up weighs more than in a real recipe. Compiles stay in the dry run's cache.
+The program compiles a small model (tests/tools/dryrun/pipeline.yaml: 16 devices per stage, dp 8 x tp 2 x ep 8).
+Activations take most of the memory of this model, so the error of the activations that `--quick` adds up is a larger
+share of the memory than in a real recipe. The results of the compiles stay in the dry run's cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SHARED = r"mlp\.shared_experts\.activation_func\.silu"
 def layout(
     layers: int, pp: int, offset: Any, recompute: dict[str, Any], chunks: int = 1, mtp: int = 0, swapped: Any = None
 ) -> dict[str, Any]:
-    """Changes of a layout, as a child of the base."""
+    """Return the changes of the base recipe that make one pipeline layout."""
     model = {
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": mtp,
@@ -85,7 +86,9 @@ def main(jobs: int, only: str) -> None:
 
 
 def compare(name: str, changes: dict[str, Any], jobs: int) -> float:
-    """Print a layout's rows; returns the worst stage's difference, as a share of what full depth says."""
+    """Print the rows of a layout; return the largest difference between quick and full dry run of any stage, as a share
+    of the memory at full depth.
+    """
     recipe = recipe_of(changes)
     # tc3 check knows swapping by `swap_config`, which MindFormers hands no model: see tools/dryrun/plan.py
     errors = [str(error) for error in check_recipe(recipe).errors if "swap" not in str(error)]
@@ -102,7 +105,7 @@ def compare(name: str, changes: dict[str, Any], jobs: int) -> float:
 
 
 def recipe_of(changes: Mapping[str, Any]) -> Recipe:
-    """The base with a layout's sections; recomputation is the layout's own."""
+    """Return the base recipe with the sections of a layout; the layout's recomputation replaces that of the base."""
     recipe = without_files(load_recipe(BASE))
     _merge(recipe, {**changes, "recompute_config": {}})
     recipe["recompute_config"] = dict(changes["recompute_config"])
@@ -118,7 +121,7 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
 
 
 def memory(recipe: Recipe, plan: Plan, jobs: int) -> list[dict[str, Any]]:
-    """Bytes of each stage."""
+    """Return the bytes of memory of each stage, as a dry run counts them."""
     results = compile_all(plan, jobs, use_cache=True)
     refused = [result["error"] for result in results if "error" in result]
     assert not refused, refused

@@ -5,9 +5,9 @@ the model that ranks the modes.
 
 Two Linux network namespaces are two nodes of two ranks. The link between them is shaped with `tc` to a tenth of the
 nodes' loopback, over which the ranks of a node talk. Every rank is a process; they move exactly the bytes that
-`plugins/hierarchical_ep/plan.py` plans, over `plugins/cpu_backend/transport.py`. A layer's experts are a sleep:
-four ranks that compute on a few cores would slow each other and the network down. Needs root and iproute2 (ip, tc), and
-says so otherwise; touches only its own namespaces.
+`plugins/hierarchical_ep/plan.py` plans, over `plugins/cpu_backend/transport.py`. The work of a layer's experts is
+replaced by a sleep, because four ranks that compute on a few cores would slow down each other and the network. The
+program needs root and iproute2 (ip, tc), and says so if they are missing; it changes only its own namespaces.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Spans = list[list[tuple[float, float]]]
 
 @contextmanager
 def processes() -> Iterator[list[subprocess.Popen]]:
-    """A process for each rank, on its node; none is left behind."""
+    """Yield one process for each rank, which runs on its node; all processes have ended when the block ends."""
     ranks: list[subprocess.Popen] = []
     try:
         for rank in range(TOPOLOGY.ep):
@@ -54,14 +54,14 @@ def processes() -> Iterator[list[subprocess.Popen]]:
 
 
 def tell(ranks: Sequence[subprocess.Popen], messages: Sequence) -> None:
-    """A message to each rank."""
+    """Send one message to each rank."""
     for process, message in zip(ranks, messages, strict=True):
         process.stdin.write(json.dumps(message) + "\n")
         process.stdin.flush()
 
 
 def hear(ranks: Sequence[subprocess.Popen]) -> list:
-    """The next message of each rank."""
+    """Return the next message of each rank."""
     lines = [process.stdout.readline() for process in ranks]
     if not all(lines):
         dead = [rank for rank, line in enumerate(lines) if not line]
@@ -70,7 +70,9 @@ def hear(ranks: Sequence[subprocess.Popen]) -> list:
 
 
 def jobs_of(cases: Sequence[Case], rates: Rates) -> list[Job]:
-    """Every case in every mode and kind; the stand-in takes as long as hierarchical communication should."""
+    """Return jobs for every case, dispatch mode and kind of measurement; the experts' stand-in takes as long as the
+    predicted hierarchical communication.
+    """
     jobs = []
     for index, case in enumerate(cases):
         compute = move_seconds(case, "hierarchical", rates)
@@ -81,7 +83,9 @@ def jobs_of(cases: Sequence[Case], rates: Rates) -> list[Job]:
 
 
 def measure(cases: Sequence[Case], inter_mbit: int, repetitions: int) -> tuple[Rates, list[Job], list[list[float]]]:
-    """Rates of the links, jobs, and seconds of each job in each repetition: last rank's end less first one's start."""
+    """Return the rates of the links, the jobs, and the seconds of each job in each repetition: from the start of the
+    first rank to the end of the last rank.
+    """
     with links.nodes(inter_mbit, 10 * inter_mbit), processes() as ranks:
         hosts = [links.HOSTS[node] for node in TOPOLOGY.node_of(range(TOPOLOGY.ep))]
         specs = [
@@ -106,9 +110,10 @@ def measure(cases: Sequence[Case], inter_mbit: int, repetitions: int) -> tuple[R
 
 
 def results_of(cases: Sequence[Case], rates: Rates, jobs: Sequence[Job], runs: list[list[float]]) -> list[dict]:
-    """A row for each case and mode: bytes, measured and predicted seconds and ratios.
+    """Return a row for each case and mode, with bytes, measured and predicted seconds, and ratios of seconds.
 
-    Ratios are taken repetition by repetition, then their median: what slows the machine down slows both.
+    Each ratio is the median of the ratios of single repetitions, because other work on the machine slows down both
+    times of a repetition.
     """
     column = {(job.case, job.mode, job.kind): [run[at] for run in runs] for at, job in enumerate(jobs)}
     computes = {job.case: job.compute for job in jobs if job.kind == "whole"}
@@ -148,12 +153,12 @@ def results_of(cases: Sequence[Case], rates: Rates, jobs: Sequence[Job], runs: l
 
 
 def deviation(row: dict, key: str) -> float:
-    """Measured over predicted, less 1."""
+    """Return the measured ratio divided by the predicted ratio, minus 1."""
     return row["measured"][key] / row["model"][key] - 1
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """Return the rows as a Markdown table."""
     lines = [
         "| routing, top-k | mode | MB between nodes | MB inside a node | dispatch + combine | over global: measured "
         "| model | off by | in chunks over whole layer: measured | model | off by |",
@@ -171,7 +176,9 @@ def table(rows: list[dict]) -> str:
 
 
 def notes(rates: Rates, rows: list[dict], inter_mbit: int, repetitions: int) -> str:
-    """What the table's numbers are."""
+    """Return sentences that explain the table: link rates, sizes, number of repetitions, largest deviation from the
+    model.
+    """
     first, megabit = rows[0], 8e-6
     worst = {key: max(abs(deviation(row, key)) for row in rows) for key in rows[0]["model"]}
     return (

@@ -18,18 +18,18 @@ BURSTS = {"inter": 32 << 10, "intra": 96 << 10}
 
 
 class Unavailable(Exception):
-    """This machine cannot make such a network, and why."""
+    """Raised with the reason if this machine cannot make the network of two namespaces."""
 
 
 def run(*command: str) -> None:
-    """Run a command of iproute2; raise Unavailable with what it says."""
+    """Run a command of iproute2; raise Unavailable with the command's error message if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Unavailable(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
 
 
 def check() -> None:
-    """Raise Unavailable where root, iproute2 or free names are missing."""
+    """Raise Unavailable if this process is not root, iproute2 is missing, or the names of the namespaces are in use."""
     if os.geteuid() != 0:
         raise Unavailable("it makes network namespaces: run it as root")
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -44,7 +44,9 @@ def check() -> None:
 
 @contextmanager
 def nodes(inter_mbit: int, intra_mbit: int) -> Iterator[None]:
-    """Both namespaces, addressed by HOSTS, for as long as the block runs. Raises Unavailable."""
+    """Make both network namespaces, with the addresses HOSTS, for as long as the block runs; raise Unavailable if that
+    is impossible.
+    """
     check()
     made = []
     try:
@@ -65,5 +67,7 @@ def nodes(inter_mbit: int, intra_mbit: int) -> Iterator[None]:
 
 
 def command_in(node: int, *command: str) -> list[str]:
-    """`command` to be run on a node; it replaces the `ip` process, so the process id is its own."""
+    """Return the words that run `command` on a node; the command replaces the `ip` process, so the process id is that
+    of the command.
+    """
     return ["ip", "netns", "exec", NAMES[node], *command]

@@ -1,7 +1,7 @@
 """This module defines the cases and plans of `ep_network.py`, and predicts their seconds; it opens no sockets.
 
-The model knows bytes and link rates, no latency. What it shares: all ranks of a node send over one link to the other
-node, which is full duplex, and all talk inside a node goes through one loopback, both directions together.
+The model counts bytes and link rates, but no latency. All ranks of a node share one link to the other node, which is
+full duplex, and all messages inside a node share one loopback, both directions together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ ROUTINGS = ("balanced", "skewed", "node-limited")
 
 @dataclass(frozen=True)
 class Case:
-    """A routing, top-k, tokens of a rank, width of a row; chunks that the overlapped layer is cut into."""
+    """A `Case` is a kind of routing with top-k, tokens of a rank, elements of a row, and the number of chunks of the
+    overlapped layer.
+    """
 
     routing: str
     top_k: int
@@ -32,7 +34,7 @@ class Case:
     chunks: int
 
     def ids(self) -> list[np.ndarray]:
-        """[tokens, k] distinct experts for each rank, the same in every process.
+        """Return for each rank the distinct experts of its tokens [tokens, k], which are the same in every process.
 
         balanced      every expert alike;
         skewed        expert e in proportion to (e + 1) ** -0.7, so the first node gets most;
@@ -53,25 +55,29 @@ class Case:
         return every
 
     def plan(self, mode: str) -> Plan:
-        """The plan of the whole micro-batch."""
+        """Return the plan that dispatches the whole micro-batch."""
         return make_plan(mode, TOPOLOGY, self.ids())
 
     def chunk_plans(self, mode: str) -> list[Plan]:
-        """A plan for each chunk of the tokens."""
+        """Return a dispatch plan for each chunk of the tokens."""
         parts = [np.array_split(ids, self.chunks) for ids in self.ids()]
         return [make_plan(mode, TOPOLOGY, list(chunk)) for chunk in zip(*parts, strict=True)]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Payload bytes a second of the link between the nodes (each direction) and of a node's loopback (in all)."""
+    """A `Rates` holds bytes of payload per second: of the link between the nodes (in each direction), and of a node's
+    loopback (both directions together).
+    """
 
     inter: float
     intra: float
 
 
 def link_bytes(moved: StepBytes) -> dict[str, float]:
-    """Bytes of one step on its busiest link of each class."""
+    """Return the bytes of one communication step on its busiest link between nodes and on its busiest link inside a
+    node.
+    """
     nodes = TOPOLOGY.node_of(np.arange(TOPOLOGY.ep))
     between = [moved.inter[np.ix_(nodes == source, nodes != source)].sum() for source in range(TOPOLOGY.nodes)]
     inside = [moved.intra[np.ix_(nodes == node, nodes == node)].sum() for node in range(TOPOLOGY.nodes)]
@@ -79,38 +85,42 @@ def link_bytes(moved: StepBytes) -> dict[str, float]:
 
 
 def layer_bytes(case: Case, mode: str) -> dict[str, float]:
-    """Bytes on the busiest link of each class, dispatch and combine together."""
+    """Return the bytes of dispatch and combine together on the busiest link between nodes and inside a node."""
     steps = [link_bytes(moved) for moved in per_rank_bytes(case.plan(mode), case.hidden, ITEMSIZE)]
     return {link: sum(step[link] for step in steps) for link in LINKS}
 
 
 def step_seconds(plan: Plan, hidden: int, rates: Rates) -> list[float]:
-    """Predicted seconds of each step, dispatch and combine: the slower of its two links."""
+    """Return the predicted seconds of each communication step of dispatch and combine: those of the slower of its two
+    links.
+    """
     each = [link_bytes(moved) for moved in per_rank_bytes(plan, hidden, ITEMSIZE)]
     return [max(step["inter"] / rates.inter, step["intra"] / rates.intra) for step in each]
 
 
 def move_seconds(case: Case, mode: str, rates: Rates) -> float:
-    """Predicted seconds of dispatch and combine, uncut."""
+    """Return the predicted seconds of dispatch and combine without chunks."""
     return sum(step_seconds(case.plan(mode), case.hidden, rates))
 
 
 def step_names(plan: Plan) -> list[str]:
-    """The chain of a chunk: dispatch, experts, combine."""
+    """Return the names of the steps of a chunk in order: dispatch, experts, combine."""
     half = len(plan.dispatch)
     names = [step.step for step in plan.forward]
     return [*names[:half], "experts", *names[half:]]
 
 
 def stream_of(name: str) -> str:
-    """The stream that a step occupies."""
+    """Return the name of the stream on which a step runs."""
     if name == "experts":
         return "compute"
     return name.split(".")[1] if "." in name else "both"
 
 
 def chunk_ops(case: Case, mode: str, rates: Rates, compute: float, stride: int) -> list[Op]:
-    """The layer in chunks, in order of issue, with predicted seconds; `compute`: seconds of all tokens' experts."""
+    """Return the steps of the layer in chunks, in order of issue, with predicted seconds; `compute` is the seconds of
+    the experts' work on all tokens.
+    """
     plans = case.chunk_plans(mode)
     names = step_names(plans[0])
     seconds = []
@@ -128,7 +138,7 @@ def chunk_ops(case: Case, mode: str, rates: Rates, compute: float, stride: int) 
 
 
 def overlapped(case: Case, mode: str, rates: Rates, compute: float) -> tuple[int, Timeline]:
-    """The stride with the shortest predicted layer in chunks, and its timeline."""
+    """Return the stride with the shortest predicted time of the layer in chunks, and its timeline."""
     strides = range(len(step_names(case.chunk_plans(mode)[0])) + 1)
     runs = [(stride, simulate(chunk_ops(case, mode, rates, compute, stride))) for stride in strides]
     return min(runs, key=lambda run: run[1].makespan)

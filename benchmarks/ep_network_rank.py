@@ -1,7 +1,8 @@
 """This program is one rank of `ep_network.py`: it moves the planned bytes over `transport.Mesh` and measures the time.
 
-Run by `ep_network.py`, which speaks to it in JSON lines: a Spec in, addresses out, all ranks' addresses in, measured
-stream rates out, jobs in, (start, end) of each job of each repetition out.
+`ep_network.py` starts this program and exchanges JSON lines with it. The program reads a Spec, writes its addresses,
+reads the addresses of all ranks, writes the measured stream rates, reads the jobs, and writes (start, end) of each job
+of each repetition.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STREAM_BYTES = {"inter": 24 << 20, "intra": 240 << 20}
 
 @dataclass(frozen=True)
 class Job:
-    """What is timed: a case in a mode.
+    """A `Job` is one measurement: a case that is dispatched in one mode.
 
     kind: "moves" (dispatch and combine), "whole" (with the compute stand-in between them) or "chunks" (the same cut
     into chunks that overlap); compute: seconds of the stand-in; stride: the order of issue of the chunks.
@@ -48,7 +49,7 @@ class Job:
 
 
 class Rank:
-    """Runs jobs on one rank. `mesh` is connected."""
+    """A `Rank` runs the jobs of one rank over a connected `mesh`."""
 
     def __init__(self, mesh: Mesh, cases: Sequence[Case]):
         self.mesh, self.cases = mesh, cases
@@ -57,7 +58,7 @@ class Rank:
         self.blank = np.zeros(0, np.float32)
 
     def prepare(self, job: Job) -> None:
-        """Plan a job, before its time is taken."""
+        """Make the dispatch plan of a job before the job is timed."""
         case = self.cases[job.case]
         key = (job.case, job.mode, job.kind)
         if key in self.plans:
@@ -69,11 +70,12 @@ class Rank:
             self.blank = np.ones(largest, np.float32)
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Wait until every rank has called this method."""
         self.mesh.all_to_all_v(TOPOLOGY.ep_group, BARRIER_TAG, [np.zeros(0)] * TOPOLOGY.ep)
 
     def timed(self, job: Job) -> tuple[float, float]:
-        """(start, end) of a job after a barrier; the clock is the same in all processes of a machine."""
+        """Return the start and end time of a job after a barrier; the clock is the same in all processes of a machine.
+        """
         self.prepare(job)
         self.barrier()
         start = time.monotonic()
@@ -81,7 +83,7 @@ class Rank:
         return start, time.monotonic()
 
     def run(self, job: Job) -> None:
-        """All steps of all chunks; a thread for each stream, in order of issue, as on a device."""
+        """Run all steps of all chunks, with one thread for each stream, in order of issue, as on a device."""
         plans, hidden = self.plans[job.case, job.mode, job.kind], self.cases[job.case].hidden
         names = step_names(plans[0])
         total = sum(plan.tokens[self.mesh.rank] for plan in plans)
@@ -108,7 +110,9 @@ class Rank:
             list(pool.map(stream, streams))
 
     def move(self, plan: Plan, index: int, tag: int, hidden: int) -> None:
-        """One step: the counts of what will come, where the plan has them, then rows with ids and probabilities."""
+        """Exchange the data of one step: the counts of rows if the plan sends counts, then rows with expert ids and
+        probabilities.
+        """
         step, rank = plan.forward[index], self.mesh.rank
         group = step.group_of(rank)
         if step.kind == "all_to_all_v" and step.step.startswith("dispatch"):
@@ -123,12 +127,14 @@ class Rank:
 
 
 def width_of(plan: Plan, step: Transfer, hidden: int) -> int:
-    """Words of a row of a step: fp32 values, ids and probabilities have four bytes each."""
+    """Return the number of 4-byte words in a row that a step sends: float32 values, expert ids and probabilities."""
     return row_bytes(step, plan.top_k, hidden, ITEMSIZE) // ITEMSIZE
 
 
 def stream_rate(listener: socket.socket, addresses: Sequence, rank: int, source: int, to: int, size: int) -> float:
-    """Bytes a second of one plain stream from rank `source` to rank `to`, as the receiver sees it; 0.0 elsewhere."""
+    """Return the bytes per second of one plain TCP stream from rank `source` to rank `to`, as the receiver measures it;
+    0.0 on other ranks.
+    """
     if rank == source:
         with socket.create_connection(addresses[to]) as link:
             link.sendall(bytes(size))
@@ -151,7 +157,8 @@ def stream_rate(listener: socket.socket, addresses: Sequence, rank: int, source:
 
 
 def measure_links(worker: Rank, listener: socket.socket, addresses: Sequence) -> dict[str, float]:
-    """Rates of the plain streams that end at this rank, one stream at a time on the whole machine."""
+    """Return the rates of the plain TCP streams that end at this rank; only one stream at a time runs on the machine.
+    """
     rates: dict[str, float] = {}
     last = TOPOLOGY.ep - 1
     for link, source, to in (("inter", 0, last), ("inter", last, 0), ("intra", 0, 1), ("intra", last - 1, last)):
@@ -163,7 +170,7 @@ def measure_links(worker: Rank, listener: socket.socket, addresses: Sequence) ->
 
 
 def main() -> None:
-    """Serve one run; see the module's docstring for the protocol."""
+    """Serve one run of `ep_network.py`; the module's docstring describes the protocol."""
 
     def say(message) -> None:
         print(json.dumps(message), flush=True)

@@ -8,9 +8,9 @@ fit, or computes the errors of groups that were left out.
     python -m benchmarks.estimator --pairs        # steps with natural routing over steps with forced even routing
     python -m benchmarks.estimator --unseen       # runs that no fit has seen: newer software, further cards
 
-The fit is `benchmarks.estimator_fit`: all device types at once, each drawn to the type that it is most like. The
-Ascend sets are not fitted with the others: searched recipes hang on them (docs/estimator.md); their errors are those of
-a fit all the same.
+`benchmarks.estimator_fit` fits all device types at once; the parameters of each type are regularised towards those of
+the most similar type. `--fit` does not replace the sets of Ascend, because the searched recipes depend on them
+(docs/estimator.md); the recorded errors of Ascend are still those of a fit.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ _HEAD = """\
 
 
 def read(files: Iterable[Path]) -> list[Row]:
-    """All rows of some files."""
+    """Return all published measurements (rows) of the files."""
     return [row for file in files for row in read_rows(file)]
 
 
 def line(name: str, errors: Iterable[float], more: str = "") -> str:
-    """A line of a table: rows, mean and worst of absolute errors."""
+    """Return a line of a table: the number of errors, and the mean and the largest of their absolute values."""
     size = np.abs(np.array(list(errors)))
     return f"| {name} | {len(size)} |{more} {100 * size.mean():.1f} % | {100 * size.max():.1f} % |"
 
 
 def by_type(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
-    """Judged rows by their device type, in the order of `TYPES`."""
+    """Return the predicted rows by device type, in the order of `TYPES`."""
     every = list(judged)
     found = {kind: [one for one in every if type_of(one.row.cluster) == kind] for kind in TYPES}
     return {kind: own for kind, own in found.items() if own}
 
 
 def cross_table(judged: list[Judged]) -> str:
-    """By device type and in all; then every row."""
+    """Return the table of errors of left-out rows, by device type and over all rows, and then a table of every row."""
     found = {**by_type(judged), "all": judged, "dense Megatron": [j for j in judged if j.row.group in _DENSE]}
     lines = ["| left out by model and device | rows | groups | mean | worst |", "|---|---:|---:|---:|---:|"]
     for name, own in found.items():
@@ -91,7 +91,9 @@ def cross_table(judged: list[Judged]) -> str:
 
 
 def contradiction_table(rows: list[Row]) -> str:
-    """Configurations that were measured to differ, and the floor that all repetitions set."""
+    """Return the table of configurations whose published step times differ, and the lowest errors that any model of
+    configurations can have.
+    """
     lines = ["| fastest | slowest | slower by | worst at least |", "|---|---|---:|---:|"]
     for found in contradictions(rows):
         names = " | ".join(found.rows[place].id for place in (0, -1))
@@ -103,7 +105,9 @@ def contradiction_table(rows: list[Row]) -> str:
 
 
 def calibrated(rows: list[Row], group: str = "simumax_b200") -> str:
-    """Rows of one machine, predicted after calibration on others of them, from sets that never saw the machine."""
+    """Return the table of errors for one machine's rows, which are predicted after a calibration on other rows of the
+    machine, starting from efficiencies that were fitted without this machine.
+    """
     every = usable(rows)
     own = [row for row in every if row.group == group]
     start = fit([row for row in every if row.group != group])
@@ -129,7 +133,7 @@ def calibrated(rows: list[Row], group: str = "simumax_b200") -> str:
 
 
 class Pair:
-    """A published pair of steps: one layout with forced even and with natural routing."""
+    """A `Pair` is a published pair of steps: one layout with forced even routing and with natural routing."""
 
     def __init__(self, content: dict[str, Any]):
         row = express(content["row"], f"{PAIRS}: {content['row']['id']}")
@@ -140,14 +144,17 @@ class Pair:
         self.even_error = self.even / row.measured["step_time_s"] - 1
 
     def ratio(self, deviation: float) -> float:
-        """Natural over even, with loads of this spread."""
+        """Return the predicted step time under natural routing, with loads of this spread, divided by that under even
+        routing.
+        """
         loads = spread(deviation, len(moe_layers(self.config)), self.config.ep)
         return self.times.under(self.config, loads).total / self.even
 
 
 def pairs() -> list[dict[str, Any]]:
-    """Published pairs: the ratio that `--loads published` gives, the one by the spread that the other pairs need, and
-    the error of the even step."""
+    """Return for each published pair the ratio of step times that `--loads published` predicts, the ratio that the
+    spread of the other pairs predicts, and the error of the step with even routing.
+    """
     every = [Pair(content) for content in yaml.safe_load(PAIRS.read_text("utf-8"))["pairs"]]
     found = []
     for pair in every:
@@ -159,7 +166,7 @@ def pairs() -> list[dict[str, Any]]:
 
 
 def pair_table() -> str:
-    """`pairs` as a table."""
+    """Return the values of `pairs` as a Markdown table."""
     head = (
         "| pair | spread that it needs | natural over even, measured | with the spread | error | left out | error | the"
     )
@@ -175,7 +182,7 @@ def pair_table() -> str:
 
 
 def as_entry(kind: str, values: Efficiency, rows: list[Row]) -> dict[str, object]:
-    """A set as efficiencies.yaml holds it."""
+    """Return a set of efficiencies in the form in which efficiencies.yaml holds it."""
     own = [row for row in usable(rows) if type_of(row.cluster) == kind]
     # a link cannot be faster than its nominal figure, so more than that tells nothing
     fastest = 1 / cluster(TYPES[kind].clusters[0]).intra_node.efficiency
@@ -191,13 +198,15 @@ def as_entry(kind: str, values: Efficiency, rows: list[Row]) -> dict[str, object
 
 
 def cards() -> list[Judged]:
-    """MindFormers' cards that no fit has seen; they count among the errors of their device type."""
+    """Return MindFormers' model cards that no fit has seen, with their errors, which count among the errors of their
+    device type.
+    """
     found = [(one.row, one.step_error) for one in unseen(CARD)]
     return [Judged(row, group_of(row), error) for row, error in found if error is not None]
 
 
 def unseen_table() -> str:
-    """The runs that no fit has seen, with the mean of each band."""
+    """Return a table of the runs that no fit has seen, with the mean error of each group (band)."""
     lines = ["| run | device | band | step, s | error |", "|---|---|---|---:|---:|"]
     for band in (RELEASE, CARD):
         found = unseen(band)
@@ -211,13 +220,15 @@ def unseen_table() -> str:
 
 
 def newer() -> dict[str, float]:
-    """The errors of newer software, as efficiencies.yaml holds them."""
+    """Return the errors of the runs with newer software, in the form in which efficiencies.yaml holds them."""
     size = np.abs([one.step_error or 0.0 for one in unseen(RELEASE)])
     return {"rows": len(size), "mean": round(float(size.mean()), 4), "worst": round(float(size.max()), 4)}
 
 
 def write(rows: list[Row], judged: list[Judged]) -> None:
-    """Fit all sets but those kept, and write them with the errors of rows left out and of cards outside the fit."""
+    """Fit all sets of efficiencies except those that are kept, and write them with the errors of left-out rows and of
+    model cards outside the fit.
+    """
     judged = [*judged, *cards()]
     sets: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text("utf-8"))["sets"]
     made = fit(rows)
@@ -233,7 +244,7 @@ def write(rows: list[Row], judged: list[Judged]) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Every row, predicted with the recorded sets."""
+    """Return a table of every row, predicted with the recorded sets of efficiencies."""
     lines = ["| row | device | step time, s | error | memory, GB | error | note |", "|---|---|---:|---:|---:|---:|---|"]
     predictions = [predict(row) for row in rows]
     for found in predictions:

@@ -25,9 +25,9 @@ them, so its errors have a lower bound.
 A device type is the set of clusters that share efficiencies; it says where a set starts, and how far a fit may take
 it.
 
-A type with few runs is drawn to the set of the type that it is most like (its parent); a type without a parent to the
-start. How hard is `SPREAD`: what is a property of software or hosts is nearly the same on all devices, what is one of
-the device is free.
+The parameters of a type with few runs are regularised towards those of the most similar type (its parent), and those of
+a type without a parent towards the start. `SPREAD` says how strongly: properties of software or hosts are nearly the
+same on all devices, properties of the device are free.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class DeviceType:
     """This is a device type: clusters that share one set of efficiencies.
 
     Args:
-        parent: the type that it is drawn to; "" for the start.
-        mesh: devices of a node are joined pair by pair.
-        own: where single parameters are drawn to, instead of to the parent's, for a reason that is not in the rows.
+        parent: the device type towards which the parameters are regularised; "" for the start of the fit.
+        mesh: whether each two devices of a node have a link of their own.
+        own: values towards which single parameters are regularised in place of the parent's values, for a reason
+            that is not in the rows.
     """
 
     clusters: tuple[str, ...]
@@ -324,7 +325,7 @@ def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> S
     """Return the fitted set of efficiencies for every device type.
 
     Args:
-        start: where the search begins; it has no part in what is minimised.
+        start: the efficiencies at which the search begins; they are not part of the minimised cost.
     """
     problem = Problem(runs_of(usable(rows)), list(TYPES))
     return problem.sets(problem.settled(start or dict.fromkeys(TYPES, START)).x)
@@ -374,7 +375,7 @@ class Contradiction:
     """A `Contradiction` holds rows of one configuration on one cluster, from the fastest to the slowest.
 
     Args:
-        seconds: of each row's step.
+        seconds: measured seconds of each row's step.
     """
 
     rows: tuple[Row, ...]
@@ -423,7 +424,8 @@ def floor(rows: Iterable[Row]) -> tuple[float, float]:
     """Return the (mean, worst) absolute error that no model can undercut, because rows with equal configurations were
     measured differently.
 
-    The mean is of predictions that make it least, the worst of those that make that least.
+    The mean error is that of the predictions with the least mean error, the worst error that of the predictions with
+    the least worst error.
     """
     every = same_configuration(rows)
     errors = [error for found in every for error in found.least_errors]

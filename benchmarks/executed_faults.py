@@ -3,12 +3,12 @@ is found.
 
     python benchmarks/executed_faults.py [--recipe tests/training/tiny.yaml] [--steps 2] [FAULT ...]
 
-FAULT: names of `FAULTS`, all by default. Each is put into one of the executed strategies of `tc3 accuracy equivalence
---list`, on two CPU processes, and compared by its gates with one process without a fault. Told are the exit code of the
-training, and what names the fault: the first finding, the weight whose gradient errs most in step 1, and copies that
-differ; or, where the ranks notice it themselves, their error: without its Send a Receive waits ten minutes, all else
-takes one or two on a quiet machine. Faults in communication are words of
-TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/collectives.py), the others
+FAULT: names of `FAULTS`, all by default. Each fault is put into one of the executed strategies of `tc3 accuracy
+equivalence --list`, on two CPU processes, and the run is compared with one process without a fault, by the tolerances
+of that command. The program prints the exit code of the training, and what names the fault: the first finding, the
+weight whose gradient has the largest error in step 1, and copies that differ; or the error of the ranks if they notice
+the fault themselves. A Receive without its Send waits ten minutes; each other fault takes one or two minutes on a quiet
+machine. Faults in communication are words of TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/collectives.py), the others
 layout_fault.py's.
 """
 
@@ -42,10 +42,13 @@ SHARDINGS = {name: sharding for name, _, sharding in EXECUTED_ROWS}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in an executed strategy.
+    """A `Fault` is a fault in a strategy that is executed on CPU processes.
 
     Args:
-        what: it is; strategy: of `SHARDINGS`; words: of TC3_COLLECTIVES_TEST; kind: of layout_fault.py.
+        what: a description of the fault.
+        strategy: the name of a strategy of `SHARDINGS`.
+        words: the value of TC3_COLLECTIVES_TEST, for a fault in communication.
+        kind: the kind of a fault of layout_fault.py.
     """
 
     what: str
@@ -67,7 +70,9 @@ FAULTS = {
 
 @dataclass
 class Outcome:
-    """What a run with a fault did: its exit code, findings in order or the ranks' errors, seconds until its end."""
+    """An `Outcome` holds the result of a run with a fault: exit code, findings in order or errors of the ranks, and
+    seconds until the end.
+    """
 
     code: int
     seconds: float
@@ -77,11 +82,12 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """Runs of one recipe: the faultless one process is run once.
+    """A `Bench` runs one recipe with faults; the faultless run in one process is trained only once.
 
     Args:
-        base: of `one_worker`. work: folder for the runs.
-        layers: of the model; the strategy's own number where none is given.
+        base: the recipe that `one_worker` returns.
+        work: the folder for the runs.
+        layers: the number of the model's layers; if it is None, the strategy's own number.
     """
 
     base: Recipe
@@ -91,7 +97,7 @@ class Bench:
     references: dict[str, Trained] = field(default_factory=dict)
 
     def outcome(self, name: str, fault: Fault) -> Outcome:
-        """Run a fault, and compare."""
+        """Train a run with a fault, compare it with one process, and return the outcome."""
         sharding = self.sharding(fault.strategy)
         reference = self._reference(sharding)
         recipe = self.recipe(sharding)
@@ -108,7 +114,7 @@ class Bench:
         return Outcome(code, seconds, found.findings)
 
     def sharding(self, strategy: str) -> Sharding:
-        """Return a strategy with the layers of this bench."""
+        """Return a strategy with the number of layers of this bench."""
         found = SHARDINGS[strategy]
         return replace(found, layers=self.layers or found.layers)
 
@@ -130,7 +136,7 @@ class Bench:
         return derive_sharded(self.base, sharding, self.steps, str(corpus / "random"))
 
     def _train(self, name: str, recipe: Recipe, words: str = "") -> tuple[int, Path]:
-        """Exit code and folder of a run."""
+        """Train a recipe; return the exit code and the folder of the run."""
         file, run_dir = self.work / f"{name}.yaml", self.work / name
         dump_recipe(recipe, file)
         command = [str(Path(sys.executable).with_name("tc3")), "train", str(file), "--run-dir", str(run_dir), "--force"]
@@ -141,7 +147,7 @@ class Bench:
 
 
 def errors_of(run_dir: Path) -> Iterator[str]:
-    """The ClusterErrors of all ranks, each once."""
+    """Yield the ClusterErrors in the logs of all ranks, each message once."""
     seen: dict[str, Any] = {}
     for log in sorted((run_dir / "logs").rglob("worker_*.log")):
         seen |= dict.fromkeys(re.findall(r"ClusterError: (.+)", log.read_text(errors="replace")))
@@ -149,7 +155,9 @@ def errors_of(run_dir: Path) -> Iterator[str]:
 
 
 def told(outcome: Outcome, sharding: Sharding) -> list[str]:
-    """The first finding, the weight whose gradient errs most, and copies that differ; or the errors."""
+    """Return what names the fault: the first finding, the weight whose gradient has the largest error, and copies that
+    differ; or the errors of the ranks.
+    """
     weights = [found for found in outcome.findings if found.tensor.startswith("gradient of ")]
     copies = [found for found in outcome.findings if found.detail == "copies differ"]
     chosen = dict.fromkeys([*outcome.findings[:1], *weights[:1], *copies[:1]])

@@ -7,8 +7,8 @@ greedy planner, and the best possible placement.
 
 The loads are those of tests/plugins/expert_balance/drifting.py: log weights of experts walk (an AR(1) whose stationary
 distribution is normal(0, spread) and of which a period keeps a share), and 64 x 4096 tokens x top-8 are drawn by them.
-Each planner sees a period's loads and is judged by the next period's. Times are only of this process (processor time),
-the least of three.
+Each planner gets the loads of a period and is judged by the loads of the next period. Times are the smallest of three
+processor times of this process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ PLANNERS = {
 
 
 def walk(loads, devices, planner):
-    """(next period's max/mean, moves of a layer after the first plan, seconds of the first plan, of a later one)."""
+    """Return a planner's max/mean in the next period, the experts of a layer that it moves after the first plan, and
+    the seconds of the first plan and of a later plan.
+    """
     old = np.tile(np.arange(EXPERTS), (LAYERS, 1))
     ratios, moves, seconds = [], [], []
     for now, later in pairwise(loads):
@@ -88,7 +90,7 @@ def copied(sizes, spare, layers=8):
 
 
 def following(devices, spread, spare, layers):
-    """What `copied` prints of a row."""
+    """Return the values that `copied` prints in a row."""
     settings, stay = Settings(spare=spare), np.tile(np.arange(EXPERTS), (layers, 1))
     moving = slots = stay
     copies, held = none(layers, devices, spare), None
@@ -110,7 +112,7 @@ def following(devices, spread, spare, layers):
 
 
 def _new(before, after):
-    """How many experts devices hold after a plan of EPLB, and not before it."""
+    """Return how many experts are on a device after a plan of EPLB that were not on this device before."""
     return sum(len(set(later) - set(earlier)) for earlier, later in zip(before.tolist(), after.tolist(), strict=True))
 
 

@@ -19,7 +19,7 @@ before its worker has the new copies, and after that move (before the first tens
 topic: two workers on text whose topic changes in the middle: the vocabulary's halves are the topics. max/mean of the
 workers' tokens around the change, measured with experts that stay and experts that move, and seconds of a step.
 
-Absolute times belong to the machine. A step with a move is part of the mean.
+Absolute times depend on the machine. The mean includes steps with a move.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ LENGTH, VOCABULARY, BATCH, SEED = 64, 512, 4, 1234  # of tests/training/tiny.yam
 def train(
     folder: Path, name: str, base: Path, corpus: Path, steps: int, changes: dict, *model: str, **environment: str
 ) -> Path:
-    """The folder of a run of `base` with changes; `model`: KEY=VALUE of its model."""
+    """Train a run of the recipe `base` with changes, and return the run's folder; `model` holds KEY=VALUE settings of
+    the model.
+    """
     recipe = folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump({**changes, "base_config": str(base)}))
     more = [word for setting in model for word in ("--set", f"model.model_config.{setting}")]
@@ -81,7 +83,7 @@ def train(
 
 
 def moved(run_dir: Path) -> tuple[int, int, float]:
-    """Moves, experts in a move, seconds of one."""
+    """Return the number of moves in a run, the mean number of experts of a move, and the mean seconds of a move."""
     found = [record.moved for record in read(load_file(run_dir)) if record.moved]
     experts, seconds = ([each.experts for each in found], [each.plan_s + each.move_s for each in found])
     return len(found), int(np.mean(experts)) if found else 0, float(np.mean(seconds)) if found else 0.0
@@ -122,7 +124,7 @@ def same(steps: int, cases: tuple[str, ...], spare: int) -> None:
 
 
 def worst(one: dict, two: dict, keys: tuple[str, ...] = KEYS) -> str:
-    """The largest relative difference, and where."""
+    """Return the largest relative difference between the metrics of two runs, with its key and step."""
     differences = {(abs(one[s][key] - two[s][key]) / max(abs(one[s][key]), 1e-9), key, s) for s in one for key in keys}
     most, key, step = max(differences)
     return f"{most:.1e} ({key}, step {step})"
@@ -158,7 +160,7 @@ def kill(points: tuple[str, ...]) -> None:
 
 
 def same_placements(one: Record, two: Record) -> bool:
-    """Whether two runs had their experts, and copies of them, in the same slots in a step."""
+    """Return whether the experts of two runs, and their copies, were in the same slots in a step."""
     return one.step == two.step and np.array_equal(one.slots, two.slots) and np.array_equal(one.held, two.held)
 
 
@@ -196,18 +198,19 @@ def topic(steps: int, every: int, untamed: bool) -> None:
 
 
 def ratio(record: Record) -> float:
-    """max/mean of a step, the mean over layers."""
+    """Return the max/mean of the devices' loads in a step, averaged over layers."""
     return float(np.mean(record.on_devices.max(1) / record.on_devices.mean(1)))
 
 
 def seconds_of(run_dir: Path, key: str) -> str:
-    """Median over steps of the slower worker, the first three steps left out."""
+    """Return the median over steps of the slower worker's seconds, without the first three steps."""
     ranks = [runs.steps(run_dir, rank) for rank in (0, 1)]
     return f"{np.median([max(each[step][key] for each in ranks) for step in sorted(ranks[0])[3:]]):.3f}"
 
 
 def two_topics(folder: Path, steps: int) -> Path:
-    """A corpus of one document a sample: items of the first half of the steps are of one topic, the rest of the other.
+    """Write a corpus with one document for each sample: the samples of the first half of the steps have one topic, all
+    other samples the other topic.
 
     Returns its prefix.
     """

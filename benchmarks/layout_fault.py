@@ -17,12 +17,12 @@ from mindspore.train.callback import Callback
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class LayoutFault(Callback):
-    """Spoils the graph that is compiled after it was made.
+    """This callback inserts a fault into the graph that is compiled after the callback was made.
 
     Args:
         kind: "undivided_loss": the gradient of the loss is not divided by the ranks that hold the same loss.
-            "first_positions": each rank rotates its part of the sequence as the first rank's.
-        part: tokens of a rank's part of the sequence.
+            "first_positions": each rank rotates its part of the sequence by the positions of the first rank's part.
+        part: number of tokens of a rank's part of the sequence.
     """
 
     def __init__(self, kind, part=0, **kwargs):
@@ -31,7 +31,9 @@ class LayoutFault(Callback):
 
 
 def _leave_loss_undivided():
-    """MindSpore puts a _VirtualDiv in front of each loss; its backward divides (`grad_comm_ops.py`)."""
+    """Remove the division of the loss's gradient. MindSpore puts a _VirtualDiv in front of each loss, whose backward
+    pass divides (`grad_comm_ops.py`).
+    """
 
     @bprop_getters.register(_VirtualDiv)
     def undivided(self):
@@ -42,7 +44,8 @@ def _leave_loss_undivided():
 
 
 def _rotate_as_the_first(part):
-    """Each process compiles its own slice of one table of angles; here all of these slices begin at one position.
+    """Let the rotary positions of all ranks begin at one position, although each process compiles its own slice of the
+    table of angles.
 
     The first rank's is not 0, with which MindSpore would leave the addition out, and other collectives with it:
     attention knows the difference of positions only.

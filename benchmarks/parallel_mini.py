@@ -4,15 +4,16 @@
     python benchmarks/parallel_mini.py recipes/mini/pretrain_report.yaml --steps 20   # sharded for CPU: as it is
     python benchmarks/parallel_mini.py recipes/mini/pretrain_report.yaml --steps 12 --kill 5:30   # and once more
 
-Both start from the same weights and take the same samples. One process has no pipeline and takes each micro-batch of
-each data-parallel rank as a step of gradient accumulation, so that the auxiliary loss of experts, which MindFormers
+Both runs start from the same weights and take the same samples. One process has no pipeline and takes each micro-batch
+of each data-parallel rank as a step of gradient accumulation, so that the auxiliary loss of experts, which MindFormers
 takes by rank and micro-batch, is the same; with `plugins.group_aux_loss` a micro-batch of all ranks is one of these
-steps. Nothing is recomputed there, and plugins that dispatch, move experts or deal samples are off. `--float32`
-computes in float32 on both sides, and dispatches with `alltoall`, because `alltoall_deredundency` rounds the router's
-probabilities to bfloat16 (docs/stock-differences.md).
+steps. In one process nothing is recomputed, and plugins that dispatch, move experts or deal samples are off.
+`--float32` computes in float32 on both sides, and dispatches with `alltoall`, because `alltoall_deredundency` rounds
+the router's probabilities to bfloat16 (docs/stock-differences.md).
 
-Prints a line a step: losses and their difference, global norms and the relative one. Then how far apart the last
-checkpoints are: weights and moments by L2 norm, relative.
+The program prints a line for each step: both losses and their difference, both global norms and their relative
+difference. Then it prints how far apart the last checkpoints are: relative differences of weights and moments by L2
+norm.
 
 `--kill RANK:TENSOR` trains the several processes once more. All of these runs save in the middle and at the end. One
 rank gets SIGKILL in a move of experts, before it writes its TENSOR-th tensor (7 a layer: two weights, two moments of
@@ -50,7 +51,9 @@ OFF = (
 
 
 def one_process(mini: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of one process that trains as `mini` does, a mini with its parallel strategy."""
+    """Return the recipe of one process that trains the same samples and steps as `mini`, a mini recipe with its
+    parallel strategy.
+    """
     one, view = copy.deepcopy(dict(mini)), View(Recipe(mini))
     together = view.dp if one.get("plugins", {}).get("group_aux_loss") else 1  # ranks whose samples are one batch here
     micro_steps = view.dp * one["parallel_config"]["micro_batch_num"] // together
@@ -87,14 +90,16 @@ def sharded(recipe: Path, corpus: str, steps: int, workers: int) -> dict[str, An
 
 
 def in_float32(mini: dict[str, Any]) -> None:
-    """Compute in float32 throughout (in place)."""
+    """Change a mini recipe in place so that it computes in float32 throughout."""
     model = mini["model"]["model_config"]
     types = ("compute_dtype", "params_dtype", "layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype")
     model.update(dict.fromkeys((*types, "router_dense_type"), "float32"), moe_token_dispatcher_type="alltoall")
 
 
 def train(recipe: dict[str, Any], folder: Path, name: str, kill: str = "") -> Path:
-    """The folder of a run to its end; with `kill`, RANK:TENSOR, of one that was killed in a move and went on."""
+    """Train a run to its end and return its folder; with `kill` (RANK:TENSOR) the run is first killed in a move of
+    experts and then resumed.
+    """
     file, cache = folder / f"{name}.yaml", runs.compiled_once(folder / "graph")
     dump_recipe(Recipe(recipe), file)
     if kill:
@@ -107,7 +112,9 @@ def train(recipe: dict[str, Any], folder: Path, name: str, kill: str = "") -> Pa
 
 
 def checked(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """`--kill`, which a worker takes apart only in its first move."""
+    """Return the value of `--kill` if it has the form RANK:TENSOR; refuse it otherwise, because a worker would read it
+    only in its first move.
+    """
     if value is not None and not re.fullmatch(r"\d+:\d+", value):
         raise click.BadParameter(f"{value!r} is not RANK:TENSOR, two whole numbers such as 5:30")
     return value

@@ -3,7 +3,8 @@
     python benchmarks/pipeline_search.py                        # the simulator
     python benchmarks/pipeline_search.py INSTANCE.json ...      # one after the other through `tc3 search pipeline`
 
-An instance is a file of the schema pp-balance/1; `best_known.neutral_time` in it is what the plan is compared with.
+An instance is a file of the schema pp-balance/1; the plan's step time is compared with `best_known.neutral_time` in
+this file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ SEARCH = "from tools.search.cli import search; search(prog_name='tc3 search')"
 
 
 class Judgement(NamedTuple):
-    """A solution's simulated step time, the peak memory of each stage, and the stages over the cap -> by how much."""
+    """A `Judgement` holds a solution's simulated step time, the peak memory of each stage, and for each stage over the
+    memory limit the excess.
+    """
 
     time: float
     peak: np.ndarray
@@ -37,13 +40,13 @@ class Judgement(NamedTuple):
 
 
 def plan_of(problem, solution):
-    """The plan [K, C] of a solution n[type][v][s][option]."""
+    """Return the plan [K, C] of a solution n[type][v][s][option], a count of layers."""
     size = problem.chunks * problem.stages
     return problem.by_stage(np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution]))
 
 
 def judge(problem, solution):
-    """Simulate a solution as the `doc` of the schema describes."""
+    """Return the simulated step time and memory of a solution, by the rules in the schema's `doc`."""
     plan = plan_of(problem, solution)[None]
     assert problem.well_formed(plan)[0]
     peak = problem.peak_memory(plan)[0]
@@ -52,7 +55,7 @@ def judge(problem, solution):
 
 
 def milliseconds(work, repetitions=9):
-    """Median and least of `repetitions`."""
+    """Return the median and, in brackets, the smallest time of `repetitions` calls of `work`, in milliseconds."""
     taken = []
     for _ in range(repetitions):
         begin = time.perf_counter()

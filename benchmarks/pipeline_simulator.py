@@ -3,8 +3,8 @@ micro-batches.
 
     python benchmarks/pipeline_simulator.py
 
-"first" lays out the schedule too (of zb_v, whose orders are kept, only once), "again" simulates other durations on the
-same timetable.
+"first" is the time of a simulation that also makes the order of the schedule (for zb_v, whose orders are kept, only
+once); "again" is the time of a simulation of other durations in the same order.
 """
 
 from __future__ import annotations

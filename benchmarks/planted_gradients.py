@@ -37,7 +37,9 @@ Place = tuple[str, int]
 
 
 def sums_of(graph: GraphText, weight: str) -> list[Place]:
-    """Where the collectives are that add up a weight's gradient: those whose operand is its accumulated gradient."""
+    """Return the places of the collectives that add up a weight's gradient: those whose operand is the weight's
+    accumulated gradient.
+    """
     found = []
     for name, nodes in graph.graphs.items():
         for number, node in enumerate(nodes):
@@ -47,14 +49,14 @@ def sums_of(graph: GraphText, weight: str) -> list[Place]:
 
 
 def _origin(nodes: list[Node], node: Node) -> str:
-    """The types of a collective's operand, behind what only waits."""
+    """Return the type of a collective's operand, which is read through operators that only wait (Depend)."""
     while (number := node.value) is not None and nodes[number].op == "Depend":
         node = nodes[number]
     return node.types[0]
 
 
 def _group(graph: GraphText, node: Node) -> str:
-    """A group of another collective, with other ranks."""
+    """Return the name of another collective's group, with other ranks than the group of this collective."""
     own = attributes_of(node.text)["group"]
     collectives = (
         each for nodes in graph.graphs.values() for each in nodes if each.op in ("AllReduce", "ReduceScatter")
@@ -64,33 +66,33 @@ def _group(graph: GraphText, node: Node) -> str:
 
 
 def removed(graph: GraphText, place: Place) -> None:
-    """The sum is left out."""
+    """Leave out the sum of the gradient over ranks."""
     node = graph.graphs[place[0]][place[1]]
     node.op, node.head = "TensorMove", node.head.replace(node.op, "TensorMove", 1)
 
 
 def another_group(graph: GraphText, place: Place) -> None:
-    """The sum is over the ranks of another group of this graph."""
+    """Let the sum of the gradient go over the ranks of another group of this graph."""
     node = graph.graphs[place[0]][place[1]]
     own = attributes_of(node.text)["group"]
     node.text = node.text.replace(f'group: "{own}"', f'group: "{_group(graph, node)}"')
 
 
 def twice(graph: GraphText, place: Place) -> None:
-    """The sum is taken twice."""
+    """Take the sum of the gradient over ranks twice."""
     nodes = graph.graphs[place[0]]
     nodes.append(copy.deepcopy(nodes[place[1]]))
     nodes[place[1]].head = re.sub(r"\(%\d+", f"(%{len(nodes) - 1}", nodes[place[1]].head, count=1)
 
 
 def largest(graph: GraphText, place: Place) -> None:
-    """The largest part is taken instead of the sum."""
+    """Take the largest part of the gradient instead of the sum over ranks."""
     node = graph.graphs[place[0]][place[1]]
     node.text = re.sub(r'\bop: "sum"', 'op: "max"', node.text)
 
 
 def folded(graph: GraphText, weight: str) -> None:
-    """What is added to the accumulated gradient is a constant."""
+    """Replace the value that is added to the accumulated gradient by a constant."""
     for nodes in graph.graphs.values():
         for node in nodes:
             if node.op == "AssignAdd" and f"ref_key=accu_grads.{weight}," in node.types[1]:
@@ -99,7 +101,8 @@ def folded(graph: GraphText, weight: str) -> None:
 
 
 def divisors_of(graph: GraphText) -> list[Place]:
-    """Where the seed of the backward pass is divided: by micro-batches and by devices."""
+    """Return the places where the seed of the backward pass is divided by the number of micro-batches and of devices.
+    """
     nodes = graph.graphs[graph.root]
     scaled: set[int] = set()
     found = []
@@ -115,7 +118,7 @@ def divisors_of(graph: GraphText) -> list[Place]:
 
 
 def inverses_of(graph: GraphText, weight: str) -> list[Place]:
-    """Where the sum of a weight's gradient is multiplied by the inverse of the loss scale."""
+    """Return the places where the sum of a weight's gradient is multiplied by the inverse of the loss scale."""
     nodes = graph.graphs[graph.root]
     summed = {number for _, number in sums_of(graph, weight)}
     found = []
@@ -179,9 +182,9 @@ def examine(
     were called wrong.
 
     Args:
-        result: of the rank's compile.
-        seeds: of all compiled ranks, for a stage without losses.
-        stage: devices of a stage.
+        result: the result of the rank's compile.
+        seeds: the seeds of the backward pass on all compiled ranks, which judge a stage without losses.
+        stage: number of devices of a pipeline stage.
     """
     rank = result["rank"]
     groups = {name: tuple(ranks) for name, ranks in result["groups"]}
@@ -216,7 +219,7 @@ def examine(
 
 
 def planted(graph: GraphText, plant: Callable[[GraphText, Any], None], where: Any) -> GraphText:
-    """A copy of the graph with a fault in it."""
+    """Return a copy of the graph with a fault in it."""
     faulty = copy.deepcopy(graph)
     plant(faulty, where)
     return faulty

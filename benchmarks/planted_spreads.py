@@ -49,7 +49,9 @@ def root(graph: GraphText) -> list[Node]:
 
 
 def handed_on(graphs: list[GraphText], place: int, known: Known) -> None:
-    """The operator is left out: its first argument that is as large as its result is handed on, or its first one."""
+    """Leave out the operator: replace its result by its first argument of the same shape, or otherwise by its first
+    argument.
+    """
     for graph in graphs:
         node = root(graph)[place]
         given = [text for text in arguments_of(node.head) if text.startswith("%")]
@@ -59,7 +61,7 @@ def handed_on(graphs: list[GraphText], place: int, known: Known) -> None:
 
 
 def other_group(graphs: list[GraphText], place: int, known: Known) -> None:
-    """The collective goes over a group of as many other ranks."""
+    """Let the collective go over a group with the same number of other ranks."""
     node = root(graphs[0])[place]
     own = ranks_at(node, known)
     for other in root(graphs[0]):
@@ -83,7 +85,7 @@ def ranks_at(node: Node, known: Known) -> tuple[int, ...]:
 
 
 def twice(graphs: list[GraphText], place: int, known: Known) -> None:
-    """The sum is taken twice."""
+    """Take the sum over ranks twice."""
     for graph in graphs:
         nodes = root(graph)
         again = copy.deepcopy(nodes[place])
@@ -110,26 +112,26 @@ def behind(graph: GraphText, place: int, new: int) -> None:
 
 
 def same_everywhere(graphs: list[GraphText], place: int, known: Known) -> None:
-    """Every rank has the constants of the first."""
+    """Give the operator on every rank the constants of the first rank."""
     for peer in graphs[1:]:
         root(peer)[place].head = root(graphs[0])[place].head
 
 
 def along_another_axis(graphs: list[GraphText], place: int, known: Known) -> None:
-    """The constants differ along another axis."""
+    """Let the constants of the operator differ between ranks along another axis of the mesh."""
     heads = [root(peer)[place].head for peer in graphs[1:]]
     for peer, head in zip(graphs[1:], heads[1:] + heads[:1], strict=True):
         root(peer)[place].head = head
 
 
 def largest(graphs: list[GraphText], place: int, known: Known) -> None:
-    """A sum over ranks becomes the largest, or the other way round."""
+    """Turn the sum of a collective over ranks into the largest value, or the largest value into the sum."""
     node = root(graphs[0])[place]
     node.text = re.sub(r'\bop: "(sum|max)"', lambda found: f'op: "{"max" if found[1] == "sum" else "sum"}"', node.text)
 
 
 def other_number(graphs: list[GraphText], place: int, known: Known) -> None:
-    """A divisor or factor is half of what it must be."""
+    """Halve the divisors or factors of an operator."""
 
     def halved(found: re.Match[str]) -> str:
         return f"{found[1]}{int(found[2]) // 2}"
@@ -140,7 +142,7 @@ def other_number(graphs: list[GraphText], place: int, known: Known) -> None:
 
 
 def other_dimension(graphs: list[GraphText], place: int, known: Known) -> None:
-    """Gathered pieces are joined along the last dimension instead of their own."""
+    """Join gathered pieces along the last dimension instead of their own dimension."""
     for graph in graphs:
         node = root(graph)[place]
         shape = node.outputs[0].shape
@@ -148,14 +150,14 @@ def other_dimension(graphs: list[GraphText], place: int, known: Known) -> None:
 
 
 def counts_swapped(graphs: list[GraphText], place: int, known: Known) -> None:
-    """Rows are exchanged by the counts of the other direction."""
+    """Exchange rows by the row counts of the opposite direction."""
     for graph in graphs:
         node = root(graph)[place]
         node.head = re.sub(r"\((%\d+), (%\d+), (%\d+)\)$", r"(\1, \3, \2)", node.head)
 
 
 def other_order(graphs: list[GraphText], place: int, known: Known) -> None:
-    """Rows are taken in the order by which the operator of the same kind before it took them."""
+    """Take rows in the order that the previous operator of the same kind uses."""
     for graph in graphs:
         nodes = root(graph)
         before = next(node for node in reversed(nodes[:place]) if node.op == nodes[place].op)
@@ -166,7 +168,7 @@ def other_order(graphs: list[GraphText], place: int, known: Known) -> None:
 
 
 def own_part(graphs: list[GraphText], place: int, known: Known) -> None:
-    """A ReduceScatter becomes a slice: every rank keeps its piece of its own part of the sum."""
+    """Replace a ReduceScatter by a slice: every rank keeps its piece of its own part of the sum."""
     node = root(graphs[0])[place]
     part, tensor, ranks = node.outputs[0].shape, arguments_of(node.head)[0], ranks_at(node, known)
     for number, graph in enumerate(graphs):
@@ -179,7 +181,9 @@ def own_part(graphs: list[GraphText], place: int, known: Known) -> None:
 
 
 def collectives(graph: GraphText, op: str, backward: bool | None, mirror: bool = False) -> Iterator[int]:
-    """The collectives of the forward or backward pass, or those of weights' gradients."""
+    """Yield the places of the collectives of the forward or backward pass, or of those that sum the gradients of
+    weights.
+    """
     for number, node in enumerate(root(graph)):
         if node.op != op or "clip" in node.scope + node.source or math_size(node) == 1:
             continue
@@ -198,7 +202,7 @@ def math_size(node: Node) -> int:
 
 
 def differing(graph: GraphText, peers: Mapping[str, GraphText], op: str) -> list[int]:
-    """Operators of a kind whose constants are not the same on all ranks."""
+    """Return the places of the operators of a kind whose constants are not the same on all ranks."""
     return [
         number
         for number, node in enumerate(root(graph))
@@ -207,7 +211,7 @@ def differing(graph: GraphText, peers: Mapping[str, GraphText], op: str) -> list
 
 
 def scoped(graph: GraphText, op: str, scope: str) -> list[int]:
-    """Operators of a kind in a scope."""
+    """Return the places of the operators of a kind whose scope matches a pattern."""
     return [number for number, node in enumerate(root(graph)) if node.op == op and re.search(scope, node.scope)]
 
 
@@ -278,7 +282,7 @@ def in_step(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, Graph
 
 
 def _mask(graph: GraphText, node: Node) -> bool:
-    """Whether a product takes the mask of the vocabulary."""
+    """Return whether a product has the mask of the vocabulary as a factor."""
     sources = [root(graph)[number] for number in node.operands]
     return any(each.op == "ExpandDims" and _op(graph, each) in ("Equal", "Cast") for each in sources)
 
@@ -288,14 +292,16 @@ def _op(graph: GraphText, node: Node) -> str:
 
 
 def _gathered(graph: GraphText, node: Node) -> bool:
-    """Whether a Concat moves what was gathered."""
+    """Return whether a Concat moves pieces that an AllGather has gathered."""
     while node.value is not None and node.op in ("Concat", "MakeTuple", "TupleGetItem", "Split"):
         node = root(graph)[node.value]
     return node.op == "AllGather"
 
 
 def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], place: int) -> str:
-    """Return what is said of a graph with a fault at a place."""
+    """Return the word for what `tc3 prove` reports about a graph with a fault at a place: `named`, `elsewhere`,
+    `unknown only` or `silent`.
+    """
     known = ranks_of(result, mesh.devices)
     copies = {name: found["copies"] for name, found in result["gradients"].items() if "copies" in found}
     judged = {**result, "gradients": judge_gradients(graph, known, copies, result["rank"])}
@@ -313,7 +319,7 @@ def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapp
 
 
 def copied(graph: GraphText) -> GraphText:
-    """Return a graph whose root can be changed without changing the other's."""
+    """Return a copy of a graph; changes of the operators of its root do not change the original."""
     nodes = [replace(node, operands=list(node.operands)) for node in root(graph)]
     return GraphText(graph.root, {**graph.graphs, graph.root: nodes}, graph.parameters)
 
@@ -321,7 +327,9 @@ def copied(graph: GraphText) -> GraphText:
 def examine(
     result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], at_most: int
 ) -> dict[str, Counter[str]]:
-    """Return kind of fault -> how often each is said, at operators on the way to a gradient or a loss."""
+    """Return kind of fault -> how often each word of `outcome` is reported, for faults at operators on the way to a
+    gradient or a loss.
+    """
     groups, found = generated_groups(graph), dict[str, Counter[str]]()
     sound = typing_of(result, graph, mesh, peers)
     prove_rank(result, sound, {})
@@ -343,7 +351,9 @@ def examine(
 
 
 def compiled_step(recipe: Recipe) -> tuple[dict[str, Any], GraphText, Mesh, dict[str, GraphText]]:
-    """Return what `examine` needs of a recipe without a pipeline: rank 0 and its neighbours, compiled or cached."""
+    """Return what `examine` needs of a recipe without a pipeline: the compiled graphs of rank 0 and of the next rank
+    along each axis.
+    """
     view = View(recipe)
     plan = plan_jobs(recipe, (0,))
     result = compile_all(plan, 1, True, texts=True)[0]

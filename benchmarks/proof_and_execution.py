@@ -61,12 +61,13 @@ KNOWN = ("missing_all_reduce", "undivided_loss", "rope_offset", "group_order")  
 
 @dataclass(frozen=True)
 class Draw:
-    """A strategy with a fault.
+    """A `Draw` is a strategy with a fault, or without one.
 
     Args:
-        layout: of `SHARDINGS`.
-        op, call: the collective that is left out, and which of its calls; "" for none.
-        kind: of layout_fault.py; "" for none.
+        layout: the name of a strategy of `SHARDINGS`.
+        op: the operator of the collective that is left out; "" if none is left out.
+        call: the index of the call of `op` that is left out.
+        kind: the kind of a fault of layout_fault.py; "" for none.
     """
 
     layout: str
@@ -76,19 +77,20 @@ class Draw:
 
     @property
     def fault(self) -> Fault:
-        """Return the fault of an executed run."""
+        """Return the draw as a fault of an executed run."""
         return Fault(str(self), self.layout, f"skip:{self.op}:{self.call}" if self.op else "", self.kind)
 
     def __str__(self) -> str:
-        """Return for instance "AllReduce 3 left out"."""
+        """Return a text for the draw's fault, for instance "AllReduce 3 left out"."""
         return f"{self.op} {self.call} left out" if self.op else self.kind or "no fault"
 
 
 class Proofs:
-    """What the types say of each strategy's graph, which is compiled once.
+    """A `Proofs` holds the compiled graph of each strategy, and returns what `tc3 prove` reports of the graph with a
+    fault.
 
     Args:
-        bench: whose recipes are compiled.
+        bench: the bench that makes the recipes that are compiled.
     """
 
     def __init__(self, bench: Bench):
@@ -100,7 +102,9 @@ class Proofs:
         return len(scoped(self.step(layout)[1], op, ""))
 
     def says_of_all(self, fault: Fault) -> str:
-        """Return what is said of the graph with a fault of `executed_faults.FAULTS`, in all calls of its collective."""
+        """Return what `tc3 prove` reports of the graph with a fault of `executed_faults.FAULTS` in all calls of its
+        collective.
+        """
         result, graph, mesh, peers = self.step(fault.strategy)
         how, _, op = fault.words.partition(":")
         graphs = [copied(each) for each in (graph, *peers.values())]
@@ -117,7 +121,7 @@ class Proofs:
         return outcome(result, graphs[0], mesh, dict(zip(peers, graphs[1:], strict=True)), places[0])
 
     def says(self, draw: Draw, executed: list[CallRecord]) -> str:
-        """Return what is said of the graph with the fault of a draw: one of the words of `planted_spreads`.
+        """Return what `tc3 prove` reports of the graph with the fault of a draw: one of the words of `planted_spreads`.
 
         Args:
             executed: the calls of rank 0 in the first step of the run with this fault.
@@ -137,7 +141,7 @@ class Proofs:
         return outcome(result, faulty, mesh, dict(zip(peers, others, strict=True)), place)
 
     def _known(self, result: dict[str, Any], graph: GraphText, mesh: Mesh) -> Known:
-        """The ranks of each group of a compiled step."""
+        """Return a function that gives the ranks of each communication group of a compiled step."""
         groups = generated_groups(graph)
         return lambda group: ranks_of(result, mesh.devices)(group) or groups.get(group)
 
@@ -178,7 +182,7 @@ def reverse(result: dict[str, Any], graph: GraphText, place: int, devices: int) 
 
 
 def leave_out(graph: GraphText, place: int) -> None:
-    """Let a collective return its own input, as much of it as its result holds."""
+    """Replace a collective by its own input, cut to the size of the collective's result."""
     node = root(graph)[place]
     tensor, size = arguments_of(node.head)[0], node.outputs[0].shape
     if size == node.inputs[0].shape:
@@ -191,7 +195,7 @@ def leave_out(graph: GraphText, place: int) -> None:
 
 
 def draws(random: Random, count: int, proofs: Proofs, layouts: Sequence[str] = LAYOUTS) -> Iterator[Draw]:
-    """Yield each strategy without a fault, then random faults."""
+    """Yield each strategy without a fault, then strategies with random faults."""
     yield from map(Draw, layouts)
     for _ in range(count):
         layout = random.choice(layouts)
@@ -206,10 +210,11 @@ def draws(random: Random, count: int, proofs: Proofs, layouts: Sequence[str] = L
 
 
 def judged(bench: Bench, proofs: Proofs, draw: Draw, name: str) -> tuple[str, str, bool]:
-    """Return what the executed run of a draw shows, what is said of its graph, and whether they agree.
+    """Return what the executed run of a draw shows, what `tc3 prove` reports of its graph, and whether the run and the
+    report agree.
 
     Args:
-        name: of the run's folder.
+        name: the name of the run's folder.
     """
     found = bench.outcome(name, draw.fault)
     differs = bool(found.code or found.findings)

@@ -28,7 +28,7 @@ _SHOWN = 4  # operators without a type
 
 
 def shipped() -> list[Path]:
-    """Return the recipes of `recipes/` that are to run on devices, sorted by name."""
+    """Return the recipes of `recipes/` for clusters of devices, sorted by name."""
     found = (path for path in sorted((ROOT / "recipes").glob("*/*.yaml")) if path.name != "card.yaml")
     return [path for path in found if path.parent.name not in _NO_RECIPES]
 
@@ -42,10 +42,10 @@ def layout_of(path: Path) -> str:
 
 
 def row_of(path: Path, report: Mapping[str, Any]) -> str:
-    """Return the line of a recipe.
+    """Return the table's line for a recipe.
 
     Args:
-        report: what `tc3 prove --json` prints.
+        report: the object that `tc3 prove --json` prints.
     """
     missing = [f"`{name}` {count}" for name, count in report["missing"].items()]
     ends = ", ".join(missing[:_SHOWN]) + (" and more" if len(missing) > _SHOWN else "")
@@ -56,14 +56,16 @@ def row_of(path: Path, report: Mapping[str, Any]) -> str:
 
 
 def proof_of(path: Path) -> tuple[int, str, str]:
-    """Return the exit code of `tc3 prove --quick --json` of a recipe, what it prints, and its messages."""
+    """Return the exit code, the printed report and the messages of `tc3 prove --quick --json` for a recipe."""
     command = [sys.executable, "-c", "from launch.cli import main; main()", "prove", str(path), "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 def table(recipes: Sequence[Path]) -> bool:
-    """Print the table as it grows; return whether no recipe has a violation or is refused."""
+    """Print a line of the table for each recipe as soon as it is known; return whether no recipe has a violation or is
+    refused.
+    """
     sound = True
     click.echo("| recipe | layout | operators | proven | wrong | unknown | violations | ends at |")
     click.echo("|---|---|---|---|---|---|---|---|")

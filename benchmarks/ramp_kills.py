@@ -3,10 +3,11 @@ each sample is trained once, with bit-identical results.
 
     python -m benchmarks.ramp_kills [--kills 10] [--seed 0] [--work FOLDER]
 
-60 steps of tests/training/tiny_ramp.yaml on one CPU process, 20 of each batch, saved after each second step. Every
-process gets SIGKILL at once at a random moment behind each of the drawn steps, also within a save; `tc3 train --resume
-auto` then goes on. What the killed run has recorded is compared with a run that nobody kills, and with three runs of
-one batch each, which are joined by hand. pytest tests/training/test_batch_ramp.py does the same of one kill.
+The program trains 60 steps of tests/training/tiny_ramp.yaml on one CPU process, 20 steps with each batch size, and
+saves after each second step. All processes get SIGKILL at a random moment after each of the drawn steps, possibly
+within a save; `tc3 train --resume auto` then continues the run. What the killed run has recorded is compared with a run
+that nobody kills, and with three runs of one batch each, which are joined by hand. pytest
+tests/training/test_batch_ramp.py does the same with one kill.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ SAMPLES = EACH * sum(BATCHES)
 
 
 def recipe_of(folder: Path, batch: int, samples: int, ramp: bool) -> Path:
-    """Write a recipe that trains `samples` samples with `batch` at last, or all the time; return its file."""
+    """Write a recipe that trains `samples` samples, and return its file; `batch` is its global batch, with `ramp` only
+    after the last stage.
+    """
     flat = load_recipe(RAMP)
     flat["plugins"]["batch_ramp"] = {"stages": [list(stage) for stage in STAGES]} if ramp else False
     flat["runner_config"]["batch_size"] = flat["model"]["model_config"]["batch_size"] = batch
@@ -47,7 +50,8 @@ def recipe_of(folder: Path, batch: int, samples: int, ramp: bool) -> Path:
 
 
 def joined(folder: Path, corpus: Path) -> list[dict]:
-    """Train each batch by a run of its own, from the checkpoint of the one before; return the records of all steps.
+    """Train each batch size in a separate run that continues from the checkpoint of the run before; return the records
+    of all steps.
 
     The checkpoint is told that all samples so far were trained with the next batch, so that MindFormers skips them and
     does not scale the optimizer's steps.
@@ -73,7 +77,9 @@ def joined(folder: Path, corpus: Path) -> list[dict]:
 
 
 def killed(recipe: Path, run_dir: Path, corpus: Path, kills: list[int], rng: random.Random, **graph: str) -> list[str]:
-    """Train a run that is killed behind each step of `kills`; return the steps from which it said that it went on."""
+    """Train a run that is killed after each step of `kills`, and return the steps from which its restarts continued, as
+    the logs state them.
+    """
     from_steps, resume = [], ()
     for step in kills:
         run = runs.start(recipe, run_dir, corpus, *resume, **graph)
@@ -92,13 +98,15 @@ def killed(recipe: Path, run_dir: Path, corpus: Path, kills: list[int], rng: ran
 
 
 def _resumed(text: str) -> str:
-    """The step from which a run was resumed, by its log; unknown if the run was killed before it wrote that."""
+    """Return the step from which a run was resumed, by its log; unknown if the run was killed before it wrote this
+    line.
+    """
     words = text.partition("going on from step ")[2].split()
     return words[0].strip(".,:;") if words else "unknown (killed before it said so)"
 
 
 def compare(found: list[dict], wanted: list[dict]) -> None:
-    """Hold the records of two runs against each other, by the bits of what training computes.
+    """Compare the records of two runs bit by bit in all values that training computes.
 
     Raises:
         AssertionError: they differ.

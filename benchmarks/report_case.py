@@ -46,8 +46,8 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """This is one row: a model at an EP degree. `advice` is None if the degree is not possible, for the reason
-    `refused`.
+    """A `Case` is one row of the table: a model at a degree of expert parallelism. `advice` is None if the degree is
+    not possible, for the reason `refused`.
     """
 
     model: str
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def known(self) -> Advice:
-        """Return the advice of a degree that is possible."""
+        """Return the advice for a degree of expert parallelism that is possible."""
         assert self.advice is not None
         return self.advice
 
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def hierarchical(self) -> ModeReport:
-        """Return the report's mode."""
+        """Return the results of the report's dispatch mode, `hierarchical`."""
         return self.known.modes["hierarchical"]
 
 
@@ -94,7 +94,7 @@ def _case(model: str, ep: int, hardware: Hardware, skew: float) -> Case:
 
 
 def markdown(rows: Sequence[Case]) -> str:
-    """Return the table, and then where it disagrees with the report."""
+    """Return the table as Markdown, and below it where the model disagrees with the report."""
     lines = [_TITLE, "| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     return "\n".join([*lines, "", *_remarks([row for row in rows if row.advice])]) + "\n"
@@ -115,7 +115,7 @@ def _cells(row: Case) -> list[str]:
 
 
 def _remarks(rows: Sequence[Case]) -> list[str]:
-    """What to know before believing the table."""
+    """Return sentences that a reader needs to judge the table."""
     advice = rows[0].known
     known = known_error(advice.hardware)
     at16 = [row for row in rows if row.ep == 16]
@@ -155,7 +155,9 @@ def _remarks(rows: Sequence[Case]) -> list[str]:
 
 
 def _with_chunks(rows: Sequence[Case], parts: int) -> str:
-    """Share of the exposed EP time that `parts` chunks of the sequence leave."""
+    """Return the share of the exposed time of expert-parallel communication that remains with `parts` chunks of the
+    sequence.
+    """
     words = []
     for row in rows:
         config = replace(row.known.config, ep_mode="hierarchical")
@@ -170,7 +172,7 @@ def _overlap_gain(row: Case) -> float:
 
 
 def _against_table_5(rows: Sequence[Case]) -> list[str]:
-    """The gain, had the 438B step the measured length."""
+    """Return a sentence with the gain for a 438B step as long as the step in the report's Table 5."""
     found = [row for row in rows if row.model == "438b" and row.advice]
     if not found:
         return []

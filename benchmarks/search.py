@@ -3,8 +3,8 @@
     python -m benchmarks.search                # ranking, then the ten best placed, then the report's own layout
     python -m benchmarks.search --effort 3     # less effort for each placement
 
-Prints markdown. The report gives PP 8, VPP 2, 64 micro-batches and 45 GB; tensor parallelism 2 and EP 16 are the
-recipe's (`recipes/telechat3_438b/card.yaml`), as are layers, recomputation and dispatch.
+The program prints Markdown. The report gives PP 8, VPP 2, 64 micro-batches and 45 GB; tensor parallelism 2 and EP 16
+are the recipe's (`recipes/telechat3_438b/card.yaml`), as are layers, recomputation and dispatch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main():
 
 
 def placed(request, limits, times, effort):
-    """The fastest of a part of the space, with its layers placed."""
+    """Return the fastest layout of a part of the search space, with its layers placed on stages."""
     asked = replace(request, limits=tuple(map(read_limit, limits)))
     entries = []
 

@@ -8,10 +8,11 @@ It also checks that more effort never makes the result of the search worse.
     python -m benchmarks.search_regret --first 7 --draw 1   # one of them
 
 A problem is a model of 5 to 17 layers on 8 to 64 devices: dense or MoE, with MLA, grouped queries, shared experts or
-MTP, with or without pipeline and context parallelism, its memory tight or loose. Its number draws it. Every planned
-candidate that could be faster than the search's best by its plain bound is placed by the solver, and a few of the
-others, which shows whether the plain bounds are true. The regret is the search's best over the best of all. The
-sentence on certainty is true if no strategy is under the bound that the search prints.
+MTP, with or without pipeline and context parallelism, its memory tight or loose. The number of a problem seeds its
+random sizes. The solver places every planned candidate that by its plain bound could be faster than the search's best
+layout, and a few of the other candidates, which shows whether the plain bounds are true. The regret is the step time of
+the search's best layout divided by that of the best layout of all, minus 1. The search's sentence on certainty is true
+if no strategy is faster than the bound that the search prints.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def problem(
 
 
 class Truth(NamedTuple):
-    """What placing strategies by the solver found."""
+    """A `Truth` holds the results of placing strategies by the solver."""
 
     seconds: float  # of the fastest layout, the search's own among them
     placed: int
@@ -97,9 +98,11 @@ class Truth(NamedTuple):
 
 
 def regret(asked: Request, found: Found, effort: float, others: int = 4) -> Truth:
-    """Return the fastest of all strategies, each placed by the solver with `effort`, whatever the search found.
+    """Return the result of placing each strategy by the solver with `effort`, independently of the search's own
+    placements.
 
-    Those that are slower by their plain bound are left out, but for `others` of them, drawn by chance.
+    Strategies that are slower by their plain bound are left out, except for `others` of them, which are drawn at
+    random.
     """
     ours, every = found.entries[0].seconds, Chances(found.ranking, np.inf)
     some = [one for one in every.open if every.bound(one.candidate) < ours]
@@ -156,19 +159,21 @@ def every_placement(asked: Request, candidate: Candidate, times: TimeModel) -> t
 
 
 def _options(count: int, gathers: bool) -> Iterator[tuple[int, int, int]]:
-    """The numbers of layers that recompute everything, norms, and (with tensor parallelism) communication."""
+    """Yield the numbers of layers that recompute everything, that recompute norms, and (with tensor parallelism) that
+    recompute communication.
+    """
     for select in range(count + 1):
         for full, again in itertools.product(range(select + 1), {0, *range(select, count + 1)} if gathers else {0}):
             yield full, select, again
 
 
 def _rows(counts: Sequence[int], stages: int) -> Table:
-    """The table [chunks][stages] of counts in the model's order."""
+    """Return the counts in the model's order as a table [chunks][stages]."""
     return tuple(tuple(counts[first : first + stages]) for first in range(0, len(counts), stages))
 
 
 def print_exact(numbers: range, effort: float) -> None:
-    """Print a line for each tiny problem."""
+    """Print a line for each tiny problem: the search's best layout compared with every placement of every strategy."""
     heads = "problem", "family", "devices", "layers", "strategies", "placements", "search s", "best of all s", "regret"
     print(f"| {' | '.join([*heads, 'gap', 'bound holds'])} |\n{'|---' * (len(heads) + 2)}|")
     for number in numbers:
@@ -185,7 +190,9 @@ def print_exact(numbers: range, effort: float) -> None:
 
 
 def searched(asked: Request, effort: float, top: int = 10) -> Found:
-    """Return the search's answer. A search that Ctrl-C or SIGTERM ended early has none, and ends the benchmark."""
+    """Return the answer of the search. A search that Ctrl-C or SIGTERM ended early has no answer, and ends the
+    benchmark.
+    """
     found = search(asked, top, Budget(effort), TimeModel(asked.hardware), lambda *_: None, at_once=1)
     if not found.whole:
         raise KeyboardInterrupt
@@ -193,7 +200,8 @@ def searched(asked: Request, effort: float, top: int = 10) -> Found:
 
 
 def print_regret(numbers: range, effort: float, solving: float) -> None:
-    """Print a line for each problem."""
+    """Print a line for each problem: the search's best layout compared with the solver's placements of all strategies.
+    """
     heads = "problem", "family", "devices", "layers", "fit", "placed", "solved", "search s", "best of all s", "of"
     print(f"| {' | '.join([*heads, 'regret', 'gap', 'bounds hold', 'processor s'])} |\n{'|---' * (len(heads) + 4)}|")
     for number in numbers:
@@ -209,7 +217,7 @@ def print_regret(numbers: range, effort: float, solving: float) -> None:
 
 
 def with_own(number: int) -> Request:
-    """Return a problem whose recipe runs one of its strategies, drawn by chance, each layer recomputed."""
+    """Return a problem whose recipe runs a randomly drawn legal strategy, with every layer recomputed."""
     asked = problem(number)
     some = Chances(rank(asked), np.inf).open
     own = some[int(np.random.default_rng(number).integers(len(some)))].candidate
@@ -217,7 +225,7 @@ def with_own(number: int) -> Request:
 
 
 def print_efforts(numbers: range, efforts: Sequence[float]) -> None:
-    """Print a line for each problem: its best at every effort, which must not rise."""
+    """Print a line for each problem: the best step time at every effort, which must not rise with the effort."""
     names = " | ".join(f"{effort:g}" for effort in efforts)
     heads = f"| problem | family | devices | {names} | least | never worse | own mesh placed | bound holds |"
     print(f"{heads}\n{'|---' * (heads.count('|') - 1)}|")

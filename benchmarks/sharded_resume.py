@@ -4,13 +4,13 @@ from one layout's checkpoint with another layout.
     python benchmarks/sharded_resume.py [LAYOUT ...]
 
 LAYOUT: tp2, pp2, zero, ep2 (tests/training/sharded_LAYOUT.yaml), or moves (sharded_pp2_ep2.yaml, whose experts change
-places after every second step), and what goes on from them; by default all, and from one process. Every process gets
-SIGKILL at once after step 4 of 6; a checkpoint stands at step 3. Losses and norms of each step and each rank must be
-the same bits, and so must every tensor of the last checkpoint. Checkpoints of one layout that go on as another (ACROSS)
-must follow that layout's own run, losses to 1e-5 and global norms to 5e-5 relative; laid out anew by `tc3 weights
-reshard` first, they must give the same bits as without (OFFLINE). With experts put back in order by `tc3 experts
-restore-order`, they must follow a run whose experts never move (IN_ORDER). tests/training/test_sharded.py kills and
-resumes only tensor parallelism.
+places after every second step), and what goes on from them; by default all, and from one process. All processes get
+SIGKILL after step 4 of 6; the last checkpoint is that of step 3. Losses and norms of each step and each rank, and every
+tensor of the last checkpoint, must be bit-identical. Checkpoints of one layout that go on as another (ACROSS) must
+follow that layout's own run, losses to 1e-5 and global norms to 5e-5 relative; laid out anew by `tc3 weights reshard`
+first, they must give the same bits as without (OFFLINE). With experts put back in order by `tc3 experts restore-order`,
+they must follow a run whose experts never move (IN_ORDER). tests/training/test_sharded.py kills and resumes only tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LOSS, NORM = 1e-5, 5e-5  # absolute; relative
 
 
 def compare(whole: Path, resumed: Path, first: int = 1, last: int = STEPS) -> tuple[int, int]:
-    """(records, tensors) that agree to the bit, of the steps from `first` to `last`.
+    """Return how many records and tensors of two runs are bit-identical, from step `first` to step `last`.
 
     Raises:
         AssertionError: one does not, or is not there.
@@ -75,10 +75,10 @@ def compare(whole: Path, resumed: Path, first: int = 1, last: int = STEPS) -> tu
 
 
 class Runs:
-    """Runs that nobody killed, each trained once.
+    """A `Runs` holds runs that are not killed; the run of each layout is trained only once.
 
     Args:
-        folder: for them; it gets their corpus, too.
+        folder: the folder for the runs and for their corpus.
     """
 
     def __init__(self, folder: Path):
@@ -87,7 +87,7 @@ class Runs:
         self.corpus = folder / "tiny"
 
     def recipe(self, layout: str) -> Path:
-        """The recipe of a layout; ALONE is one process."""
+        """Return the recipe file of a layout; the layout ALONE is one process."""
         file = runs.HERE / f"{FILES.get(layout, f'sharded_{layout}')}.yaml"
         if layout not in BALANCE:
             return file
@@ -97,14 +97,16 @@ class Runs:
         return recipe
 
     def whole(self, layout: str) -> Path:
-        """The folder of its run to the end."""
+        """Return the folder of a layout's run that is trained to its end without a kill."""
         folder = self.folder / layout
         if not folder.exists():
             runs.train(self.recipe(layout), folder, self.corpus)
         return folder
 
     def killed(self, layout: str) -> str:
-        """What a killed and resumed run has in common with the whole one."""
+        """Return a text that says how many records and tensors of a killed and resumed run equal those of the
+        uninterrupted run.
+        """
         whole, folder = self.whole(layout), self.folder / f"{layout}_killed"
         runs.train_and_kill(self.recipe(layout), folder, self.corpus, step=KILL)
         self._resume(layout, folder, "auto")
@@ -112,11 +114,15 @@ class Runs:
         return f"{records} records of steps and {tensors} tensors are the same bits"
 
     def across(self, saved: str, layout: str) -> str:
-        """How far a run that goes on from another layout's checkpoint is from this layout's own."""
+        """Return a text that says how far a run that continues from another layout's checkpoint is from this layout's
+        own run.
+        """
         return self._follows(layout, f"{saved}_as_{layout}", self._saved(saved))
 
     def in_order(self, saved: str, layout: str) -> str:
-        """How far a run is from this layout's own that goes on from another's, whose experts were put in order."""
+        """Return a text that says how far a run is from this layout's own run if it continues from another layout's
+        checkpoint whose experts were put back in order.
+        """
         restored = target_of(self._saved(saved))
         if not restored.exists():
             restore_order(self._saved(saved), restored)
@@ -137,7 +143,9 @@ class Runs:
         return f"loss {loss:.1e}, global norm {norm:.1e} (relative)"
 
     def offline(self, saved: str, layout: str) -> str:
-        """What two runs have in common that go on from a checkpoint of another layout, as it is and laid out anew."""
+        """Return a text that compares two runs that continue from another layout's checkpoint: one loads it directly,
+        the other after `tc3 weights reshard`.
+        """
         online, folder = self.folder / f"{saved}_as_{layout}", self.folder / f"{saved}_to_{layout}"
         checkpoint = self._saved(saved)
         if not online.exists():

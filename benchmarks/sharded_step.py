@@ -4,9 +4,10 @@ one run.
     python benchmarks/sharded_step.py [--steps 12] [LAYOUT ...]
 
 LAYOUT: tp2, pp2, pp2_interleaved, cp2 (recipes/mini/pretrain_LAYOUT.yaml), by default tp2 and pp2. The baseline is
-recipes/mini/pretrain_dp2.yaml: the same model and global batch through this repository's classes for CPU. Ratios of the
-first step (which compiles) and of the median of the later ones are the result; seconds belong to the machine. The aims
-are 2 for the first and 4 for the others. Needs the corpus of launch/quickstart.
+recipes/mini/pretrain_dp2.yaml: the same model and global batch through this repository's classes for CPU. The results
+are the ratio of the first steps (which compile) and the ratio of the median times of the later steps; absolute seconds
+depend on the machine. The aims are at most 2 for the first step and at most 4 for the later steps. The program needs
+the corpus of launch/quickstart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ BASELINE, LAYOUTS = "dp2", ("tp2", "pp2", "pp2_interleaved", "cp2")
 
 
 def run(layout: str, steps: int) -> tuple[float, float]:
-    """(first step, median of the later steps) in seconds; the first counts from MindFormers' call to train."""
+    """Return the seconds of the first step, counted from MindFormers' call to train, and the median seconds of the
+    later steps.
+    """
     recipe = ROOT / "recipes" / "mini" / f"pretrain_{layout}.yaml"
     with tempfile.TemporaryDirectory() as folder:
         command = [str(Path(sys.executable).with_name("tc3")), "train", str(recipe), "--steps", str(steps)]

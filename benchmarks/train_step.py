@@ -3,9 +3,10 @@ block-diagonal matmul, in one run.
 
     python benchmarks/train_step.py [--steps 40] [--pairs 2]
 
-Both train the same recipe through the same trainer, in turn (A B A B), and only the experts differ. The baseline
-multiplies every token by every expert's weights, zeros included, which is the shortest form in operators that CPU
-has. Ratios are the result; absolute times belong to the machine. Needs the corpus of launch/quickstart.
+Both variants train the same recipe through the same trainer, in turn (A B A B), and only the experts differ. The
+baseline multiplies every token by every expert's weights, zeros included, which is the shortest form with operators
+that MindSpore has on CPU. The results are ratios of times; absolute times depend on the machine. The program needs the
+corpus of launch/quickstart.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PARTS = {
 
 
 def block_diagonal_experts():
-    """`GroupedExperts` with the work of all experts for every token."""
+    """Return a class of `GroupedExperts` that multiplies every token by the weights of all experts."""
     import mindspore as ms
     from mindspore import Tensor, ops
 
@@ -66,7 +67,7 @@ def block_diagonal_experts():
 
 
 def train_variant(variant: str, steps: int, run_dir: Path, profile: bool) -> None:
-    """One training run in this process."""
+    """Train one run of a variant in this process."""
     from launch.train import build_config, train
 
     samples = f"train_dataset.data_loader.sizes.0={steps * 8}"
@@ -91,7 +92,9 @@ def train_variant(variant: str, steps: int, run_dir: Path, profile: bool) -> Non
 
 
 def run(variant: str, steps: int) -> tuple[float, float, float]:
-    """(first step, median of the later steps, final loss) of one run in a process of its own; seconds."""
+    """Return the seconds of the first step, the median seconds of the later steps and the final loss of one run in a
+    separate process.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--worker", variant, "--steps", str(steps), "--run-dir", folder]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -103,7 +106,7 @@ def run(variant: str, steps: int) -> tuple[float, float, float]:
 
 
 def where_the_time_goes(steps: int) -> dict[str, float]:
-    """Part of the model -> share of all operator time, from MindSpore's profiler in a run of its own."""
+    """Return part of the model -> its share of all operator time, by MindSpore's profiler in a separate run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--worker", "blocks", "--profile", "--steps", str(steps)]
         subprocess.run([*command, "--run-dir", folder], cwd=ROOT, capture_output=True, check=True)

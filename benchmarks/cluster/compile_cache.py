@@ -3,10 +3,11 @@ the same, and the effect of a stale cache.
 
     python benchmarks/cluster/compile_cache.py RECIPE... [--steps 24] [--set KEY=VALUE]
 
-Of each recipe: a run without; one that fills a new cache; a restart from its checkpoint without; the same with. Then
-with `routed_scaling_factor` changed: a run without; one with our cache, which must compile anew; one that is handed the
-first graph as MindSpore's own cache would hand it. Processor seconds of the first step stand beside its seconds, for
-other work on the machine changes them less.
+The program trains each recipe four times: without a cache; with a new cache, which the run fills; from the checkpoint
+without a cache; and from the checkpoint with the cache. Then it trains three runs with another `routed_scaling_factor`:
+without a cache; with this repository's cache, which must compile anew; and with the graph of the first factor, which
+MindSpore's own cache would load. The table also has the processor seconds of the first step, because other work on the
+machine changes processor seconds less than seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FACTOR = "model.model_config.routed_scaling_factor=1.7"
 
 
 def train(recipe: str, run_dir: Path, *words: str, **environment: str) -> tuple[float, list[dict]]:
-    """(seconds of the whole command, records of the steps it made)."""
+    """Run `tc3 train`; return the seconds of the whole command, and the records of the steps that it trained."""
     file = run_dir / "metrics" / "rank_0.jsonl"
     known = len(file.read_text().splitlines()) if file.exists() else 0
     began = time.time()
@@ -45,14 +46,14 @@ def train(recipe: str, run_dir: Path, *words: str, **environment: str) -> tuple[
 
 
 def report(name: str, seconds: float, steps: list[dict]) -> str:
-    """A line of the table."""
+    """Return the table's line for one run: seconds of the first step and of the command, and the first two losses."""
     first = steps[0]
     losses = ", ".join(str(step["loss"]) for step in steps[:2])
     return f"| {name} | {first['seconds']:.1f} | {first['cpu_seconds']:.1f} | {seconds:.0f} | {losses} |"
 
 
 def losses(steps: list[dict]) -> list[tuple[float, float]]:
-    """What training computed."""
+    """Return the loss and the global norm of each step."""
     return [(step["loss"], step["global_norm"]) for step in steps]
 
 
@@ -69,7 +70,7 @@ def main(recipes: tuple[str, ...], steps: int, overrides: tuple[str, ...], stale
 
 
 def measure(recipe: str, folder: Path, steps: int, overrides: tuple[str, ...], stale: bool) -> None:
-    """All runs of one recipe."""
+    """Train all runs of one recipe, with and without the compile cache, and print their lines of the table."""
     words = [word for each in overrides for word in ("--set", each)]
     words += ["--steps", str(steps), "--set", f"checkpoint.save_interleaved_steps={steps // 2}"]
     ours = {"TC3_COMPILE_CACHE": str(folder / "caches")}
@@ -104,7 +105,9 @@ def measure(recipe: str, folder: Path, steps: int, overrides: tuple[str, ...], s
 
 
 def show_stale(run, found, folder: Path, ours: dict[str, str]) -> None:
-    """Another factor: our cache against one that is not keyed."""
+    """Train with another `routed_scaling_factor`: without a cache, with this repository's cache, and with the graph
+    that was compiled for the old factor.
+    """
     (key,) = (path.parent for path in (folder / "caches").glob("*/key.json"))
     shutil.copytree(key, folder / "unkeyed")
     unkeyed = {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(folder / "unkeyed")}

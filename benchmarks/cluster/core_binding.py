@@ -11,8 +11,9 @@ to the next of three placements, so that all three see the same load of the mach
     divided  the plan of `tc3 affinity`: each worker on its own cores
     free     every thread on all cores
 
-The first step of a block is left out. The result is the median over rounds of a block's mean step over that of `left`
-in the same round; seconds belong to the machine. Needs two cores and the corpus of launch/quickstart.
+The first step of a block is left out. The result is the median over rounds of a block's mean step time divided by that
+of `left` in the same round; absolute seconds depend on the machine. The program needs two cores and the corpus of
+launch/quickstart.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Threads = dict[int, set[int]]
 
 
 def workers_of(run_dir: Path) -> dict[int, psutil.Process]:
-    """Rank -> process of the workers that train in a folder."""
+    """Return rank -> process of the workers that train in a folder."""
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -54,7 +55,7 @@ def workers_of(run_dir: Path) -> dict[int, psutil.Process]:
 
 
 def threads_of(process: psutil.Process) -> Threads:
-    """Thread -> its allowed cores."""
+    """Return thread -> the cores on which this thread of a process may run."""
     found = {}
     for task in Path(f"/proc/{process.pid}/task").iterdir():
         with contextlib.suppress(OSError):
@@ -63,7 +64,7 @@ def threads_of(process: psutil.Process) -> Threads:
 
 
 def place(process: psutil.Process, placement: str, left: Threads, own: set[int]) -> None:
-    """Move the threads of one worker."""
+    """Move the threads of one worker to the cores of a placement (`left`, `divided` or `free`)."""
     everywhere = os.sched_getaffinity(0)
     for thread in threads_of(process):
         cores = {"left": left.get(thread, everywhere), "divided": own, "free": everywhere}[placement]
@@ -72,7 +73,7 @@ def place(process: psutil.Process, placement: str, left: Threads, own: set[int])
 
 
 def steps_so_far(run_dir: Path) -> list[float]:
-    """Seconds of the steps of whichever rank knows them."""
+    """Return the seconds of the trained steps, from the metrics of the first rank that records them."""
     for file in sorted((run_dir / "metrics").glob("rank_*.jsonl")):
         records = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
         if seconds := [record["seconds"] for record in records if "step" in record]:
@@ -81,7 +82,7 @@ def steps_so_far(run_dir: Path) -> list[float]:
 
 
 def run(layout: str, steps: int, block: int) -> list[dict[str, float]]:
-    """Mean seconds of a step in each placement, a row for each round of blocks."""
+    """Return for each round of blocks the mean seconds of a step in each placement of the threads."""
     plan = make_plan(read_host(Root()), 2, None)
     own = [set(worker.cores) for worker in plan.workers]
     with tempfile.TemporaryDirectory() as folder:

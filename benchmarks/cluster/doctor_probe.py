@@ -10,7 +10,7 @@ stopped     one of two workers is stopped and continued twenty times a second (S
 shaped      four workers in network namespaces on one bridge, the interface of one of them limited to 200 Mbit/s by
             tc's token bucket. Needs root and iproute2.
 
-Each line of the result is what the probe said, against what was done.
+Each line of the result compares what the probe reported with the fault that was made.
 """
 
 from __future__ import annotations
@@ -40,30 +40,31 @@ NAMES, BRIDGE, SHAPED = [f"tc3-probe{node}" for node in range(4)], "tc3-probe", 
 
 
 class Unavailable(Exception):
-    """This machine cannot make such a fault, and why."""
+    """Raised with the reason if this machine cannot make a kind of fault."""
 
 
 def seats() -> list[Seat]:
-    """Two workers, a core each."""
+    """Return the places of two workers with one core each."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     return [Seat(0, [first]), Seat(1, [second])]
 
 
 def probe(places: list[Seat], rounds: int) -> Probe:
-    """One probe, its files in the current folder's file system."""
+    """Return the result of one probe, whose files are in the current folder's file system."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         return run.measure(places, Path(folder).absolute(), rounds)
 
 
 def root() -> None:
-    """Raise Unavailable without root."""
+    """Raise Unavailable if this process does not run as root."""
     if os.geteuid() != 0:
         raise Unavailable("unknown (root)")
 
 
 @contextmanager
 def a_twentieth_of_a_core() -> Iterator[list[str]]:
-    """The command before a worker's that puts it into a control group limited to a twentieth of a core."""
+    """Yield the words in front of a worker's command that put it into a control group limited to a twentieth of a core.
+    """
     root()
     first = (GROUPS / "cgroup.controllers").exists()
     folder = (GROUPS if first else GROUPS / "cpu") / GROUP
@@ -82,14 +83,14 @@ def a_twentieth_of_a_core() -> Iterator[list[str]]:
 
 
 def throttled(rounds: int) -> Probe:
-    """The second of two workers at a twentieth of a core."""
+    """Return the probe of two workers of which the second is limited to a twentieth of a core."""
     with a_twentieth_of_a_core() as prefix:
         one, two = seats()
         return probe([one, Seat(1, two.cores, prefix=prefix)], rounds)
 
 
 def stopped(rounds: int) -> Probe:
-    """The second of two workers stopped for half of the time."""
+    """Return the probe of two workers of which the second is stopped for half of the time."""
     over = threading.Event()
 
     def disturb(worker: int) -> None:
@@ -129,7 +130,9 @@ def do(*command: str) -> None:
 
 @contextmanager
 def network() -> Iterator[list[Seat]]:
-    """Four namespaces on a bridge in a fifth, the third's interface shaped; a worker in each, two on each core."""
+    """Yield the places of four workers, two on each core, in network namespaces on one bridge; the bandwidth of the
+    third worker's interface is limited.
+    """
     root()
     if absent := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise Unavailable(f"unknown: {' and '.join(absent)} not found (iproute2)")
@@ -157,7 +160,7 @@ def network() -> Iterator[list[Seat]]:
 
 
 def shaped(rounds: int) -> Probe:
-    """Four places, one behind a slow interface."""
+    """Return the probe of four workers of which one is behind a slow network interface."""
     with network() as places:
         return probe(places, rounds)
 
@@ -171,7 +174,9 @@ EXPECTED = {
 
 
 def faulty(name: str, rounds: int, runs: int) -> None:
-    """Make a fault in each of some runs, and say how often it was named, and who else."""
+    """Make a fault in each of `runs` probes; print how often the probe names the faulty worker, and which healthy
+    workers it names.
+    """
     named, others = 0, Counter[tuple[str, str]]()
     for number in range(runs):
         try:
@@ -189,7 +194,7 @@ def faulty(name: str, rounds: int, runs: int) -> None:
 
 
 def clean(rounds: int, runs: int) -> None:
-    """Probe two healthy workers again and again."""
+    """Probe two healthy workers `runs` times, and print how often the probe raises a false alarm."""
     alarms, verdicts = Counter[tuple[str, str]](), Counter[str]()
     ratios: dict[str, list[float]] = {"matmul": [], "memory": [], "bandwidth": []}
     waits, took, loads = [], [], []
@@ -220,7 +225,9 @@ def clean(rounds: int, runs: int) -> None:
 
 
 def apart(rounds: list[list[float]]) -> float:
-    """How far the slowest is from the fastest, by the smaller of the ratios of medians and of bests."""
+    """Return the rate of the fastest worker divided by that of the slowest worker, by the smaller of the ratio of
+    median rates and the ratio of best rates.
+    """
     pairs = [(median(numbers), max(numbers)) for numbers in rounds]
     return max(min(a[0] / b[0], a[1] / b[1]) for a in pairs for b in pairs)
 

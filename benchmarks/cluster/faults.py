@@ -1,10 +1,11 @@
 """This program plants faults of a cluster and checks the reaction of a run's agents: python
 benchmarks/cluster/faults.py [ROW...]
 
-Nodes are network namespaces of this machine, workers small ones without MindSpore (tests/launch/agent/small), or with
-`--recipe FILE` those of `tc3 agent FILE`, a recipe of two workers. Two rows are for small workers only: `tc3 agent`
-refuses a port that is taken before it starts, and nothing makes a recipe's loss NaN in the middle of its run. Needs
-root and iproute2. Prints a line of a Markdown table for each fault; the exit code is 1 if a result is wrong.
+The nodes are network namespaces of this machine. The workers are small workers without MindSpore
+(tests/launch/agent/small), or with `--recipe FILE` the workers of `tc3 agent FILE`, a recipe of two workers. Two faults
+are only for small workers: `tc3 agent` refuses a port that is taken before it starts, and nothing makes a recipe's loss
+NaN in the middle of its run. The program needs root and iproute2. It prints a line of a Markdown table for each fault;
+the exit code is 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HEAD = "| fault | seen | decided | steps again | named | cause | decisions | ste
 
 
 def row(result: Result, said: list[str]) -> str:
-    """A line of the table."""
+    """Return the table's line for the result of one fault."""
 
     def seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f} s"
@@ -48,7 +49,7 @@ def row(result: Result, said: list[str]) -> str:
 
 
 def main() -> int:
-    """Exit code 0 where every fault came out as it should."""
+    """Cause the faults and print the table; return exit code 0 if the agents reacted to every fault as expected."""
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", nargs="*", help="cause only these faults; by default all")
     parser.add_argument(

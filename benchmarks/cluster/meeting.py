@@ -3,11 +3,12 @@ to 2,048 hosts.
 
     python -m benchmarks.cluster.meeting [--hosts 16,128,512,2048] [--folder DIR]
 
-Prints markdown. First simulated runs (tests/launch/agent/simulation.py: real files of real meetings, time that is
-counted and not waited for, a look each 0.9 s): all hosts come within 5 s, one host's workers fail 20 s later, all are
-told, one verdict is written. Then the same with one host in fifty killed at a random system call. Last the real time of
-one look (beat, over, the neighbour's beat) in DIR, as an agent takes it. Baseline of the calls: agents that each list
-the folder and open every beat, as a rendezvous without a ring would, 2 + the number of hosts a look.
+The program prints Markdown. First it simulates runs (tests/launch/agent/simulation.py: agents write real files, time is
+counted and not waited for, and each agent checks the folder every 0.9 s): all hosts come within 5 s, one host's workers
+fail 20 s later, all agents learn of it, and one verdict is written. Then it simulates the same runs with one host in
+fifty killed at a random system call. Last it measures in DIR the real time of one check by an agent (it writes its sign
+of life, looks for the end of the attempt, and reads its neighbour's sign of life). The baseline for the number of calls
+are agents that list the folder and open the sign of life of every host: 2 + the number of hosts calls for each check.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tools.runs.attempts import Beat, read_attempt
 
 
 def simulate(hosts: int, deaths: float, memory: str | None) -> list[str]:
-    """A row of the table: one run of `hosts`, of whom a share of `deaths` die somewhere."""
+    """Return a row of the table for one simulated run of `hosts`, in which a share `deaths` of the agents is killed at
+    random system calls.
+    """
     with tempfile.TemporaryDirectory(dir=memory) as path, pytest.MonkeyPatch.context() as monkeypatch:
         world = World(Path(path), monkeypatch, seed=1)
         nodes = hosts - max(1, hosts // 10) if deaths else hosts
@@ -53,7 +56,9 @@ def simulate(hosts: int, deaths: float, memory: str | None) -> list[str]:
 
 
 def look(folder: Path, hosts: int = 64, looks: int = 300) -> list[float]:
-    """Milliseconds of each of so many looks of one agent, in a folder with the files of `hosts`."""
+    """Return the milliseconds that one agent takes for each check of the shared folder, which holds the files of
+    `hosts` hosts.
+    """
     meetings = [Meeting(folder, f"node{number}") for number in range(hosts)]
     for meeting in meetings:
         meeting.come(0)
@@ -69,7 +74,7 @@ def look(folder: Path, hosts: int = 64, looks: int = 300) -> list[float]:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the table of simulated runs and the measured time of an agent's checks of the shared folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", default="16,128,512,2048")
     parser.add_argument("--folder", type=Path, help="use this folder, on the disk that is to be timed")

@@ -3,10 +3,11 @@ records of its attempts are consistent.
 
     python benchmarks/cluster/restarts.py [--kills 50] [--seed 0] [--mini] [--keep FOLDER]
 
-One agent on one host, two small workers without MindSpore (tests/launch/agent/small): a step takes about 20 ms, every
-tenth is saved. Each kill takes a worker, msrun's scheduler or msrun itself, at a random time: one in three after the
-start of an attempt, the others after its first step. `--mini` does so to `tc3 train --restarts 20` with
-recipes/mini/pretrain.yaml. Shown of the run, or the exit code is 1:
+The run has one agent on one host and two small workers without MindSpore (tests/launch/agent/small): a step takes about
+20 ms, and every tenth step is saved. Each kill ends a worker, msrun's scheduler or msrun itself, at a random time: one
+kill in three after the start of an attempt, the other kills after its first step. With `--mini` the program kills
+processes of `tc3 train --restarts 20` with recipes/mini/pretrain.yaml instead. The exit code is 1 unless all of these
+statements hold for the run:
 
 * it ends, with every step's loss the very one of a run without kills, and no process is left;
 * each attempt went on from the newest checkpoint that was whole when the attempt before it had ended;
@@ -51,7 +52,9 @@ MINI = ROOT / "recipes/mini/pretrain.yaml"
 
 @dataclass(frozen=True)
 class Kind:
-    """A run to kill: its steps, every how many it saves, and mean seconds to kills after a start, and a first step."""
+    """A `Kind` describes a run to kill: its number of steps, the steps between saves, and the mean seconds until a kill
+    after a start and after a first step.
+    """
 
     steps: int
     every: int
@@ -59,7 +62,7 @@ class Kind:
     in_training: float
 
     def command(self, run_dir: Path) -> list[str]:
-        """What trains it, restarts included."""
+        """Return the command that trains the run and restarts it after failures."""
         if self is SMALL:
             return [sys.executable, __file__, "--agent", str(run_dir)]
         saves = ("--set", f"checkpoint.save_interleaved_steps={self.every}", "--steps", str(self.steps))
@@ -67,7 +70,7 @@ class Kind:
         return [tc3, "train", str(MINI), "--run-dir", str(run_dir), *saves, "--restarts", "20"]
 
     def expected(self, folder: Path) -> list[float]:
-        """Losses of a run without kills."""
+        """Return the losses of a run that is not killed."""
         if self is SMALL:
             return losses(self.steps, 2)
         with (folder / "whole.txt").open("w") as out:
@@ -79,7 +82,7 @@ SMALL, REAL = Kind(8000, 10, 0.8, 3.0), Kind(24, 4, 30.0, 5.0)
 
 
 def train_small(run_dir: Path) -> int:
-    """Be the agent of the small run; its exit code."""
+    """Run the agent of the small run in this process, and return its exit code."""
     launcher = run_dir / "msrun"
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {SCRIPTS / "msrun.py"} "$@"\n')
     launcher.chmod(0o755)
@@ -94,7 +97,9 @@ def train_small(run_dir: Path) -> int:
 
 @dataclass
 class Killer:
-    """Kills processes of the run below `root`. `kills`: role of each; `whole`: step of the newest checkpoint then."""
+    """A `Killer` kills processes of the run below `root`; it records the role of each killed process, and the step of
+    the newest complete checkpoint at that time.
+    """
 
     kind: Kind
     run_dir: Path
@@ -105,7 +110,7 @@ class Killer:
     targets: list[tuple[str, psutil.Process]] = field(default_factory=list)
 
     def strike(self) -> bool:
-        """Wait, kill, wait for the attempt's verdict; False where the run has ended instead."""
+        """Wait, kill a process, and wait for the attempt's verdict; return False if the run has ended instead."""
         at_start = self.rng.random() < 1 / 3
         metrics = Follower(self.run_dir / "metrics/rank_0.jsonl", newest=0)
         if not (at_start or self._until(lambda: any("step" in each for each in metrics.new_records()))):
@@ -124,7 +129,7 @@ class Killer:
         return True
 
     def _until(self, holds: Callable[[], bool]) -> bool:
-        """Wait until something holds; False where the run has ended before."""
+        """Wait until a condition holds; return False if the run ends before."""
         while not holds():
             if self.root.poll() is not None:
                 return False
@@ -132,7 +137,7 @@ class Killer:
         return True
 
     def _running(self) -> bool:
-        """Whether msrun and its children run: `targets` are they, each with its role."""
+        """Return whether msrun and its child processes run; store the processes with their roles in `targets`."""
         found = []
         for process in self.root.children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -144,7 +149,9 @@ class Killer:
 
 
 def parts(file: Path) -> Iterator[tuple[int, int]]:
-    """(steps done before it, steps made) of each attempt that a rank came to train in."""
+    """Yield for each attempt that trained on a rank the number of steps done before it and the number of steps that it
+    trained.
+    """
     start, made = -1, 0
     for record in Follower(file).new_records():
         if "total_steps" in record:
@@ -157,7 +164,7 @@ def parts(file: Path) -> Iterator[tuple[int, int]]:
 
 
 def wrong(killer: Killer, code: int, expected: list[float]) -> list[str]:
-    """What does not add up; prints what does."""
+    """Return what contradicts a correct run in the records of the attempts, and print what agrees."""
     attempts = read_attempts(killer.run_dir)
     plans = [each.plan for each in attempts if each.plan]
     verdicts = [each.verdict for each in attempts if each.verdict]
@@ -195,7 +202,7 @@ def _names(process: psutil.Process, run_dir: Path) -> bool:
 
 
 def main() -> int:
-    """Exit code 0 where everything adds up."""
+    """Kill processes of a run at random; return exit code 0 if the run's records are consistent."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

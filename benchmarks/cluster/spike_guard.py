@@ -4,8 +4,8 @@
 
 Clean runs are synthetic: a loss that falls as a power of the step from 11 to about 2, with noise of 1 % that is normal,
 or heavy-tailed (Student's t with 3 degrees of freedom), or correlated from step to step; and a global norm with noise
-of 15 % of the same kinds. A spike is a step of such a run whose value is raised by a given number of percent. Of
-metrics files, every step is judged that has a full window of steps before it.
+of 15 % of the same kinds. A spike is a step of such a run whose value is raised by a given number of percent. If
+metrics files are given, the guard judges every step of them that has a full window of steps before it.
 """
 
 import sys
@@ -31,7 +31,7 @@ RAISED = (0.05, 0.1, 0.2, 0.5)  # of a loss; norms are raised twenty times as mu
 
 
 def noise(kind: str, steps: int, random: np.random.Generator) -> np.ndarray:
-    """[steps] of unit spread (as a normal distribution's quartiles have it)."""
+    """Return random noise [steps] whose quartiles are those of a standard normal distribution."""
     if kind == "heavy":
         return random.standard_t(3, steps) / 1.134  # so that its quartiles are the normal distribution's
     plain = random.standard_normal(steps)
@@ -42,7 +42,7 @@ def noise(kind: str, steps: int, random: np.random.Generator) -> np.ndarray:
 
 
 def runs(kind: str):
-    """Clean (losses, norms) of `STEPS` steps, for each seed."""
+    """Yield for each seed the losses and global norms of a run of `STEPS` steps without spikes."""
     for seed in range(SEEDS):
         random = np.random.default_rng(seed)
         step = np.arange(1, STEPS + 1)
@@ -51,12 +51,16 @@ def runs(kind: str):
 
 
 def distances(values: np.ndarray, window: int) -> np.ndarray:
-    """Of each step with a full window before it: how far it lies above what the window leads to."""
+    """Return for each step with a full window before it by how many robust standard deviations its value lies above the
+    trend of that window.
+    """
     return np.array([spreads_above(values[at], values[at - window : at])[0] for at in range(window, len(values))])
 
 
 def false_alarms() -> None:
-    """Alarms of clean steps, per 10,000 of them: a run that is guarded would go back at each."""
+    """Print the false alarms per 10,000 steps without a spike; the guard would take a run back to a checkpoint at each
+    false alarm.
+    """
     print("alarms per 10,000 clean steps (loss, norm)")
     for kind in ("normal", "correlated", "heavy"):
         for window in WINDOWS:
@@ -70,7 +74,9 @@ def false_alarms() -> None:
 
 
 def found(window: int, threshold: float) -> None:
-    """Shares of raised steps that are found, one at a time, in the second half of heavy-tailed runs."""
+    """Print the shares of raised steps that the guard finds if one step at a time is raised, in the second half of runs
+    with heavy-tailed noise.
+    """
     for share in RAISED:
         hits: list[list[bool]] = [[], []]
         for series in runs("heavy"):
@@ -81,7 +87,7 @@ def found(window: int, threshold: float) -> None:
 
 
 def recorded(file: Path, settings: Settings) -> None:
-    """Alarms in a run's own steps."""
+    """Print how often the guard would have raised an alarm in the recorded steps of a run."""
     steps = good_steps(file.read_text(encoding="utf-8").splitlines(), sys.maxsize, sys.maxsize)
     for size in sorted({16, 32, settings.window}):
         window, largest = Window(size, np.inf), -np.inf

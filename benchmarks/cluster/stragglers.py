@@ -5,11 +5,12 @@ real workers on this machine.
     python benchmarks/cluster/stragglers.py train [--limit 0.1] [--steps 60]
     python benchmarks/cluster/stragglers.py cost [--threads 80]
 
-simulate: 512 ranks in 8 stages, 1,500 steps. Chips differ by 0.5 % for good, a probe by 1 % each time, one of 500 takes
-half as long again; in slowed runs one rank is slower from step 500 on. Runs in which a healthy rank is named are wrong.
-train: recipes/mini/pretrain_dp2.yaml with the plugin's defaults. With --limit, worker 1 gets that share of a core from
-step 10 on, by a control group of its own (needs root); without, nobody is slowed and nobody may be named.
-cost: processor time of a probe on CPU, in a process with so many idle threads.
+`simulate` simulates 512 ranks in 8 stages for 1,500 steps. The speeds of devices differ permanently by 0.5 %, the times
+of probes by 1 % each time, and one probe of 500 takes 1.5 times as long; in slowed runs one rank is slower from step
+500 on. A run in which a healthy rank is named is wrong. `train` trains recipes/mini/pretrain_dp2.yaml with the plugin's
+defaults. With --limit, worker 1 gets that share of a core from step 10 on, by a separate control group (this needs
+root); without --limit no rank is slowed and no rank may be named. `cost` measures the processor time of a probe on CPU,
+in a process with the given number of idle threads.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def cli():
 
 
 def simulated(rng: np.random.Generator, every: int, by: float) -> tuple[np.ndarray, int]:
-    """Times of the work [probes, ranks], and the rank that is slower `by` a share."""
+    """Return simulated times of the probe's work [probes, ranks], and the rank that is slower by the share `by`."""
     times = rng.normal(1, 0.005, RANKS) * rng.lognormal(0, 0.01, (STEPS // every, RANKS))
     times = np.where(rng.random(times.shape) < 0.002, times * 1.5, times)
     who = int(rng.integers(RANKS))
@@ -56,7 +57,7 @@ def simulated(rng: np.random.Generator, every: int, by: float) -> tuple[np.ndarr
 
 
 def named(times: np.ndarray) -> dict[int, int]:
-    """Rank -> the probe at which it is named: `slow_ranks` for its measure of devices, on the way."""
+    """Return rank -> the probe at which `slow_ranks` would name the rank by the measure of devices."""
     enough = threshold(len(KINDS) * RANKS, max(LEAST, len(times)), ALARM)
     found = {}
     for first in range(0, RANKS, RANKS // STAGES):
@@ -124,12 +125,12 @@ def train(limit, steps, recipe):
 
 
 def last_step(run_dir: Path) -> int:
-    """The newest step on record."""
+    """Return the newest step in the metrics of a run."""
     return read_metrics(run_dir / "metrics" / "rank_0.jsonl").last.get("step", 0)
 
 
 def pid_of(run_dir: Path, rank: int) -> int:
-    """The process of a worker that trains in a folder."""
+    """Return the process id of one rank's worker that trains in a folder."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if str(run_dir) in process.cmdline():

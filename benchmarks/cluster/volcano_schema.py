@@ -3,7 +3,8 @@
     python benchmarks/cluster/volcano_schema.py CRD.yaml
 
 CRD.yaml: `config/crd/volcano/bases/batch.volcano.sh_jobs.yaml` of github.com/volcano-sh/volcano, whole, at any commit.
-Prints what the job breaks, and that the schema refuses jobs with single mistakes; exit code 1 where one is off.
+The program prints which rules of the schema the job breaks, and whether the schema refuses jobs with single mistakes;
+the exit code is 1 if the job breaks a rule or a mistake is not refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 
 
 def main() -> int:
-    """Exit code 0 where the job holds and every mistake is found."""
+    """Check the Volcano job against the schema; return exit code 0 if the job is valid and the schema refuses every job
+    with a mistake.
+    """
     if len(sys.argv) != 2:
         sys.exit("python benchmarks/cluster/volcano_schema.py CRD.yaml")
     versions = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))["spec"]["versions"]

@@ -4,13 +4,15 @@ and batch.
     python benchmarks/estimator_profile/round_trip.py [--steps 30] [--data output/data/stdlib] [--only NAME]
 
 The reference, recipes/mini/pretrain.yaml with one worker, trains under MindSpore's profiler through MindFormers' own
-callback; `tc3 search calibrate` makes a cluster file of its profile. Each other mini trains without the profiler, and
-its step is predicted from that file. Beside it the baseline: the reference's step scaled by matmul FLOPs.
+callback; `tc3 search calibrate` makes a cluster file of its profile. Each other mini recipe trains without the
+profiler, and its step time is predicted from that file. The baseline is the reference's step time scaled by the FLOPs
+of matmuls.
 
-Two numbers are measured, for the machine may have other work: the lower quartile of the steps' seconds, and of the
-processor's seconds, which do not count what other work took (operators of a mini run in one thread, nearly all of
-them). Errors are of both, and of the processor's seconds over the reference's, where a profile made under load and
-steps without it are not mixed. Absolute times belong to the machine; the errors are the result.
+Because the machine may have other work, two numbers are measured: the lower quartile of the steps' seconds, and that of
+the steps' processor seconds, which do not contain the time of other work (nearly all operators of a mini recipe run in
+one thread). Errors are computed for both numbers, and for the processor seconds divided by those of the reference, a
+ratio that does not mix a profile made under load with steps without load. Absolute times depend on the machine; the
+errors are the result.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ MINIS = {
 
 
 def overrides(name: str, steps: int, data: str) -> tuple[str, ...]:
-    """A mini's values; its corpus lasts for so many steps."""
+    """Return the settings of a mini recipe, whose corpus has enough samples for `steps` steps."""
     return (
         *MINIS[name],
         f"train_dataset.data_loader.sizes.0={steps * 16}",
@@ -54,7 +56,7 @@ def overrides(name: str, steps: int, data: str) -> tuple[str, ...]:
 
 
 def worker(name: str, steps: int, data: str, folder: Path, profiled: bool) -> None:
-    """One training run in this process, with one thread for operators."""
+    """Train one run in this process, with one thread for operators."""
     import mindspore as ms
 
     from launch.train import build_config, train
@@ -73,7 +75,9 @@ def worker(name: str, steps: int, data: str, folder: Path, profiled: bool) -> No
 
 
 def run(name: str, steps: int, data: str, folder: Path, profiled: bool) -> tuple[float, float]:
-    """Lower quartiles of (seconds, processor seconds) of a mini's steps, in a process of its own."""
+    """Return the lower quartiles of the steps' seconds and processor seconds of a mini recipe that trains in a separate
+    process.
+    """
     command = [sys.executable, __file__, "--worker", name, "--steps", str(steps), "--data", data]
     command += ["--folder", str(folder), *(["--profiled"] if profiled else [])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -85,7 +89,7 @@ def run(name: str, steps: int, data: str, folder: Path, profiled: bool) -> tuple
 
 
 def predicted(name: str, cluster: Path, data: str) -> tuple[float, float]:
-    """(seconds of a mini's step on a cluster, matmul FLOPs)."""
+    """Return the predicted seconds of a mini recipe's step on a cluster, and its FLOPs of matmuls."""
     from tools.estimate.efficiency import cluster as load
     from tools.estimate.from_recipe import from_recipe
     from tools.estimate.time_model import TimeModel
@@ -134,7 +138,7 @@ def main(
 
 
 def compare(steps: int, data: str, names: tuple[str, ...], place: Path, cluster: Path) -> None:
-    """One line a mini."""
+    """Print one line with measured and predicted step times for each mini recipe."""
     base: tuple[float, ...] = ()
     heads = ("step s", "cpu s", "model s", "of step", "of cpu", "over the reference", "FLOPs over the reference")
     click.echo("  ".join((f"{'mini':38}", *heads)))

@@ -10,7 +10,7 @@ report gives "approximately 85% higher performance" of the fused kernel and no r
     fused     the longer of the product and what it must move: its operands, and 4 bytes of each number
     overlap   the longer of the product and the Cast: the Cast runs beside it, but through HBM
 
-A Reshape moves nothing, launches are left out. Nothing here was measured: there is no NPU.
+A Reshape moves no bytes, and kernel launches are left out. No time was measured, because there is no NPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = tuple(2**power for power in range(10, 19))
 
 
 class Point(NamedTuple):
-    """Seconds at a number of rows."""
+    """A `Point` holds the modelled seconds of the unfused, fused and overlapped kernel at a number of rows."""
 
     rows: int
     unfused: float
@@ -43,17 +43,17 @@ class Point(NamedTuple):
 
     @property
     def faster(self) -> float:
-        """How much faster the fused kernel is; 0 is as fast."""
+        """Return the speed-up of the fused kernel over the unfused kernels; 0 means equally fast."""
         return self.unfused / self.fused - 1
 
     @property
     def faster_overlap(self) -> float:
-        """The same of the kernel that still goes through HBM."""
+        """Return the speed-up of the kernel whose Cast runs beside the product, but through HBM."""
         return self.unfused / self.overlap - 1
 
 
 def point(times: DeviceTimes, config: Configuration, rows: int) -> Point:
-    """The three at `rows` rows."""
+    """Return the modelled seconds of the unfused, fused and overlapped kernel at `rows` rows."""
     numbers = EXPERTS * INPUT * OUTPUT
     product = times.multiplying(config, Matmul(INPUT, OUTPUT, rows / EXPERTS, EXPERTS))
     cast = times.moving((2 + 4) * numbers)
@@ -62,12 +62,14 @@ def point(times: DeviceTimes, config: Configuration, rows: int) -> Point:
 
 
 def crossing(times: DeviceTimes, config: Configuration) -> int:
-    """The most rows, to 64, at which the fused kernel is as much faster as the report says."""
+    """Return the largest multiple of 64 rows at which the fused kernel has at least the speed-up that the report
+    states.
+    """
     return max((rows for rows in range(64, ROWS[-1], 64) if point(times, config, rows).faster >= REPORTED), default=0)
 
 
 def draw(points: list[Point], device: str, path: Path) -> None:
-    """Draw the curve."""
+    """Draw the modelled speed-up over the number of rows."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
     rows = [each.rows for each in points]
@@ -87,7 +89,7 @@ def draw(points: list[Point], device: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Print the points, and draw them where asked."""
+    """Print the modelled points, and draw them if `--picture` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", default=DEFAULT_HARDWARE)
     parser.add_argument("--picture", type=Path)

@@ -3,11 +3,11 @@ bit with an unkilled run, and also with a run without the pass.
 
     python benchmarks/fusion/grouped_resume.py [RECIPE]
 
-A pipeline of two stages on CPU (tests/training/sharded_pp2.yaml) in bfloat16, six steps. The pass is put into the
-workers by grouped_on_cpu/sitecustomize.py, for the recipe's section does nothing on a CPU. Every process gets SIGKILL
-at once after step 4; a checkpoint stands at step 3. Losses and norms of each step and rank must be the same bits, and
-every tensor of the last checkpoint. Losses without the pass differ only by the rounding of each micro-batch's
-gradient: were a sum read too early or set to zero too late, they would be far apart.
+The run is a pipeline of two stages on CPU (tests/training/sharded_pp2.yaml) in bfloat16 with six steps.
+grouped_on_cpu/sitecustomize.py puts the pass into the workers, because the recipe's section does nothing on a CPU. All
+processes get SIGKILL after step 4; the last checkpoint is that of step 3. Losses and norms of each step and rank, and
+every tensor of the last checkpoint, must be bit-identical. Losses without the pass differ only by the rounding of each
+micro-batch's gradient: if a sum were read too early or set to zero too late, the losses would be far apart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOOK = os.pathsep.join([str(Path(__file__).with_name("grouped_on_cpu")), str(run
 
 
 class Folder:
-    """Runs of one recipe with one corpus in one folder."""
+    """A `Folder` holds runs of one recipe with one corpus."""
 
     def __init__(self, folder: Path, recipe: Path):
         self.folder, self.recipe = folder, folder / "recipe.yaml"
@@ -41,29 +41,29 @@ class Folder:
         dump_recipe(apply_overrides(load_recipe(recipe), (LOW,)), self.recipe)
 
     def environment(self, name: str, **more: str) -> dict[str, str]:
-        """Of a run's workers."""
+        """Return the environment variables of a run's workers."""
         count = self.folder / f"{name}_count"
         count.mkdir(exist_ok=True)
         return {"PYTHONPATH": HOOK, "TC3_COUNT": str(count), **more}
 
     def train(self, name: str, *more: str, **environment: str) -> Path:
-        """Train to the end; the run's folder."""
+        """Train a run to its end, and return its folder."""
         variables = self.environment(name, **environment)
         runs.train(self.recipe, self.folder / name, self.folder / "tiny", *more, within=1500, **variables)
         return self.folder / name
 
     def kill(self, name: str) -> None:
-        """Train until step KILL is on record."""
+        """Train a run until step KILL is recorded, and kill its processes."""
         variables = self.environment(name)
         runs.train_and_kill(self.recipe, self.folder / name, self.folder / "tiny", KILL, **variables)
 
     def added(self, name: str) -> int:
-        """How often InplaceGroupedMatmulAdd ran, on all ranks."""
+        """Return how often the operator InplaceGroupedMatmulAdd ran in a run, over all ranks."""
         return sum(file.stat().st_size for file in (self.folder / f"{name}_count").iterdir())
 
 
 def apart(one: Path, other: Path, key: str) -> list[float]:
-    """How far a number of the last rank's steps is apart, relative, step by step."""
+    """Return for each step the relative difference between two runs of one metric of the last rank."""
     last = max(int(path.stem.removeprefix("rank_")) for path in (one / "metrics").glob("rank_*.jsonl"))
     found, known = runs.steps(one, last), runs.steps(other, last)
     return [abs(found[step][key] / known[step][key] - 1) for step in range(1, STEPS + 1)]

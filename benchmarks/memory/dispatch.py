@@ -8,15 +8,16 @@ Trains recipes/mini/pretrain_ep4.yaml through MindSpore's sharded graph on four 
 the experts of worker 0 from the first step on. Every AlltoAllV of the graph notes the arrays that its kernel reads and
 fills (`dispatch_recorder`). On this path a kernel's arrays have as many rows as tokens that travel, no more.
 
-Compares for every step, MoE layer and worker the bytes of both arrays with those that
+The program compares for every step, MoE layer and worker the bytes of both arrays with those that
 `tools.estimate.memory.activations.buffers` gives for the worker's recorded load, byte for byte. Padding is off
 (`use_pad_tokens`): the estimator does not count MindFormers' padding, n_routed_experts x num_experts_per_tok rows in
 each array.
 
-Then seconds, skewed over even, beside what they follow from. Two cores that four workers share show no wait for the
-fullest worker, because the others' cores help it. What they can show is processor time: that of the experts of the
-fullest worker between its dispatch and its combine. The estimator's own ratio is for the default cluster, where a mini
-is bound by launches; nothing here measures that.
+Then the program prints the ratio of seconds with skewed loads to seconds with even loads, beside the ratio of loads
+from which it follows. If four workers share two cores, no worker waits for the fullest worker, because it can use the
+cores of the other workers. The program therefore measures processor time: that of the experts of the fullest worker
+between its dispatch and its combine. The estimator's own ratio is for the default cluster, where a mini is bound by
+launches; nothing here measures that.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ WARM = 2  # steps that are left out of the seconds
 
 @dataclass(frozen=True)
 class Call:
-    """This is one AlltoAllV: elements of a row, bytes read and filled, processor seconds of the worker at its end."""
+    """A `Call` is one execution of AlltoAllV: elements of a row, bytes that its kernel reads and fills, and the
+    worker's processor seconds at its end.
+    """
 
     row: int
     read: int
@@ -73,7 +76,7 @@ class Call:
 
 
 def calls_of(file: Path, hidden: int) -> list[Call]:
-    """Return the exchanges of rows of tokens, in order; those of numbers are left out."""
+    """Return the exchanges of token rows in a file, in order, without the exchanges of row counts."""
     found = (Call(**json.loads(line)) for line in file.read_text("utf-8").splitlines())
     return [call for call in found if call.row == hidden]
 
@@ -97,7 +100,7 @@ def by_layer(calls: Sequence[Call], steps: int, layers: int) -> np.ndarray:
 
 
 def measured(workers: Sequence[Sequence[Call]], steps: int, layers: int) -> np.ndarray:
-    """Return int64 [steps, layers, workers], the bytes of the fullest exchange: what a kernel reads and fills."""
+    """Return the bytes that the largest exchange of each worker reads and fills, int64 [steps, layers, workers]."""
     size = np.vectorize(lambda call: call.read + call.filled, otypes=[np.int64])
     return np.stack([size(by_layer(calls, steps, layers)).max(axis=2) for calls in workers], axis=2)
 
@@ -121,7 +124,9 @@ def expert_seconds(calls: Sequence[Call], steps: int, layers: int) -> np.ndarray
 
 
 def train(folder: Path, name: str, steps: int, bias: float | None) -> tuple[Configuration, list[Record], list]:
-    """A run: what the estimator reads of its recipe, its records, and the calls of each worker."""
+    """Train a run; return the configuration that the estimator reads from its recipe, the records of its loads, and the
+    exchanges of each worker.
+    """
     recipe = json.loads(json.dumps(SHARDED))
     recipe["model"] = {"model_config": {"use_pad_tokens": False, "moe_router_bias_update_rate": 0.0}}
     recipe["model"]["model_config"]["moe_router_force_expert_balance"] = bias is None
@@ -140,7 +145,7 @@ def train(folder: Path, name: str, steps: int, bias: float | None) -> tuple[Conf
 
 
 def step_seconds(run: Path, workers: int) -> float:
-    """Seconds of a step, its slowest worker's: the median over steps."""
+    """Return the median over steps of the seconds of the slowest worker."""
     ranks = [runs.steps(run, rank) for rank in range(workers)]
     return float(np.median([max(each[step]["seconds"] for each in ranks) for step in sorted(ranks[0])[WARM:]]))
 

@@ -3,9 +3,9 @@ changes that were learnt from a group's own runs.
 
     python -m benchmarks.memory.terms
 
-A group's own terms are those that were looked for because of its runs, whether a source says them or not. Without them
-a group is predicted like a stack whose source nobody has read. torchtitan's whole gradient of the head was found on its
-runs, too, and cannot be taken away here: it is part of how sharded weights are counted.
+A group's own terms are those that were looked for because of the group's runs, whether or not a source states them.
+Without its own terms a group is predicted like software whose source nobody has read. torchtitan's whole gradient of
+the head was found on its runs, too, and cannot be taken away here: it is part of how sharded weights are counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _eight_groups(config: Configuration) -> Configuration:
 
 
 def _as_megatron(config: Configuration) -> Configuration:
-    """Megatron without Transformer Engine's spare gradients and fused loss, and context parallelism of keys."""
+    """Return the configuration without the terms that were learnt from SimuMax's runs: spare gradients, fused loss,
+    context parallelism that exchanges heads, and the query groups of the 405B.
+    """
     return _eight_groups(replace(config, spare_gradients=False, logit_bytes=6, cp_exchanges_heads=False))
 
 
@@ -54,19 +56,23 @@ OWN: dict[str, dict[str, Change]] = {
 
 
 def errors(rows: list[Row], change: Change | None = None) -> np.ndarray:
-    """Predicted over measured memory - 1 of some rows."""
+    """Return predicted over measured memory - 1 for each row, with a change of its configuration if one is given."""
     changed = [replace(row, config=change(row.config)) if change and row.config else row for row in rows]
     return np.array([predict(row).memory_error for row in changed], float)
 
 
 def line(name: str, found: np.ndarray) -> str:
-    """A line of the table: rows, mean and worst of absolute errors, and the most that was missed."""
+    """Return a line of the table: number of rows, mean and largest absolute error, and the largest error of a
+    prediction that is too low.
+    """
     size, missed = np.abs(found), max(0.0, -found.min())
     return f"| {name} | {len(found)} | {size.mean():.1%} | {size.max():.1%} | {missed:.1%} |"
 
 
 def table() -> str:
-    """By group: as it is, and without each of its own terms; then all rows, and those with a first prediction."""
+    """Return the table of errors by group, with and without each term that was learnt from the group's runs; then the
+    errors of all rows, and of the rows that were predicted before their measurement was used.
+    """
     rows = [row for row in read_rows(ROWS) if row.use == "fit"]
     lines = ["| runs | rows | mean | worst | missed |", "|---|---:|---:|---:|---:|"]
     left_out, now = [], []

@@ -3,8 +3,8 @@
     python benchmarks/weights/convert.py [--folder DIR] [--layers 3]
 
 The model has layers of the 105B with a third of its experts; its weights are drawn once. Copies and conversions take
-turns; the number behind a way is that of its worker processes. The page cache is warm for all, so this is the speed of
-the work, not of the disk.
+turns; the number after the direction of a conversion is its number of worker processes. All files are in the page
+cache, so the program measures the speed of the conversion, not of the disk.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ LIMIT = 500_000_000  # bytes of a file
 
 
 def model(layers: int) -> Sizes:
-    """Layers of the 105B, with 64 of its 192 experts and a small vocabulary."""
+    """Return the sizes of a model with `layers` layers of the 105B, 64 of its 192 experts and a small vocabulary."""
     sizes = model_of(load_recipe(ROOT / "recipes" / "telechat3_105b" / "pretrain_4k.yaml"))
     return replace(sizes, hf={**sizes.hf, "num_hidden_layers": layers, "n_routed_experts": 64, "vocab_size": 8192})
 
 
 def draw(folder: Path, sizes: Sizes) -> int:
-    """Weights in bfloat16, in files of up to LIMIT bytes; returns their bytes."""
+    """Write random bfloat16 weights into files of up to LIMIT bytes, and return the number of bytes written."""
     folder.mkdir(parents=True)
     where, group, filled, total = {}, {}, 0, 0
     numbers = np.random.default_rng(0).standard_normal(1 << 20).astype(ml_dtypes.bfloat16)
@@ -72,14 +72,14 @@ def _file(folder: Path, group: dict[str, np.ndarray], number: int) -> dict[str, 
 
 
 def timed(work) -> float:
-    """Seconds of `work()`."""
+    """Return the seconds that one call of `work` takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def once(source: Path, target: Path, sizes: Sizes, workers: int = 1) -> None:
-    """One conversion, in this process where it is alone."""
+    """Convert the weights of one folder; with one worker the conversion runs in this process."""
     shutil.rmtree(target, ignore_errors=True)
     opened = open_source(source)
     to = "MindFormers" if opened.form == "Hugging Face" else "Hugging Face"

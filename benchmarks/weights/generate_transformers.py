@@ -3,9 +3,10 @@ prompts.
 
     python benchmarks/weights/generate_transformers.py output/quickstart [--reference-python PYTHON]
 
-PYTHON has torch and transformers (the extra `align`). The weights go out by `tc3 weights convert`, the tokenizer beside
-them; transformers loads the folder as anybody would, and its `generate` does not sample. Where both part, it prints by
-how much the token was the likeliest: a tie within rounding, or a mistake.
+PYTHON has torch and transformers (the extra `align`). `tc3 weights convert` exports the weights with the tokenizer;
+transformers loads the exported folder, and its `generate` does not sample. At the first token that differs, the program
+prints by how much the chosen token was the most probable one, which shows whether the difference is a tie within
+rounding or a mistake.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def exported(run: Path, folder: Path) -> None:
 
 
 def here(weights: Path, tokens: int, *more: str) -> list[list[int]]:
-    """Ids by `tc3 generate`."""
+    """Return the token ids that `tc3 generate` generates for each prompt."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     command = [TC3, "generate", str(weights), "--tokens", str(tokens), "--json", *more, *prompts]
     return [each["ids"] for each in json.loads(subprocess.check_output(command, text=True))["texts"]]

@@ -3,10 +3,11 @@ memory.
 
     python benchmarks/weights/reshard.py [--folder DIR] [--layers 2]
 
-The model has layers of the 105B with 16 of its experts, less wide: weights and two moments in fp32, drawn
-once, saved as of a pipeline of two stages. It goes to tensor parallelism (columns are cut, so rows are read in parts),
-to optimizer sharding over eight ranks, and back. Copies and layouts take turns. The page cache is warm for all, so this
-is the speed of the work, not of the disk; `sync` is waited for in all.
+The model has layers of the 105B with 16 of its experts and a smaller hidden size. Weights and two moments in fp32 are
+drawn once and saved as a pipeline of two stages saves them. The checkpoint is resharded to tensor parallelism (columns
+are cut, so rows are read in parts), to optimizer sharding over eight ranks, and back. Copies and layouts take turns.
+All files are in the page cache, so the program measures the speed of resharding, not of the disk; each measured time
+includes a `sync`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def recipe_of(layout: str, layers: int) -> Recipe:
-    """The 105B's recipe, smaller, in one of LAYOUTS."""
+    """Return the 105B's recipe with smaller sizes in one of LAYOUTS."""
     recipe = load_recipe(ROOT / "recipes" / "telechat3_105b" / "pretrain_4k.yaml")
     recipe["model"]["model_config"] |= {"num_hidden_layers": layers, "n_routed_experts": 16, "vocab_size": 4096}
     recipe["model"]["model_config"] |= {"hidden_size": 512, "intermediate_size": 2048}
@@ -58,7 +59,7 @@ def recipe_of(layout: str, layers: int) -> Recipe:
 
 
 def draw(folder: Path, recipe: Recipe) -> None:
-    """Weights and moments as one process saves them."""
+    """Write random weights and moments in the form in which one process saves them."""
     numbers = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
     weights = {name: np.resize(numbers, placed.shape) for name, placed in target_of(recipe).weights.items()}
     folder.mkdir(parents=True)
@@ -69,7 +70,7 @@ def draw(folder: Path, recipe: Recipe) -> None:
 
 
 def once(source: Path, target: Path, layout: str, layers: int, workers: int) -> Path:
-    """One checkpoint laid out anew; returns the iteration."""
+    """Reshard one checkpoint to another layout, and return the folder of the new iteration."""
     shutil.rmtree(target, ignore_errors=True)
     opened = open_source(source)
     reshard(opened, target, plan_stored(opened, recipe_of(layout, layers)).plan, workers)
@@ -78,20 +79,20 @@ def once(source: Path, target: Path, layout: str, layers: int, workers: int) -> 
 
 
 def copied(source: Path, target: Path) -> None:
-    """A plain copy."""
+    """Copy the folder by `cp`, as the baseline."""
     shutil.rmtree(target, ignore_errors=True)
     subprocess.run(["cp", "-r", source, target], check=True)
     subprocess.run(["sync"], check=True)
 
 
 def own_peak() -> int:
-    """Bytes that this process had in memory at most; its children's and parent's are not counted."""
+    """Return the largest number of bytes that this process had in memory, without its children and its parent."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def timed(work: Any) -> float:
-    """Seconds of `work()`."""
+    """Return the seconds that one call of `work` takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

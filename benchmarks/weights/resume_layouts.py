@@ -8,9 +8,9 @@ move, -> one worker -> ep2. sharded: tp2 -> pp2 -> dp2 with optimizer sharding -
 context: tp2 -> context parallel -> tp2, there. classes: one worker of this repository's CPU classes -> tp2 of the
 sharded graph -> the one worker. By default all, ten steps each; `--resume CHECKPOINT` into a new folder each time.
 
-At every step the losses must be those of the run that never changes to 1e-6 (relative), and global norms to 1e-5. After
-the last one weights and both of Adam's moments must be, tensor by tensor, to 1e-5 of their L2 norm, and the routers'
-biases equal.
+At every step the losses must agree to 1e-6 (relative) with those of the run that never changes its layout, and global
+norms to 1e-5. After the last step the weights and both of Adam's moments must agree, tensor by tensor, to 1e-5 of their
+L2 norm, and the routers' biases must be equal.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _TINY = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_
 
 @dataclass(frozen=True)
 class Layout:
-    """A recipe of tests/training, and what of it is changed; `rank`: one that knows the loss."""
+    """A `Layout` is a recipe of tests/training with changed keys; `rank` is a rank that records the loss."""
 
     base: str
     changes: dict[str, Any] = field(default_factory=dict)
     rank: int = 0
 
     def write(self, file: Path, last: int) -> Path:
-        """The recipe of a run that ends with step `last`."""
+        """Write a recipe for a run that ends with step `last`, and return its file."""
         always = {"lr_schedule": {"warmup_steps": 2}, "checkpoint": {"save_interleaved_steps": last}}
         content = {"base_config": str(runs.HERE / self.base), **always, **self.changes}
         file.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -83,7 +83,7 @@ CHAINS = {  # the layout that never changes, and the last step of each part of t
 
 
 def train(folder: Path, corpus: Path, name: str, layout: str, last: int, resume: Path | None = None) -> Path:
-    """A run, or a part of one; returns its folder."""
+    """Train a run, or a part of one from a checkpoint, and return its folder."""
     recipe = LAYOUTS[layout].write(folder / f"{name}.yaml", last)
     more = ["--resume", str(resume)] if resume else []
     runs.train(recipe, folder / name, corpus, "--steps", str(last), *more, within=1800)
@@ -95,7 +95,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def follow(folder: Path, corpus: Path, name: str) -> str:
-    """Train both runs of a chain; says how far they are apart.
+    """Train both runs of a chain of layouts, and return a text that says how much they differ.
 
     Raises:
         AssertionError: further than they may be.

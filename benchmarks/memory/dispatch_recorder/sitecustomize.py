@@ -16,7 +16,7 @@ import time
 
 
 def _module(name, attribute):
-    """The module of that name, once it has the attribute."""
+    """Return the imported module of that name; wait until the module has the attribute."""
     while not hasattr(sys.modules.get(name), attribute):
         time.sleep(0.01)
     return sys.modules[name]
