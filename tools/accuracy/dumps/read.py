@@ -1,5 +1,4 @@
-"""This module reads a dump of tensors: its steps and ranks, the calls of each step in their order, and the inputs and
-outputs of each call.
+"""This module reads a dump of tensors: steps, ranks, the calls of each step, and the inputs and outputs of each call.
 
 msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. At L1 and L2, where it shows no weights, `tc3 accuracy
 dump` adds `weights/stepN/rankM/` of the same layout: the weights before step N. At L2 MindSpore itself writes the
@@ -145,9 +144,7 @@ class NpyFile:
         self._file.close()
 
     def chunks(self, buffer: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the values of the array in C order as flat pieces of up to `CHUNK` values, which are views of the uint8
-        array `buffer`.
-        """
+        """Yield the array's values in C order, in flat pieces of up to `CHUNK` values that are views of `buffer`."""
         self._file.seek(self._start)
         for start in range(0, self.size, CHUNK):
             piece = buffer[: min(self.size - start, CHUNK) * self.dtype.itemsize]
