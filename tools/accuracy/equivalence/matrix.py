@@ -116,8 +116,8 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies with these names or of these kinds ("trained", "executed"), and those that were drawn at
-    random.
+    """Return the strategies with these names or of these kinds ("trained", "executed"), and also the layouts that are
+    drawn at random if `drawn` is given.
 
     Without names: all trained strategies, and the default selection of the executed ones, each of which takes minutes.
 
@@ -288,8 +288,8 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
 
 
 def print_verdict(row: Row, console: Console) -> None:
-    """Write the result of one strategy to `console` as soon as it is known; strategies that this machine cannot execute
-    come first.
+    """Write the result of one strategy to `console` when it is known; write nothing about a strategy that was not
+    compared.
     """
     if row.status == NONE:
         return
