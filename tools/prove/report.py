@@ -1,5 +1,5 @@
-"""This module puts the proof together: it finds for each weight of each compiled rank whether its gradient is right,
-wrong or unknown.
+"""This module decides for each weight of each compiled rank whether its gradient is right, wrong or unknown, and makes
+the report of `tc3 prove`.
 
 A weight is *proven* if two conditions hold. The spread of its gradient after the last sum over ranks, which follows
 operator by operator from the layouts of weights and inputs, is that of the weight (cut alike, neither partial nor
@@ -35,7 +35,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Weight:
-    """A `Weight` is what is known of one weight on one compiled rank.
+    """A `Weight` holds what was proven about the gradient of one weight on one compiled rank.
 
     Args:
         name: the name of the weight.
@@ -53,13 +53,13 @@ class Weight:
 
     @property
     def kind(self) -> str:
-        """Return the name with * in place of the numbers of layers and experts."""
+        """Return the weight's name with * in place of the numbers of layers and experts."""
         return _LAYER.sub("*", self.name)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A `Stage` holds the results for one compiled rank.
+    """A `Stage` holds what was proven about the gradients of one compiled rank, which stands for its pipeline stage.
 
     Args:
         rank, stage: the rank that was compiled, and its pipeline stage.
@@ -82,7 +82,8 @@ class Stage:
 
 
 def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[int, ...] | None]:
-    """Return the ranks of each group of a compiled rank; the world's group consists of the stage's devices.
+    """Return a function from the name of a communication group to its ranks, for the graph of one compiled rank; the
+    world group consists of the devices of the pipeline stage.
 
     Args:
         devices: the number of devices of one stage.
@@ -96,7 +97,7 @@ def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[i
 def mesh_for(
     results: Sequence[Mapping[str, Any]], graphs: Sequence[GraphText], degrees: Sequence[tuple[str, int]]
 ) -> Mesh:
-    """Return the mesh of the devices of a stage; all compiled stages have the same mesh.
+    """Return the device mesh of a pipeline stage; all compiled stages have the same mesh.
 
     Args:
         degrees: (name, ranks) of the recipe's tensor, context and data parallelism.
@@ -122,7 +123,7 @@ def typing_of(
     peers: Mapping[str, GraphText],
     received: Mapping[Direction, Spread] | None = None,
 ) -> Typing:
-    """Return the object that finds the spreads of one compiled rank.
+    """Return the `Typing` that finds how each value in the graph of one compiled rank lies on the ranks.
 
     Args:
         result: the result of its compile, as `tools.dryrun.rank` reports it.
@@ -154,8 +155,8 @@ def _without_strategies(graph: GraphText) -> None:
 
 
 def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:
-    """Return the spreads of all compiled stages, and a sentence for each direction in which stages send values of
-    different spreads.
+    """Return a `Typing` for each compiled stage, and a sentence for each direction (forward or backward) in which
+    stages send values that lie differently on the ranks.
 
     One stage receives what another sends. The spreads of the values that the first stage sends in its forward pass, and
     the last stage in its backward pass, are therefore assumed for all stages. Every stage must then send values of
@@ -180,7 +181,7 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
 
 
 def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, str]) -> Stage:
-    """Return the verdicts on the weights of one compiled rank.
+    """Return for each weight of one compiled rank whether its gradient is right, wrong or unknown.
 
     Args:
         result: the result of its compile.
@@ -240,8 +241,8 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
 
 
 def against(found: Spread, wanted: Spread) -> str:
-    """Return a sentence that says why the spread of a gradient after its sums over ranks is wrong, and what would be
-    right; "" if the spread is right.
+    """Return a sentence that says why a gradient lies wrongly on the ranks after its sums over ranks, and what is
+    missing; return "" if the gradient lies on the ranks as its weight does.
     """
     if found.partial:
         return f"it must still be summed over {_told(found.partial)}"
@@ -262,7 +263,8 @@ def _told(axes: frozenset[str]) -> str:
 
 
 def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
-    """Return rank -> weight -> why the dry run calls the divisors of the weight's gradient wrong or unknown.
+    """Return rank -> weight -> the reason why `tc3 dryrun` calls the divisors of this weight's gradient wrong or
+    unknown.
 
     Args:
         micro_batches, devices: as in `tools.dryrun.report.scale_report`.
@@ -287,7 +289,7 @@ def report_of(
     per: int,
     all_: int,
 ) -> dict[str, Any]:
-    """Return the whole report as plain data.
+    """Return the report of `tc3 prove` as dicts, lists and numbers that can be written as JSON.
 
     Args:
         recipe: the file of the recipe.
