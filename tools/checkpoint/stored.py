@@ -366,8 +366,8 @@ class UnreadableError(CheckpointError):
 
 
 def read_placements(folder: Path) -> dict[str, np.ndarray]:
-    """Return for each module of experts (such as `decoder.layers.0.mlp.experts`) whose experts plugins.expert_balance
-    has placed the slot of each expert, int [E].
+    """Return the slot of each expert, int [E], for each module of experts (such as `decoder.layers.0.mlp.experts`) for
+    which the checkpoint stores slots, because plugins.expert_balance may have moved the experts.
 
     Args:
         folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.

@@ -41,8 +41,8 @@ from tools.fusion.split import kernels
 
 @dataclass
 class Tally:
-    """A `Tally` counts the operators, kernels and bytes of one part of the model in one pass (forward, recomputation or
-    gradient); a mean of several layers may have fractions.
+    """A `Tally` holds the numbers of operators, kernels and bytes of one part of the model in one pass (forward,
+    recomputation or gradient); the mean of several layers may have fractions.
 
     Args:
         operators: that DVM takes; kernels: that they become; fused: those of several operators.
@@ -65,7 +65,7 @@ class Tally:
     named_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def add(self, other: Tally, times: float = 1) -> None:
-        """Add the numbers of other counts, multiplied by `times`."""
+        """Add the numbers of another tally, multiplied by `times`."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             if isinstance(value, Counter):
@@ -76,16 +76,19 @@ class Tally:
 
     @property
     def launches(self) -> float:
-        """Return the number of saved launches: operators minus kernels."""
+        """Return the number of kernel launches that fusion saves: the number of operators minus the number of kernels.
+        """
         return self.operators - self.kernels
 
     @property
     def beside(self) -> float:
-        """Return the bytes of operators that DVM refuses, except products and attention."""
+        """Return the bytes of HBM traffic of the operators that DVM does not fuse, except matrix products and
+        attention.
+        """
         return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the sums."""
+        """Return the total numbers of operators, kernels and bytes as values fit for JSON."""
         numbers = {name: round(getattr(self, name)) for name in ("operators", "kernels", "fused")}
         sizes = {"before": self.before, "after": self.after, "of_others": self.beside}
         return numbers | {"launches_saved": round(self.launches)} | {f"bytes_{k}": round(v) for k, v in sizes.items()}
@@ -108,8 +111,8 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 
 
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
-    """Return the indices of the operators of each kernel that DVM makes of a subgraph; single operators are kernels,
-    too.
+    """Return for each kernel that DVM makes of a subgraph the indices of its operators; an operator that DVM supports
+    but joins with no other counts as a kernel, too.
     """
     ops = [_operator(node) for node in nodes]
     names = taken_at(fusion)
@@ -241,7 +244,7 @@ def taken_at(fusion: Fusion) -> Collection[str]:
 
 
 def refused(operator: Operator, fusion: Fusion) -> str:
-    """Return why DVM does not fuse an operator; "" if it may."""
+    """Return the reason why DVM does not fuse an operator; return "" if DVM may fuse it."""
     if fusion.level == "off":
         return "nothing is fused"
     if operator.name in fusion.disable:
@@ -286,12 +289,13 @@ def reads_of(nodes: Sequence[Node], place: int) -> list[Read]:
 
 
 def moved_alone(nodes: Sequence[Node], place: int, rows: int) -> int:
-    """Return the bytes that one unfused operator moves: all of its inputs and outputs."""
+    """Return the bytes of HBM traffic of one operator that is not fused: all of its inputs and outputs."""
     return _bytes((read.tensor for read in reads_of(nodes, place)), rows) + _bytes(nodes[place].outputs, rows)
 
 
 def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collection[int], rows: int) -> int:
-    """Return the bytes of a kernel: its inputs from outside, each once, and its results that are read outside.
+    """Return the bytes of HBM traffic of a fused kernel: its inputs from outside, each once, and those of its results
+    that are read outside.
 
     Args:
         kept: places whose results are read outside the kernel (`read_outside`), or overwrite a parameter.

@@ -1,5 +1,5 @@
-"""This module fits efficiencies to one profiled step, each to the terms that depend on it, and makes the cluster
-file of the fit.
+"""This module fits the estimator's efficiencies to one profiled step, each to the terms of the step that depend on it,
+and makes a cluster file with the fitted efficiencies.
 
 1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
 2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
@@ -55,7 +55,8 @@ Numbers = Callable[[Efficiency], np.ndarray]
 
 @dataclass(frozen=True)
 class Fit:
-    """A `Fit` holds efficiencies that were fitted to a profile.
+    """A `Fit` holds efficiencies of the estimator that were fitted to a profile, with the modelled seconds before and
+    after.
 
     Args:
         efficiency: fitted where `fitted` says so, else as it was.
@@ -72,12 +73,12 @@ class Fit:
     measured: Measured
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result of the fit as plain values."""
+        """Return the fitted efficiencies and the modelled seconds as values fit for JSON."""
         return asdict(self)
 
 
 class Products(TimeModel):
-    """A `Products` is a time model that also predicts the seconds of a single matmul."""
+    """A `Products` is the estimator's time model with a method that predicts the seconds of a single matmul."""
 
     def product(self, config: Configuration, matmul: Matmul) -> float:
         """Return the predicted seconds of one matmul."""
@@ -92,7 +93,8 @@ def fit(
     start: Efficiency,
     stage: int | None,
 ) -> Fit:
-    """Return the efficiencies that fit a profiled step of `config`, beginning with `start`.
+    """Return the efficiencies with which the estimator predicts a profiled step best; the fit begins with the
+    efficiencies `start`.
 
     Args:
         stage: the stage of the pipeline that was profiled; None if it is unknown (then the slowest is taken).
@@ -277,7 +279,7 @@ _ITEM = 4
 
 
 def host_content(profile: Profile, config: Configuration, name: str) -> dict[str, Any]:
-    """Return the content of a hardware file for the profiled CPU.
+    """Return the content of a hardware file for the CPU on which a profile was made.
 
     The peak is that of the fastest matmul, bandwidth that of the fastest elementwise operator, of those that take more
     than 0.1 ms. A model of one device sends nothing, so links are assumed.

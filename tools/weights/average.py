@@ -27,8 +27,8 @@ def average(
     progress: Callable[[str], None] = lambda name: None,
     damaged: Sequence[str] = (),
 ) -> int:
-    """Write the sum of share x weights over all `sources` to `target`, in the layout of the sources. Return the
-    number of averaged tensors.
+    """Write the weighted sum of the weights of all checkpoints in `sources` to `target`, in the layout of these
+    checkpoints. Return the number of averaged tensors.
 
     Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out: an average
     has none. Counters are those of the last source. A tensor of each source is in memory at a time, and the file that
@@ -67,7 +67,8 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """Return the shares with which `average` would weigh the sources. The function reads only the headers of the files.
+    """Return the share with which `average` would weigh each of the checkpoints in `sources`. The function reads only
+    the headers of the files.
 
     Raises:
         CheckpointError: as `average`, but for numbers that are not finite.

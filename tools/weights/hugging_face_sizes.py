@@ -21,7 +21,7 @@ LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, w
 
 @dataclass(frozen=True)
 class Sizes:
-    """A `Sizes` holds the sizes of the reference's model.
+    """A `Sizes` holds the sizes and settings of a model in Hugging Face's terms.
 
     Args:
         hf: keyword arguments of DeepseekV3Config; of LlamaConfig for a model that `is_dense`.
@@ -47,28 +47,30 @@ class Sizes:
     telechat2: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data from which `Sizes(**data)` rebuilds this object; golden files keep it as text, so that a
-        field that is off is left out.
+        """Return the fields as a dict from which `Sizes(**data)` rebuilds this object. The field `telechat2` is left
+        out if it is False, because golden files keep this dict as text.
         """
         return {name: value for name, value in asdict(self).items() if name != "telechat2" or value}
 
     @property
     def layers(self) -> int:
-        """Return the number of decoder layers, without MTP."""
+        """Return the number of decoder layers, not counting the layers of MTP."""
         return int(self.hf["num_hidden_layers"])
 
     def is_moe(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0 with the MTP layers last, has experts."""
+        """Return whether the layer with this number has experts; layers are counted from 0, and the MTP layers come
+        last.
+        """
         return not self.is_dense and layer >= int(self.hf["first_k_dense_replace"])
 
     @property
     def streams(self) -> int:
-        """Return the number of residual streams, in Xing4.0 several."""
+        """Return the number of residual streams of the model: 1, or several with hyper-connections (as in Xing4.0)."""
         return int(self.hf.get("hc_mult", 1))
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the model is Llama: without experts, and with grouped queries."""
+        """Return whether the model has Llama's architecture, without experts and with grouped-query attention."""
         return "n_routed_experts" not in self.hf
 
 
@@ -97,7 +99,7 @@ _SAME = {
 
 
 def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
-    """Return the sizes of Hugging Face's model that corresponds to a TransformerConfig.
+    """Return the sizes of the Hugging Face model that corresponds to MindFormers' TransformerConfig with these fields.
 
     Args:
         fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
@@ -158,7 +160,8 @@ def _rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def one_stream(fields: Mapping[str, Any], what: str) -> None:
-    """Refuse several residual streams where `what`, a model of Hugging Face, has one.
+    """Raise RecipeError if a recipe's model has several residual streams, because `what` (a model of Hugging Face) has
+    only one residual stream.
 
     Raises:
         RecipeError: the recipe has several.
@@ -251,8 +254,8 @@ _DENSE_SAME = {
 
 
 def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
-    """Return the sizes of a TransformerConfig that has neither experts nor latent attention: Llama's, or with biases on
-    outputs TeleChat2's.
+    """Return the sizes of the Hugging Face model for a TransformerConfig with neither experts nor latent attention:
+    those of Llama or, if linear layers have biases, those of TeleChat2.
 
     Args:
         fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.

@@ -1,5 +1,5 @@
-"""This module adds the adapters of a checkpoint (`plugins.lora`) to the weights beside them, and writes the result as
-weights of the model without adapters.
+"""This module adds the adapters of a checkpoint (`plugins.lora`) to the weights that they adapt, and writes the result
+as the weights of the model without adapters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BALANCE = ".expert_bias"  # of a router: no gradient trains it, and it belongs 
 
 @dataclass(frozen=True)
 class Merge:
-    """A `Merge` is a merge that has not begun.
+    """A `Merge` says what merging adapters into weights reads and writes.
 
     Args:
         files: the names of the tensors of each file to write. headers: of these tensors, by name.
@@ -50,12 +50,13 @@ class Merge:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all elements to be written."""
+        """Return the number of bytes of all tensors that the merge writes."""
         return sum(self.headers[name].bytes for names in self.files for name in names)
 
 
 def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
-    """Return what a merge of `source` reads and writes. The function reads only the headers of the files.
+    """Return what merging the adapters of `source` into its weights would read and write. The function reads only the
+    headers of the files.
 
     Args:
         recipe: None for that of the run that saved `source`. limit: bytes of a file, which one tensor may exceed.
@@ -118,8 +119,8 @@ def merge(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write `target`, a folder that does not exist yet: whole weights, which a run in any layout can begin with and
-    `tc3 weights convert` can read.
+    """Write the merged weights to `target`, a folder that does not exist yet. The tensors are whole, so a run in any
+    layout can start from them, and `tc3 weights convert` can read them.
 
     W + scale x B A is summed in float64 and rounded once to the type of W. The optimizer's state is left out.
 
