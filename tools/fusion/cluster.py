@@ -189,8 +189,8 @@ class Merged:
 
 
 def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules = DVM) -> list[list[int]]:
-    """Return the indices of the operators of each cluster, in order; a cluster may be a single operator, unless this is
-    a composite operator that was expanded before.
+    """Return the indices of the operators of each cluster, in order. A single operator is a cluster only if DVM
+    supports it and if it is neither an Assign nor a composite operator that was expanded before.
 
     Args:
         taken: whether DVM takes each operator (`refusal`).
