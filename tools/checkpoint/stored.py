@@ -327,10 +327,12 @@ class Whole:
     """A `Whole` holds all tensors of a checkpoint as one process would have written them.
 
     Args:
-        arrays: name -> the whole tensor.
-        differing: name -> ranks whose copy of a slice is not, bit by bit, that of the first rank that holds it.
-        ranks: name -> those that hold a part of it.
-        unlisted: name -> rank -> what the rank wrote without saying how it lies: counters, the biases of routers.
+        arrays: the whole tensors, by name.
+        differing: for each tensor the ranks whose copy of a slice differs in any bit from that of the first rank that
+            holds the slice.
+        ranks: for each tensor the ranks that hold a part of it.
+        unlisted: name -> rank -> what this rank wrote of a tensor whose layout is not listed, such as counters and the
+            routers' biases.
     """
 
     arrays: dict[str, np.ndarray]

@@ -72,15 +72,16 @@ class Worker(TypedDict):
     """A `Worker` holds the speeds that the probe (the speed test of `tc3 doctor --probe`) measured for one worker.
 
     Attributes:
-        place: the host of the worker; "" for this host.
-        kind: workers of one kind should be equally fast: the device, and how many cores.
-        cores: the cores to which it was bound, in Linux's form; "" if it was not bound.
-        matmul: GFLOP/s while it was let run.
-        memory: GB/s (10^9 bytes, read and written) of a copy in the host's memory while it was let run.
-        disk: MB/s (10^6 bytes) of a write with fsync where checkpoints go, all workers of the host at once.
-        waited: the share of its time in which it was ready, but other processes had its cores.
-        throttled: the share of its time in which its control group was stopped by a limit (cpu.max).
-        failed: what ended it; "" for a worker that answered to the end.
+        place: the name of the host on which the worker ran; "" for this host.
+        kind: the device and the number of cores; workers of one kind should be equally fast.
+        cores: the cores to which the worker was bound, in Linux's form; "" if it was not bound.
+        matmul: the rate of matrix products in GFLOP/s, over the time in which the worker could run.
+        memory: the rate of copying in the host's memory in GB/s (10^9 bytes, read and written), over the same time.
+        disk: the rate of a write with fsync in MB/s (10^6 bytes) on the disk of the checkpoints, while all workers of
+            the host write.
+        waited: the share of the time in which the worker was ready to run, but other processes used its cores.
+        throttled: the share of the time in which a limit (cpu.max) stopped the worker's control group.
+        failed: the reason why the worker ended early; "" for a worker that answered to the end.
     """
 
     rank: int
@@ -100,10 +101,12 @@ class Link(TypedDict):
     another. `source` and `target` are the positions of the two workers in the list of workers.
 
     Attributes:
-        bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
-        latency: microseconds, half of the fastest round trip; empty in the other direction, of which it is, too.
-        failed: the reason why the worker could not be measured; "" if it was.
-        waited: the share of the time in which not both ends had a core: 1 - (1 - w) (1 - w') of their own shares.
+        bandwidth: the bandwidth in GB/s of the fastest message of 1 MiB, with its acknowledgement.
+        latency: half of the fastest round trip in microseconds; empty for the opposite direction, which has the same
+            latency.
+        failed: the reason why the link could not be measured; "" if it was measured.
+        waited: the share of the time in which at least one of the two workers had no core: 1 - (1 - w) (1 - w') for the
+            shares w and w' of the two workers.
     """
 
     source: int
@@ -153,7 +156,8 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
     A worker, link or disk counts as slow if both its median time and its best time are above the limit.
 
     Args:
-        floors: key -> its floor, as a share of the centre.
+        floors: for each worker, link or disk the smallest difference that counts as slow, as a share of the median
+            time.
     """
     if len(times) < 2:
         return {}

@@ -46,12 +46,13 @@ class Seat:
     """A `Seat` is the place where one worker of the probe runs: its host, its cores and its NPU.
 
     Attributes:
-        cores: the cores to which it is bound; none if there are fewer cores than workers.
-        npu: the NPU that it drives; None for a worker on CPU.
-        kind: what it is compared as; "" for the model of the processor and the number of cores.
-        place: another one than this host, "" for this: a name, with
-        prefix: the command that runs another one there (``ip netns exec NAME``), and
-        address: at which the others reach it.
+        cores: the cores to which the worker is bound; empty if there are fewer cores than workers.
+        npu: the number of the NPU that the worker drives; None for a worker on CPU.
+        kind: the name of the kind of workers with which it is compared; "" for the processor's model and the number of
+            cores.
+        place: the name of another host on which the worker runs; "" for this host.
+        prefix: the command that runs another command at that place (``ip netns exec NAME``).
+        address: the address at which other workers reach the worker.
     """
 
     rank: int

@@ -27,9 +27,9 @@ class Piece(NamedTuple):
     could not run.
 
     Attributes:
-        rate: amount a second of the time in which the worker was let run.
-        waited: share of the time in which it was ready, but other processes had its cores.
-        throttled: share of the time in which a limit had stopped its control group.
+        rate: the amount of work per second of the time in which the worker could run.
+        waited: the share of the time in which the worker was ready to run, but other processes used its cores.
+        throttled: the share of the time in which a limit had stopped the worker's control group.
     """
 
     rate: float

@@ -62,10 +62,11 @@ class Operator:
     """An `Operator` holds those properties of one operator of a graph that decide how it is fused.
 
     Args:
-        name: the name of its primitive; "" where `opened`.
-        output: its first tensor. inputs: places of the operators that it takes from, each once, in order.
-        takes: all tensors that it takes, those of parameters and constants, too.
-        opened: a composite operator that the expander has opened, and so a small graph of its own.
+        name: the name of its primitive; "" for an operator that is `opened`.
+        output: the type and shape of its first output.
+        inputs: the positions of the operators whose results it takes, each once, in order.
+        takes: the types and shapes of all tensors that it takes, including parameters and constants.
+        opened: whether it is a composite operator that MindSpore's expander has replaced by a small graph.
     """
 
     name: str
@@ -106,7 +107,7 @@ def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules =
     """Return the reason why DVM cannot fuse an operator with others; return "" if DVM can.
 
     Args:
-        listed: operators of the level, less those that a recipe disables.
+        listed: the names of the operators that are fused at the chosen level, without those that a recipe disables.
     """
     if operator.opened:
         return ""

@@ -37,10 +37,11 @@ class Pieces:
     computed.
 
     Args:
-        tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> its numbers, of one layer where it is one.
-        stages: stage (-1: of a graph that was handed over) -> part -> how many of it the stage has.
+        tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> the numbers of this part, for one layer if it is a
+            layer.
+        stages: for each pipeline stage (-1 for a single given graph), the number of times that it has each part.
         micro_batches: the number of micro-batches of a step.
-        quick: whether stages are put together from kinds of layers.
+        quick: whether the numbers of stages are put together from those of single layers.
     """
 
     micro_batches: int

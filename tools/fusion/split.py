@@ -43,11 +43,12 @@ class Area:
     """An `Area` holds operators that are to become one kernel, as far as they have been joined.
 
     Args:
-        place: of its first operator; its name among the areas.
-        operators: places, the dominant one first.
+        place: the position of its first operator, which identifies the area.
+        operators: the positions of its operators, the dominant operator first.
         shape: the shape of the dominant operator's output.
-        output: whether something outside the cluster takes from it.
-        inputs: areas that it takes from -> whether that edge broadcasts.
+        output: whether an operator outside the cluster takes one of its results.
+        inputs: for each area whose result it takes, whether it broadcasts this result.
+        users: the areas that take its result.
     """
 
     place: int
@@ -68,7 +69,8 @@ class Areas:
     """An `Areas` holds all areas (future kernels) of a cluster while they are joined.
 
     Args:
-        body: its operators, in order. outputs: places whose results leave it.
+        body: the operators of the cluster, in order.
+        outputs: the positions of the operators whose results are used outside the cluster.
     """
 
     def __init__(self, body: Sequence[Operator], outputs: Collection[int]) -> None:

@@ -45,11 +45,17 @@ class Tally:
     recomputation or gradient); the mean of several layers may have fractions.
 
     Args:
-        operators: that DVM takes; kernels: that they become; fused: those of several operators.
+        operators: the number of operators that DVM supports.
+        kernels: the number of kernels that DVM makes of them.
+        fused: the number of these kernels that have several operators.
         before, after: the bytes that the operators move through HBM, without fusion and in fused kernels.
-        patterns: operators of a kernel, joined by "-" -> how often; saved: -> bytes.
-        alone: (operator that DVM refuses, why) -> how often; moved: -> bytes. Collectives are left out.
-        named: (pass that MindSpore knows by name, chain, why it does not match) -> how often; named_bytes: at stake.
+        patterns: the number of kernels with the same operators, by their names joined with "-".
+        saved: the bytes of HBM traffic that these kernels save.
+        alone: the number of operators that DVM does not fuse, by (operator, reason). Collectives are left out.
+        moved: the bytes of HBM traffic of the operators in `alone`.
+        named: the number of operator chains at which a fusion pass of MindSpore aims, by (name of the pass, chain,
+            reason why it does not match).
+        named_bytes: the bytes of HBM traffic that the pass saves or would save there.
     """
 
     operators: float = 0

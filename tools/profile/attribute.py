@@ -44,11 +44,11 @@ class Measured:
 
     Args:
         seconds: the seconds of the step.
-        terms: `TERMS` -> seconds; they add up to `seconds`.
-        whole: the seconds of communication, hidden seconds included; {} if the profile does not tell.
-        scoped: names tell layers, so the host's time is told apart; else it stands in "host of the step".
-        replayed: seconds of `COMPUTE` terms that are recomputation, as far as scopes say so.
-        unknown: type -> seconds of what is not attributed.
+        terms: the seconds of each of `TERMS`, which add up to `seconds`.
+        whole: the seconds of each kind of communication, hidden seconds included; {} if the profile does not tell.
+        scoped: whether the names of kernels tell layers apart; only then is the host's time divided into several terms.
+        replayed: the seconds of `COMPUTE` terms that are recomputation, as far as the scopes of kernels tell.
+        unknown: the seconds of kernels that belong to no term, by the kernel's type.
     """
 
     seconds: float
@@ -267,7 +267,8 @@ class Line:
     total seconds of the step are known.
 
     Args:
-        factor: by which only this term would have to be off to explain the whole gap; None where it cannot.
+        factor: the factor by which this term would have to be wrong to explain the whole difference without any other
+            term; None if it cannot explain the difference.
     """
 
     term: str

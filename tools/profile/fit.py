@@ -59,10 +59,10 @@ class Fit:
     after.
 
     Args:
-        efficiency: fitted where `fitted` says so, else as it was.
-        kept: parameter -> why the profile cannot tell it.
-        before, after: `TERMS` -> modelled seconds with the efficiencies of the start and of the fit.
-        measured: the profile's.
+        efficiency: the efficiencies after the fit; those that `fitted` does not name are unchanged.
+        kept: for each parameter that was not fitted the reason why the profile does not determine it.
+        before, after: the modelled seconds of each of `TERMS` with the efficiencies before and after the fit.
+        measured: the seconds of the profiled step.
     """
 
     efficiency: Efficiency

@@ -28,11 +28,12 @@ class Kernel:
     `Kernel` stands for all executions of its kind.
 
     Args:
-        name: with the framework's scope where the profiler knows it ("Default/.../layers-CellList/3-.../MatMul-op0").
+        name: the name of the operator, with the framework's scope if the profiler knows it
+            ("Default/.../layers-CellList/3-.../MatMul-op0").
         kind: the operator's type, such as MatMulV3 or hcom_allGather_.
-        core: what ran it, such as AI_CORE, AI_VECTOR_CORE, AI_CPU, HCCL; "Host" on a CPU.
-        ranks: global ranks of a collective's group; () where unknown.
-        count: executions.
+        core: the unit that ran it, such as AI_CORE, AI_VECTOR_CORE, AI_CPU, HCCL; "Host" on a CPU.
+        ranks: the global ranks of a collective's group; () if they are unknown.
+        count: the number of executions.
     """
 
     name: str
@@ -65,14 +66,14 @@ class Profile:
     """A `Profile` holds what the profiler wrote into a folder: the kernels of one step, and facts about the run.
 
     Args:
-        source: the folder, in messages.
+        source: the folder of the profile, for messages.
         device: "Ascend" or "CPU".
-        step: the step that is looked at: the one of median length; on a CPU one made of quiet executions.
-        steps: how many were recorded.
-        timed: kernels have starts, so what runs beside what is known.
-        rank: the rank of the profiled device, where the folder says it.
-        exposed: (seconds of all communication that nothing hides, hidden seconds) of a profile without a time line.
-        notes: what was read leniently, or is missing.
+        step: the step that is examined: the step of median length; on a CPU, a step composed of undisturbed executions.
+        steps: the number of recorded steps.
+        timed: whether kernels have start times, so that it is known which kernels run at the same time.
+        rank: the rank of the profiled device, if the folder names it.
+        exposed: (seconds of communication that nothing hides, hidden seconds) of a profile without a time line.
+        notes: sentences about data that were missing, or that were read although they are irregular.
     """
 
     source: str

@@ -106,7 +106,7 @@ class Study:
     terms.
 
     Args:
-        stage: the stage of the pipeline that was profiled; None where there are several and the folder does not say the
+        stage: the pipeline stage that was profiled; None if the run has several stages and the folder does not name the
             rank.
     """
 
@@ -147,8 +147,9 @@ def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) 
     they belong.
 
     Args:
-        cluster_name: a cluster or its file; None: of an Ascend profile the default, of a CPU's this host itself.
-        like: a cluster whose efficiencies to start from, where the file has none.
+        cluster_name: the name of a cluster or the path of its file; None: the default cluster for an Ascend profile,
+            and this host itself for a CPU profile.
+        like: the cluster with whose efficiencies the fit begins if the file has none.
         name: the name of the new cluster.
     """
     if cluster_name is None and found.profile.device == "CPU":

@@ -99,9 +99,11 @@ class Failure:
     """A `Failure` describes how one attempt of a run failed.
 
     Args:
-        time: seconds since 1970; None: nobody wrote it. host, rank: who began it; None: not known. cause: as the
-            launch saw it (a form of `attempts.Cause`). found: what the log of who began it says. victims: host or
-            worker -> what its log says, for those that fell with it.
+        time: the time of the failure in seconds since 1970; None if no record has it.
+        host, rank: the host and the rank of the worker that caused the failure; None if they are not known.
+        cause: the cause that the launching process saw (a form of `attempts.Cause`).
+        found: the cause that the log of this worker shows.
+        victims: for each host or worker that failed as a consequence, the cause that its log shows.
     """
 
     attempt: int

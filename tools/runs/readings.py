@@ -302,8 +302,9 @@ class Part:
     for each step.
 
     Args:
-        start_step: steps done before it.
-        began: when its training began, in seconds since 1970 (None for runs of older versions, which did not write it).
+        start_step: the number of steps that were done before this part.
+        began: the time at which its training began, in seconds since 1970 (None for runs of older versions, which did
+            not write it).
     """
 
     start_step: int

@@ -43,7 +43,7 @@ def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Cal
     function once.
 
     Args:
-        known: Hugging Face name -> CRC-32 of its bits, where the source says.
+        known: the CRC-32 of the bits of each Hugging Face tensor by name, if the source lists it.
     """
     return partial(write_shard, open_source(source), folder, plan, known)
 
@@ -310,7 +310,8 @@ def finish_mindformers(part: Path, records: dict[str, Any]) -> None:
     file. Without metadata.json, every rank would read every file to learn the shapes of the tensors.
 
     Args:
-        records: by file: its "sha256", and its "tensors", name -> (NumPy's name of the type, shape).
+        records: for each file its "sha256" and its "tensors", which maps a tensor's name to (NumPy's name of its type,
+            shape).
     """
     described, storage = {}, {}
     for file, record in records.items():

@@ -50,10 +50,13 @@ class Plan:
     """A `Plan` says which files a conversion writes, and from which tensors.
 
     Args:
-        dtype: safetensors' type of trained weights; None: each as it is. The routers' biases keep theirs.
-        copies: Hugging Face tensor -> the one whose bits it must have: DeepSeek's MTP layer repeats embedding and head.
-        stands_for: Hugging Face tensor that is not read -> the one that it is tied to.
-        left_out: what of the source has no place in the target -> how many tensors.
+        dtype: the type of trained weights as safetensors writes it; None: each weight keeps its type. The routers'
+            biases always keep their type.
+        copies: for each Hugging Face tensor that repeats another one, the name of that tensor, whose bits it must have:
+            DeepSeek's MTP layer repeats the embedding and the output layer.
+        stands_for: for each Hugging Face tensor that is not read, the name of the tensor to which it is tied.
+        left_out: the number of tensors of the source that have no place in the target, by a description of these
+            tensors.
     """
 
     to: Target
@@ -257,7 +260,8 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     """Compare the headers of the weights in `source` with the recipe's model, and return a plan for their conversion.
 
     Args:
-        recipe: None for that of the run that saved `source`; dtype, limit: see `plan_conversion`.
+        recipe: the path of the recipe; None for the recipe of the run that saved `source`.
+        dtype, limit: the arguments of `plan_conversion` with these names.
 
     Raises:
         CheckpointError: the checkpoint is not complete, or belongs to another model. RecipeError: there is no recipe,

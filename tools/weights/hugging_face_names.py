@@ -31,14 +31,16 @@ class Entry:
     """An `Entry` is one tensor of MindFormers with the Hugging Face tensors that hold its elements.
 
     Args:
-        mindformers: the name in MindFormers. shape: the shape of the weight.
-        parts: Hugging Face's names; several for `gate_up` (gate, up), `experts_in` (gate, up of expert 0, of 1, ...)
-            `experts_out` (down of each expert) and `qkv` (query, key, value; or query, key_value).
-        how: `same`, `gate_up` [2F, h] with `interleaved` rows or halves, `experts_in` [E * h, 2H],
-            `experts_out` [E * H, h], `qkv` [(N + 2 G) * D, h]: of each of `groups` its queries, its key, its value,
-            which `key_value` [2 G * D, h] has in the same order.
-        queries: heads in a group of `qkv`, N / G.
-        decayed: whether AdamW decays it: MindFormers leaves out what has one dimension.
+        mindformers: the name of the tensor in MindFormers.
+        shape: the shape of the tensor in MindFormers.
+        parts: the names of the Hugging Face tensors; there are several for `gate_up` (gate, up), `experts_in` (gate, up
+            of expert 0, of 1, ...), `experts_out` (down of each expert) and `qkv` (query, key, value; or query,
+            key_value).
+        how: the form of MindFormers' tensor: `same`, `gate_up` [2F, h] with `interleaved` rows or halves, `experts_in`
+            [E * h, 2H], `experts_out` [E * H, h], or `qkv` [(N + 2 G) * D, h]: for each of `groups` its queries, its
+            key, its value; `key_value` [2 G * D, h] has keys and values in the same order.
+        groups: the number G of groups of query heads in `qkv`.
+        queries: the number of query heads in a group of `qkv`, N / G.
     """
 
     mindformers: str

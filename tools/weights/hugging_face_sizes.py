@@ -24,17 +24,18 @@ class Sizes:
     """A `Sizes` holds the sizes and settings of a model in Hugging Face's terms.
 
     Args:
-        hf: keyword arguments of DeepseekV3Config; of LlamaConfig for a model that `is_dense`.
-        latent_eps: epsilon of the two norms inside latent attention. DeepseekV3Config cannot say it: Hugging Face
-            builds them with LATENT_EPS, MindFormers with rms_norm_eps.
+        hf: the keyword arguments of DeepseekV3Config, or of LlamaConfig for a model that `is_dense`.
+        latent_eps: the epsilon of the two norms inside latent attention. DeepseekV3Config cannot express it: Hugging
+            Face builds these norms with LATENT_EPS, MindFormers with rms_norm_eps.
         interleaved: whether the rows of a dense `linear_fc1` alternate between gate and up.
-        mtp_layers: MTP layers; the class has none, `model.Reference` adds them from its decoder layer.
-        mtp_factor: weight of the MTP loss.
+        mtp_layers: the number of MTP layers; Hugging Face's class has none, and the reference model adds them.
+        mtp_factor: the weight of the MTP loss.
         aux_coefficient: the coefficient of the sequence-wise balance loss (DeepSeek-V3 technical report, section
             2.1.2).
-        bias_rate: step of the aux-free bias after each training step; 0 leaves the bias unchanged.
-        telechat2: Llama with a bias behind attention's output and behind the MLP's, under TeleChat2's names; `hf` has
-            LlamaConfig's words all the same.
+        bias_rate: the amount by which aux-free balancing moves a router's bias after each training step; 0 leaves the
+            bias unchanged.
+        telechat2: whether the model is TeleChat2: Llama with biases on the outputs of attention and of the MLP, under
+            TeleChat2's names of weights; `hf` nevertheless holds arguments of LlamaConfig.
     """
 
     hf: dict[str, Any]

@@ -31,8 +31,10 @@ class Values:
     finite, and copies that differ.
 
     Args:
-        norm: L2, in float64. not_finite: numbers that are NaN or infinite; where: the first tensor that has one.
-        differing: tensor -> ranks whose copy is another.
+        norm: the L2 norm of all elements, in float64.
+        not_finite: the number of elements that are NaN or infinite.
+        where: the name of the first tensor with such an element.
+        differing: for each tensor the ranks whose copy differs from that of the first rank.
     """
 
     norm: float
@@ -46,8 +48,9 @@ class Group:
     """A `Group` holds tensors of one kind, type and shape whose names differ only in numbers, such as those of layers.
 
     Args:
-        pattern: their name, `*` for each number. numbers: those that stand there, such as "0-44" of layers.
-        cuts: into how many parts each axis is cut; empty where the checkpoint does not say.
+        pattern: the name of the tensors, with `*` in place of each number.
+        numbers: the numbers in the names, such as "0-44" for layers.
+        cuts: the number of parts into which each axis is cut; empty if the checkpoint does not say this.
     """
 
     kind: Kind
@@ -71,7 +74,8 @@ def inventory(source: Source, values: bool = False, progress: Callable[[str], No
     all others. Within each kind, the groups are in the order of the files.
 
     Args:
-        values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.
+        values: whether all tensors are read, one at a time, to compute norms and to find values that are not finite.
+        progress: a function that is called with the name of each tensor that is read.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, header in source.headers.items():
@@ -121,7 +125,8 @@ def salvaged(
     file completely.
 
     Args:
-        allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.
+        allowed: whether damaged tensors are accepted (`--salvage`).
+        progress: a function that is called with the name of each tensor that is read.
 
     Raises:
         CheckpointError: something is, and that is not allowed.
@@ -188,8 +193,9 @@ class Change:
     """A `Change` describes a tensor whose elements differ between two compared checkpoints.
 
     Args:
-        relative: L2 of the difference over L2 of A's; inf where A's is zero. largest: of the absolute differences.
-            Both are nan where a number is not finite on one side.
+        relative: the L2 norm of the difference divided by the L2 norm of A's tensor; inf if A's tensor is zero.
+        largest: the largest absolute difference of two elements. Both numbers are nan if an element of A or B is not
+            finite.
     """
 
     name: str
@@ -202,8 +208,10 @@ class Comparison:
     """A `Comparison` holds the differences between the tensors of two checkpoints A and B.
 
     Args:
-        only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).
-        same: names whose bits are equal. changes: the others, the largest relative difference first.
+        only: the names of the tensors that only A has, and of those that only B has.
+        other: (name, type and shape in A, type and shape in B) for tensors whose type or shape differs.
+        same: the names of the tensors whose bits are equal.
+        changes: all other tensors, the largest relative difference first.
     """
 
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -222,7 +230,7 @@ def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name:
     compared in their logical order.
 
     Args:
-        progress: is called with the name of each tensor that is read.
+        progress: a function that is called with the name of each tensor that is read.
     """
     left, right = _compared_names(a), _compared_names(b)
     other: list[tuple[str, str, str]] = []

@@ -38,8 +38,11 @@ class Merge:
     """A `Merge` says what merging adapters into weights reads and writes.
 
     Args:
-        files: the names of the tensors of each file to write. headers: of these tensors, by name.
-        scale: alpha / rank. adapted: weights that get an adapter's product. recipe: the file that says so.
+        files: the names of the tensors of each file to write.
+        headers: the headers of these tensors, by name.
+        scale: the factor of the adapters' products, alpha / rank.
+        adapted: the names of the weights to which an adapter's product is added.
+        recipe: the path of the recipe that has these settings.
     """
 
     files: tuple[tuple[str, ...], ...]
@@ -59,7 +62,8 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
     headers of the files.
 
     Args:
-        recipe: None for that of the run that saved `source`. limit: bytes of a file, which one tensor may exceed.
+        recipe: the path of the recipe; None for the recipe of the run that saved `source`.
+        limit: the largest size of a file in bytes; a file with a single tensor may be larger.
 
     Raises:
         CheckpointError: there is no iteration, it is not complete, or its adapters differ from those of the recipe.

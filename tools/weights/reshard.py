@@ -36,8 +36,9 @@ class Piece:
     """A `Piece` is a box of elements that is copied from a slice of the old layout to a slice of the new layout.
 
     Args:
-        place: the place of the old slice, in row-major order. source, target: where the box begins in either slice;
-            size: its size.
+        place: the number of the old slice, counted in row-major order.
+        source, target: the position at which the box begins in the old slice and in the new slice.
+        size: the number of elements of the box along each axis.
     """
 
     place: int
@@ -52,8 +53,9 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
     of the tensor cut into `old` parts. Each element is in exactly one box.
 
     Args:
-        shape: the shape of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major
-            order.
+        shape: the shape of the whole tensor.
+        old, new: the number of equal parts into which each axis is cut in the old and in the new layout.
+        place: the number of the new slice, counted in row-major order.
     """
     index = np.unravel_index(place, new) if new else ()
     by_axis = [_spans(*axis) for axis in zip(shape, old, new, map(int, index), strict=True)]

@@ -30,9 +30,11 @@ class Move:
     """A `Move` is a tensor that a resharding takes from the old layout to the new layout.
 
     Args:
-        dtype: as safetensors writes it; kind: the kind of its file: weights, or the optimizer's state.
-        writers: by new slice, the rank whose file has it: one of its holders, so that nothing is written twice.
-        layout: the layout of the new slices, in MindSpore's words.
+        dtype: the type of the tensor as safetensors writes it.
+        kind: the kind of the tensor's file: weights, or the optimizer's state.
+        old, new: the slices of the tensor in the old and in the new layout.
+        writers: for each new slice the rank whose file holds it; only one of the ranks that hold a slice writes it.
+        layout: the new layout of the tensor in MindSpore's form.
     """
 
     name: str
@@ -55,7 +57,8 @@ class Copied:
     new layout gets the tensor that one rank of the old layout wrote.
 
     Args:
-        file: the file of the old checkpoint that holds the slice.
+        file: the file of the old checkpoint from which the tensor is read.
+        ranks: the ranks of the new layout that get the tensor.
     """
 
     name: str
@@ -71,7 +74,8 @@ class Plan:
     """A `Plan` says which tensors a resharding writes, and in which layout.
 
     Args:
-        world: the number of ranks of the new layout; prefix: the prefix of its files' names.
+        world: the number of ranks of the new layout.
+        prefix: the text with which the names of the new files begin.
     """
 
     moves: tuple[Move, ...]
@@ -103,11 +107,14 @@ class Numbers:
     """A `Numbers` holds the numbers of bytes that a resharding reads and writes, and that later loading reads.
 
     Args:
-        changing: written to another rank's file than those that had them.
-        largest_rank: the most that a rank's files hold; largest_slice: of one tensor.
-        online, online_rank: read in all, and by the busiest rank, where MindFormers loads the old files in the new
-            layout; it reads each old slice whole that has a number of the new one.
-        loading, loading_rank: the same where it loads the new files.
+        changing: the number of bytes that are written to the file of another rank than the rank that had them.
+        largest_rank: the largest number of bytes in the files of one rank.
+        largest_slice: the largest number of bytes in a slice of a tensor.
+        online, online_rank: the number of bytes that all ranks, and that the busiest rank, would read if MindFormers
+            loaded the old files in the new layout; it reads each old slice completely that has an element of the new
+            slice.
+        loading, loading_rank: the number of bytes that all ranks, and that the busiest rank, read if MindFormers loads
+            the new files.
     """
 
     bytes: int

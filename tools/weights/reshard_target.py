@@ -42,8 +42,9 @@ class Lying:
     row-major order.
 
     Args:
-        shape: the shape of the whole tensor; cuts: into how many parts each axis is cut; holders: by slice, the ranks
-            that have it.
+        shape: the shape of the whole tensor.
+        cuts: the number of parts into which each axis is cut.
+        holders: for each slice the ranks that hold it.
     """
 
     shape: Shape
@@ -66,9 +67,9 @@ class Layout:
     """A `Layout` describes, in the form that MindSpore uses, how a tensor is split over ranks.
 
     Args:
-        devices: the ranks of a pipeline stage as a matrix, in row-major order: its shape.
-        axes: for each axis of the tensor, the axes of that matrix that cut it, the outermost first.
-        first: the first rank of that stage.
+        devices: the shape of the matrix in which the ranks of a pipeline stage are arranged in row-major order.
+        axes: for each axis of the tensor the axes of this matrix that cut it, the outermost axis first.
+        first: the first rank of the pipeline stage.
     """
 
     devices: Shape
@@ -165,8 +166,11 @@ class Target:
     """A `Target` holds the layout of every tensor in a run of a recipe.
 
     Args:
-        weights: by name; states: of routers and experts, which are copies on each rank of a stage.
-        world: ranks; stage: ranks of a stage.
+        weights: the shape and layout of each weight, by name.
+        states: the shape and layout of each state of routers and experts, by name; each rank of a stage holds a copy of
+            them.
+        world: the number of ranks of the run.
+        stage: the number of ranks of a pipeline stage.
     """
 
     weights: dict[str, Placed]

@@ -172,7 +172,7 @@ def require_room(folder: Path, target: Path, size: int, written: int = 0) -> Non
     """Raise an error if the disk of `folder` has no room for the `size` bytes that are to be written to `target`.
 
     Args:
-        written: bytes of these that are on the disk already.
+        written: the number of these bytes that are on the disk already.
 
     Raises:
         DataError: there is too little room, or the disk cannot be asked.
