@@ -95,9 +95,10 @@ class RankCalls:
     collectives that `tc3 dryrun` reports for this rank.
 
     Args:
-        calls, bytes: the number of executed collectives, and the bytes of their tensors. by_name: the number of calls
-            of each operator.
-        differences: the differences from the report of the dry run, one line each.
+        calls: the number of executed collectives.
+        bytes: the number of bytes of their tensors.
+        by_name: the number of executed collectives of each operator.
+        differences: one line of text for each difference from the report of the dry run.
     """
 
     rank: int
@@ -127,7 +128,8 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
     that the run executed.
 
     Args:
-        run_dir: the run folder of `tc3 train`. at_once: the number of compiles at a time; None for as many as fit.
+        run_dir: the folder of a run of `tc3 train`.
+        at_once: the number of ranks that are compiled at the same time; None for as many as fit.
 
     Raises:
         RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.

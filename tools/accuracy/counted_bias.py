@@ -17,7 +17,7 @@ class CountedBias(TopkBiasBalanceCallback):
     chose each expert, and then moves the routers' biases and resets the counters as its parent class does.
 
     Attributes:
-        loads: for each step, router -> each expert's share of the choices, float32 [experts].
+        loads: for each step and each router the share of the choices that each expert got, float32 [experts].
     """
 
     loads: ClassVar[list[dict[str, np.ndarray]]] = []

@@ -71,10 +71,13 @@ class Plugin:
     recipe then needs.
 
     Args:
-        settings: the section of the plugin; needs: the degrees of a `Sharding`; beside: other plugins that must be on;
-            chats: whether it reads conversations; dense: whether it needs grouped-query attention, which the models
-            without experts have; model: the keys of `model_config` that it needs; grows: whether it needs a batch that
-            can be halved, and data that pass through the process.
+        settings: the settings in the plugin's section of the recipe.
+        needs: the degrees of parallelism (fields of a `Sharding`) that the plugin needs.
+        beside: the names of other plugins that must be on.
+        chats: whether the plugin needs conversations as data.
+        dense: whether the plugin needs grouped-query attention, which the models without experts have.
+        model: the keys of `model_config` that the plugin needs.
+        grows: whether the plugin needs a batch that can be halved, and data that pass through the process.
     """
 
     settings: Any = field(default_factory=dict)

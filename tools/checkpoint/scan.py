@@ -35,8 +35,10 @@ def scan_checkpoints(
     """Search the checkpoints (iterations) under `root` for the newest complete one.
 
     Args:
-        root: the folder that holds MindFormers' `iteration_*` folders (`checkpoint.save_path`); may not exist.
-        unfit: returns why a checkpoint (folder, step) must not be used, even if it is complete.
+        root: the folder that holds MindFormers' `iteration_*` folders (`checkpoint.save_path`); this folder need not
+            exist.
+        unfit: a function of (folder, step) that returns the reason why a checkpoint must not be used even if it is
+            complete.
 
     Returns:
         The newest complete checkpoint or None, and what was skipped before it, each with the reason. Saves that an

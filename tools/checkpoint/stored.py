@@ -55,8 +55,9 @@ class Tensor:
     """A `Tensor` describes one tensor of a checkpoint and the files that hold its slices.
 
     Args:
-        dtype: as safetensors writes it; shape: the shape of the whole tensor; cuts: into how many parts each axis is
-            cut.
+        dtype: the type of the tensor as safetensors writes it.
+        shape: the shape of the whole tensor.
+        cuts: the number of parts into which each axis is cut.
         copies: for each slice in row-major order, (rank, file) of all ranks that hold it, sorted by rank.
     """
 
@@ -228,7 +229,7 @@ def open_stored(folder: Path) -> Stored:
     """Return the checkpoint in a folder; only the headers of its files are read.
 
     Args:
-        folder: MindFormers' `iteration_*`.
+        folder: a folder `iteration_*` that MindFormers wrote.
 
     Raises:
         CheckpointError: it holds no safetensors, or one that is damaged.
@@ -345,7 +346,7 @@ def read_whole(folder: Path) -> Whole:
     """Return all tensors of one checkpoint with their slices joined.
 
     Args:
-        folder: MindFormers' `iteration_*`.
+        folder: a folder `iteration_*` that MindFormers wrote.
 
     Raises:
         CheckpointError: a file, a slice or a tensor is missing, or has another shape than the metadata say.
@@ -372,7 +373,8 @@ def read_placements(folder: Path) -> dict[str, np.ndarray]:
     which the checkpoint stores slots, because plugins.expert_balance may have moved the experts.
 
     Args:
-        folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.
+        folder: a folder `iteration_*` that MindFormers wrote; a folder of the legacy format, or without a checkpoint,
+            has no slots.
 
     Raises:
         CheckpointError: a file cannot be read, a placement is not a permutation, or two ranks differ.
@@ -423,7 +425,7 @@ def refuse_moved(folder: Path, balanced: bool) -> None:
     not stored in their logical order.
 
     Args:
-        folder: an iteration, or a folder of iterations.
+        folder: the folder of an iteration, or a folder of several iterations.
         balanced: whether the run has the plugin.
     """
     if balanced:

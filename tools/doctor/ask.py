@@ -55,7 +55,9 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Answer:
-    """An `Answer` holds what one host answered. `skew` is None if the host's clock was not measured."""
+    """An `Answer` holds the report that one host gave, or the reason why it gave none. `skew` is None if the host's
+    clock was not measured.
+    """
 
     told: Report | Trouble
     skew: Skew | None = None

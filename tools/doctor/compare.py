@@ -1,5 +1,5 @@
-"""This module finds in what hosts differ: hosts without a report, checks that fail, and versions or clocks that most
-hosts do not have.
+"""This module finds the differences between hosts: hosts without a report, checks that fail, and versions or clocks
+that most other hosts do not have.
 
 The module turns answers into outliers, without side effects. The value of most hosts counts as right, because there is
 no other reference; if no value has more than half of the hosts, all values are shown.

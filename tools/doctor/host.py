@@ -277,7 +277,7 @@ def shared_memory(patient: Patient) -> Answer:
     mend="swapoff -a",
 )
 def swap(patient: Patient) -> Answer:
-    """Check that no memory is swapped out."""
+    """Check that the host has no active swap area, so that no memory can be swapped out."""
     text = told(patient.root.read("/proc/swaps"), "/proc/swaps cannot be read")
     areas = [line.split()[0] for line in text.splitlines()[1:]]
     return Answer("warn" if areas else "ok", ", ".join(areas) or "no swap")

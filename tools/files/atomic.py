@@ -51,7 +51,7 @@ _CHUNK = 1 << 22
 
 
 def whole_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of all bytes of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as data:
         while chunk := data.read(_CHUNK):
@@ -170,8 +170,8 @@ def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool)
     because somebody may still need that result.
 
     Args:
-        option: of the command line, for the message.
-        path: where it would be written; None where nowhere.
+        option: the name of the option on the command line, for the message.
+        path: the path of the result; None if no result is written.
 
     Raises:
         DataError: there is a file, and `force` is not given.

@@ -56,8 +56,9 @@ def table(
     """Return an HTML table, which scrolls by itself if the page is narrower than the table.
 
     Args:
-        kind: "numbers" aligns all columns right but the first and those whose places are in `words`.
-        kinds: the class of each row.
+        kind: "numbers" to align all columns right, except the first column and the columns whose positions are in
+            `words`.
+        kinds: the class of each row in the style of the page.
     """
     marks = ["word" if at in words else "" for at in range(len(heads))]
     lines = [_row("th", [Cell(head, mark) for head, mark in zip(heads, marks, strict=True)])]

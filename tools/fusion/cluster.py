@@ -28,14 +28,15 @@ class Rules:
     kernels.
 
     Args:
-        convex: no path between two operators of a cluster leaves it.
-        types: DVM refuses operators by their types (`refusal`).
-        reduce_depth: operators of a kernel that a reduction may still take in.
-        broadcast_depth: operators of a kernel that its users may still take in.
-        broadcast_into_reduce: a reduction takes in kernels with broadcasts, too; Ascend's model does so.
-        largest: operators of a kernel (`composite_op_limit_size`).
-        chains_of_a_size: chains of one size are joined before other neighbours of one size.
-        chains_of_users: what has one user that takes nothing else is joined to it before what has several users.
+        convex: whether a path between two operators of a cluster must not leave the cluster.
+        types: whether DVM refuses operators because of their types (`refusal`).
+        reduce_depth: the largest number of operators of a kernel that a reduction may still take in.
+        broadcast_depth: the largest number of operators of a kernel that its users may still take in.
+        broadcast_into_reduce: whether a reduction takes in kernels with broadcasts, too, as Ascend's model does.
+        largest: the largest number of operators of a kernel (`composite_op_limit_size`).
+        chains_of_a_size: whether chains of one size are joined before other neighbours of one size.
+        chains_of_users: whether a kernel with a single user that takes nothing else is joined to this user before
+            kernels with several users are joined.
     """
 
     convex: bool = True
@@ -194,7 +195,7 @@ def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules 
     supports it and if it is neither an Assign nor a composite operator that was expanded before.
 
     Args:
-        taken: whether DVM takes each operator (`refusal`).
+        taken: for each operator whether DVM supports it (`refusal`).
     """
     merged = Merged(operators)
     for base in reversed(range(len(operators))):

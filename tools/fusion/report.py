@@ -181,7 +181,9 @@ def report_of(
     """Return the whole report on operator fusion, in bytes, operators and seconds of one device.
 
     Args:
-        name: the name of the recipe. fusion, why: what is fused, and which key says so.
+        name: the name of the recipe.
+        fusion: the level of operator fusion and the operators that are left out.
+        why: the key of the recipe that sets this level.
         times: the times that the estimator predicts for the cluster.
     """
     known = known_error(times.hardware)

@@ -142,8 +142,8 @@ def kernels(body: Sequence[Operator], outputs: Collection[int], rules: Rules = D
     """Return for each kernel of one cluster the indices of its operators.
 
     Args:
-        body: the cluster's operators, in order; virtual ones belong to no kernel.
-        outputs: places whose results leave the cluster.
+        body: the operators of the cluster, in order; virtual operators belong to no kernel.
+        outputs: the positions of the operators whose results are used outside the cluster.
     """
     areas = Areas(body, outputs)
     for match, forward in _patterns(rules):

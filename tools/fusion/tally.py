@@ -108,7 +108,7 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
     micro-batch calls it once.
 
     Args:
-        rows: what stands for dimensions that only routing decides.
+        rows: the number of rows that is assumed for dimensions that only routing decides.
     """
     found: Tallies = {}
     for name, nodes in graph.graphs.items():
@@ -304,7 +304,8 @@ def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collect
     that are read outside.
 
     Args:
-        kept: places whose results are read outside the kernel (`read_outside`), or overwrite a parameter.
+        kept: the positions of the operators whose results are read outside the kernel (`read_outside`), or overwrite a
+            parameter.
     """
     inner = {f"%{place}" for place in kernel}
     reads = dict.fromkeys(read for place in kernel for read in reads_of(nodes, place) if read.source not in inner)
@@ -389,7 +390,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
     """Return a `Found` for every AssignAdd of a subgraph that adds the result of a matrix product.
 
     Args:
-        rows: what stands for dimensions that only routing decides.
+        rows: the number of rows that is assumed for dimensions that only routing decides.
     """
     found = []
     for place, node in enumerate(nodes):

@@ -101,8 +101,8 @@ class Progressing(_OnStderr):
     Off a terminal words are said once, and again only after two minutes without others.
 
     Args:
-        words: the first activity.
-        total: the total of what `show` counts; None if it is unknown.
+        words: the text that is shown first.
+        total: the total amount of the work that `show` counts; None if it is unknown.
     """
 
     def __init__(self, words: str, total: float | None = None):

@@ -192,7 +192,7 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
     belong to the term of the work that is repeated.
 
     Args:
-        stage: the stage of the pipeline; None for the slowest.
+        stage: the pipeline stage whose step is predicted; None for the slowest stage.
     """
     times = TimeModel(hardware, efficiency)
     step = times.step(config)

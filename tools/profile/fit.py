@@ -97,7 +97,7 @@ def fit(
     efficiencies `start`.
 
     Args:
-        stage: the stage of the pipeline that was profiled; None if it is unknown (then the slowest is taken).
+        stage: the pipeline stage that was profiled; None if it is unknown (then the slowest stage is taken).
 
     Raises:
         DataError: the profile determines none of the parameters.
@@ -340,8 +340,8 @@ def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profil
     """Return the text of a cluster file called `name` that holds the fitted efficiencies.
 
     Args:
-        content: the content of the hardware's file.
-        like: what that file is called.
+        content: the content of the hardware file.
+        like: the name of that hardware file.
     """
     values = {key: value if isinstance(value, bool) else float(f"{value:.5g}")
               for key, value in asdict(found.efficiency).items()}  # fmt: skip

@@ -54,8 +54,8 @@ def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[
     two steps.
 
     Args:
-        lengths: seconds of each step.
-        quiet: seconds of a step that is made of each operator's quiet executions.
+        lengths: the seconds of each step.
+        quiet: the seconds of a step that is composed of undisturbed executions of each operator.
     """
     if len(lengths) < 2:
         return ()
@@ -89,7 +89,7 @@ Row = dict[str, str]
 
 
 def read_ascend(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile of one Ascend device.
+    """Return the profile of one Ascend device from a folder that MindSpore's profiler wrote.
 
     Args:
         folder: an ASCEND_PROFILER_OUTPUT.

@@ -54,13 +54,14 @@ class Call:
     Args:
         node: the node of the graph.
         number: an identifier of the result; equal operators with equal arguments have the same identifier.
-        values: the values of its arguments.
-        sizes: the sizes of the axes of the mesh.
-        differs: (argument, index in its tuple or 0) -> the axes along which the value of this constant differs.
-        axes: the axes of a collective's group, the one along which neighbouring ranks lie last.
+        values: the values of the operator's arguments.
+        sizes: the number of ranks along each axis of the mesh.
+        differs: for each constant with different values, given as (argument, index in its tuple or 0), the axes along
+            which its value differs.
+        axes: the axes of a collective's group; the last one is the axis along which neighbouring ranks lie.
         repeats: for the sums of the loss, the axes over which the forward pass sums (see `_scale`).
-        offsets: for the integer constants of `differs`: the value on the stage's first rank, and the increase from one
-            rank to the next along each axis on which the value differs.
+        offsets: for each integer constant of `differs`, its value on the stage's first rank, and its increase from one
+            rank to the next along each axis along which the value differs.
         names: the identifiers of the arguments, of the same kind as `number`.
     """
 

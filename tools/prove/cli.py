@@ -96,7 +96,7 @@ def proof_of(
         plan: the jobs, whose graphs were kept as text.
         results: the results of the plan's jobs, in the order of the jobs; none may be a refusal.
         at_once: compiles that run at the same time; None for as many as fit.
-        use_cache: whether neighbours that were compiled before are compiled again.
+        use_cache: whether the kept results of earlier compiles of the neighbours are used instead of new compiles.
 
     Raises:
         RecipeError: the groups of the graphs do not form a mesh.

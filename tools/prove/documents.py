@@ -162,7 +162,7 @@ def check_ends(
         queries, keys: the ends of documents among the queries and among the keys.
         over: the axes that cut the sequence of the queries, outermost first.
         piece, whole: the number of queries and the number of keys of a rank.
-        sizes: ranks along each axis.
+        sizes: the number of ranks along each axis.
 
     Raises:
         Certain: on some rank a document ends at a wrong position. NotKnown: the graph does not show how the ends were

@@ -98,9 +98,9 @@ def mesh_of(
     """Return the device mesh of one pipeline stage.
 
     Args:
-        degrees: (name, ranks) of the recipe, closest first.
-        groups: all groups that occur, as ranks within a stage.
-        meshes: the meshes of the layouts that occur.
+        degrees: (name, number of ranks) of the recipe's kinds of parallelism, those with the closest ranks first.
+        groups: all communication groups of the graph, as numbers of ranks within a stage.
+        meshes: the device matrices of all layouts.
 
     Raises:
         NotKnown: the groups overlap in a way that no mesh has.

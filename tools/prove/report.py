@@ -40,9 +40,9 @@ class Weight:
     Args:
         name: the name of the weight.
         verdict: `PROVEN`, `WRONG` or `UNKNOWN`.
-        why: what is wrong or unknown; "" for a proven weight.
-        spread: the spread of its gradient after the last sum; "" if it is unknown.
-        operator: the operator whose result has no spread; "" if the spreads reach the gradient.
+        why: a description of what is wrong or unknown; "" for a proven weight.
+        spread: the text that says how its gradient lies on the ranks after the last sum; "" if this is unknown.
+        operator: the operator for whose result this could not be found; "" if it was found up to the gradient.
     """
 
     name: str
@@ -63,12 +63,13 @@ class Stage:
 
     Args:
         rank, stage: the rank that was compiled, and its pipeline stage.
-        mesh: the axes, with their sizes, as text.
+        mesh: the axes of the device mesh with their sizes, as text.
         weights: the weights that the optimizer updates.
-        contradictions: the operators that do not allow the spreads of their arguments, with the reason.
-        typed, asked: the number of operators on the way to the gradients that have a spread, and the number of all
-            these operators.
-        missing: operator -> the number of places where it has no spread, so that all that follows is unknown.
+        contradictions: the operators whose arguments lie on the ranks in a way that they do not allow, with the reason.
+        typed: the number of operators on the way to the gradients for whose results it was found how they lie on the
+            ranks.
+        asked: the number of all operators on the way to the gradients.
+        missing: for each operator without a result, the number of places where this makes everything behind it unknown.
     """
 
     rank: int
@@ -126,9 +127,9 @@ def typing_of(
     """Return the `Typing` that finds how each value in the graph of one compiled rank lies on the ranks.
 
     Args:
-        result: the result of its compile, as `tools.dryrun.rank` reports it.
-        peers: axis -> the graph of the next rank along it.
-        received: the spreads of the values that other stages send.
+        result: the result of the rank's compile, as `tools.dryrun.rank` reports it.
+        peers: for each axis of the mesh the graph of the next rank along it.
+        received: how the values that other stages send lie on the ranks (their spreads).
     """
     known, generated = ranks_of(result, mesh.devices), generated_groups(graph)
     for each in (graph, *peers.values()):
@@ -184,8 +185,9 @@ def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, s
     """Return for each weight of one compiled rank whether its gradient is right, wrong or unknown.
 
     Args:
-        result: the result of its compile.
-        scales: weight -> the fault that the dry run finds in its divisors; weights without a fault are missing.
+        result: the result of the rank's compile.
+        scales: for each weight the fault that the dry run finds in the divisors of its gradient; weights without a
+            fault are left out.
     """
     weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
     ends = last_sums(typing.graph, typing.ranks_of, weights)

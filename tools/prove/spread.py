@@ -54,9 +54,9 @@ class Block:
     """A `Block` holds `count` pieces of a dimension that a gather has placed in front of another dimension.
 
     Args:
-        home: the dimension to which they belong.
-        at: the number of atoms in front of them in that dimension.
-        others: (home, at) of the other places to which they may belong, where the place of the pieces was loose.
+        home: the dimension to which these pieces belong.
+        at: the number of atoms in front of these pieces in that dimension.
+        others: (home, at) of each other place to which these pieces may belong, if their place was loose.
     """
 
     home: int

@@ -422,7 +422,7 @@ def read_parts(file: Path, notes: list[str] | None = None) -> list[Part]:
     is left out.
 
     Args:
-        notes: is told of lines that no run writes.
+        notes: a list to which sentences about lines that no run writes are added.
     """
     parts: list[Part] = []
     steps = Steps(file)

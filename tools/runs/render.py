@@ -162,7 +162,7 @@ def duration(seconds: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share as a percentage."""
+    """Return a share of the time as text in per cent."""
     return "not known" if value is None else f"{100 * value:.1f} %"
 
 

@@ -51,7 +51,7 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     steps were made.
 
     Args:
-        cuts: for each part, the last step that was not trained again.
+        cuts: for each part of the run, the number of its last step that no later part repeated.
     """
     found = []
     for at, part in enumerate(parts):

@@ -84,7 +84,8 @@ class Kept:
     """A `Kept` reads the steps of a run while it trains, and counts the steps that no later attempt has repeated.
 
     Args:
-        file: metrics of the rank that stands for the run. sink: gets every record of a step, once, in order.
+        file: the metrics file of the rank that has the run's loss.
+        sink: a function that is called once with the record of each step, in order.
     """
 
     def __init__(self, file: Path, sink: Sink = lambda record: None):

@@ -35,10 +35,11 @@ def average(
     is written.
 
     Args:
-        sources: two or more of `Form` MindFormers, saved in one layout. target: a folder that is not there yet.
-        shares: the share of each checkpoint, which add up to 1; by default all are equal. progress: is called with each
-            file's name.
-        damaged: the faults of `sources` that are accepted (`inventory.salvaged`); `target` records them.
+        sources: two or more checkpoints in MindFormers' form that were saved in one layout.
+        target: the path of a folder that does not exist yet.
+        shares: the share of each checkpoint, which add up to 1; by default all shares are equal.
+        progress: a function that is called with the name of each file.
+        damaged: descriptions of the damage in `sources` that is accepted (`inventory.salvaged`); `target` records them.
 
     Raises:
         CheckpointError: the sources do not fit together, a number is not finite, or `target` exists.

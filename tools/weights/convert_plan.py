@@ -84,8 +84,10 @@ def plan_conversion(
     """Return the plan for converting the weights of a model with these sizes.
 
     Args:
-        headers: of the source's tensors; dtype: see `Plan`; limit: bytes of a file, which a single tensor may exceed.
-        tied: whether the head of a Hugging Face source is its embedding, whatever its files hold.
+        headers: the headers of the source's tensors.
+        dtype: the type of the written weights, see `Plan`.
+        limit: the largest size of a file in bytes; a file with a single tensor may be larger.
+        tied: whether the output layer of a Hugging Face source is its embedding, whatever its files hold.
 
     Raises:
         CheckpointError: tensors are missing, unknown, of another shape or of a type that no weights have.

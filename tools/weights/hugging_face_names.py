@@ -54,7 +54,9 @@ class Entry:
 
     @property
     def decayed(self) -> bool:
-        """Return whether weight decay applies (mindformers/trainer/optimizer_grouped_parameters.py)."""
+        """Return whether the optimizer applies weight decay to this weight; MindFormers leaves out weights of one
+        dimension (mindformers/trainer/optimizer_grouped_parameters.py).
+        """
         return self.trained and len(self.shape) > 1
 
     @property

@@ -129,8 +129,9 @@ def merge(
     W + scale x B A is summed in float64 and rounded once to the type of W. The optimizer's state is left out.
 
     Args:
-        progress: is called with the bytes written and the file. damaged: what is wrong with `source` and taken all the
-            same (`inventory.salvaged`), to be recorded in `target`.
+        progress: a function that is called with the number of bytes written so far and the name of the file.
+        damaged: descriptions of the damage in `source` that is accepted (`inventory.salvaged`), to be recorded in
+            `target`.
 
     Raises:
         CheckpointError: `target` exists, or ranks hold different copies of a tensor. DataError: it cannot be written.

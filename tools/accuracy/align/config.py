@@ -42,8 +42,10 @@ class Setting:
     """A `Setting` is one key that has different values in two recipes.
 
     Args:
-        ours, theirs: both values as text. group: the class of the report. kind: MUST and UNKNOWN fail; LAYOUT may
-            change only rounding, which a run has to show; MAY is any other difference.
+        ours, theirs: the values of the key in the two recipes, as text.
+        kind: the severity of the difference: MUST and UNKNOWN make the comparison fail; LAYOUT may change only
+            rounding, which the training runs have to show; MAY is any other difference.
+        group: the class to which the report assigns the difference.
     """
 
     path: str

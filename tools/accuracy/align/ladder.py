@@ -217,10 +217,14 @@ class Wanted:
     and the seed.
 
     Args:
-        path: the recipe. against: `hf`, or the path of another recipe. steps: the number of steps in stages 5 and 6.
-        overrides: overrides for both recipes. data: a Megatron prefix that replaces the recipe's corpus; folder: the
-            folder of the runs. python: the interpreter that runs the reference. seed: the seed of the weights that both
-            sides start from.
+        path: the path of the recipe.
+        against: `hf`, or the path of another recipe.
+        steps: the number of steps in stages 5 and 6 of the comparison.
+        overrides: overrides for both recipes.
+        data: the path prefix of a Megatron corpus that replaces the recipe's corpus.
+        folder: the folder of the training runs.
+        python: the path of the Python interpreter that runs the reference.
+        seed: the seed of the weights with which both trainings start.
     """
 
     path: Path

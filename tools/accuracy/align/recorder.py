@@ -25,10 +25,10 @@ class AlignRecorder(Callback):
     values that are compared with the reference.
 
     Args:
-        weights: an .npz file of parameters by MindFormers' names, all of which must exist in the model. None: the model
-            keeps its own weights.
-        record: the file to write.
-        columns: `train_dataset.input_columns`.
+        weights: the path of an .npz file of parameters by MindFormers' names, all of which must exist in the model;
+            None: the model keeps its own weights.
+        record: the path of the file to write.
+        columns: the names of the columns of a batch (`train_dataset.input_columns`).
     """
 
     def __init__(self, weights, record, columns, **kwargs):

@@ -161,7 +161,8 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
     apply the overrides and the corpus `data`.
 
     Args:
-        workers: the number of workers of a mini recipe that keeps its parallel strategy; None for one that does not.
+        workers: the number of workers of a mini recipe that keeps its parallel strategy; None for a mini recipe that
+            does not.
     """
     return _changed(
         load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path), overrides, data
@@ -304,7 +305,7 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
     under MindFormers' names.
 
     Args:
-        weights: the starting weights by MindFormers' names; None for the recipe's own.
+        weights: the initial weights by MindFormers' names; None: the recipe's own initial weights.
 
     Raises:
         RecipeError: the recipe is refused. SideFailedError: the run failed; the end of its log is in the message.
@@ -329,9 +330,10 @@ def run_reference(
     reference's record.
 
     Args:
-        weights: Hugging Face name -> array. batch: a batch in the form of a record.
-        other: the record of the other side, in Hugging Face's names: the reference also computes each of its steps from
-            the state before that step.
+        weights: the initial weights, by Hugging Face's names.
+        batch: the batches in the form of a `Record`.
+        other: the record of the MindFormers training, in Hugging Face's names; if it is given, the reference also
+            computes each step separately from the state that this training had before the step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = json.dumps({"sizes": sizes.as_json(), "hyper": hyper.as_json()})

@@ -55,8 +55,9 @@ class Row:
     """A `Row` is one comparison between two trainings: the error, or the number of differences, with its tolerance.
 
     Args:
-        error, floor: the error, and the error of rounding in the reference, both in the measure that `measure` names.
-        excuse: up to where an error is undecided for a reason that `detail` names.
+        error: the error between the two trainings, in the measure that `measure` names.
+        floor: the error that rounding causes in the reference, in the same measure.
+        excuse: the largest error that counts as undecided for the reason that `detail` names.
     """
 
     name: str

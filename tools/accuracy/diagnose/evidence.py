@@ -104,15 +104,15 @@ class Side:
     """A `Side` holds everything that one of the compared runs recorded.
 
     Attributes:
-        steps: step -> the metrics of the rank that knows the loss.
-        samples: step -> rank -> column -> digests.
-        software: package -> version, in the last part of the run (after its last resume).
-        starts, states: the recorded states, by step.
+        steps: for each step the metrics of the rank that knows the loss.
+        samples: the digests of samples: step -> rank -> column -> digests.
+        software: the versions of software packages since the last resume of the run.
+        starts, states: the recorded states at starts of the run, and after steps.
         folder: the folder of the record.
-        first: the first step that its metrics should have.
-        gaps: what its records lack, one sentence for each gap.
-        held: whether the outputs of its modules were compared with a forward pass in NumPy.
-        end: module -> sketch of its output with the final weights; empty if it was not recorded.
+        first: the number of the first step that the metrics of the run should have.
+        gaps: a sentence for each gap in the records of the run.
+        held: whether the outputs of the run's modules were compared with a forward pass in NumPy.
+        end: for each module the sketch of its output with the final weights; empty if the run did not record it.
     """
 
     name: str

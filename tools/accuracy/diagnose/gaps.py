@@ -37,8 +37,8 @@ def take_out(side: Side, metrics: Mapping[int, Readings]) -> list[str]:
     gap.
 
     Args:
-        side: what was read of the run.
-        metrics: rank -> its metrics.
+        side: the records of the run.
+        metrics: the metrics of each rank.
     """
     return [
         *_steps(side),

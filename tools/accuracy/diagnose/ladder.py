@@ -67,13 +67,14 @@ class Verdict:
     breaks.
 
     Args:
-        findings: the findings in order. changes: the changes of keys that affect results; layout: the changes of the
-            layout.
+        findings: the differences, in the order of steps and stages.
+        changes: the changed keys of the recipes that affect results.
+        layout: the changed keys of the recipes that affect the parallel layout.
         software: the packages whose versions differ between the runs, with both versions.
-        compared: the stages that could be compared; unknown: the stages that could not, with the records that they
-            need.
+        compared: the stages that could be compared.
+        unknown: the stages that could not be compared, with the records that they would need.
         bits: whether the runs had to agree to the last bit.
-        gaps: what the records of the runs lack; runs with gaps are not called equal.
+        gaps: sentences about what the records of the runs lack; runs with gaps are not called equal.
     """
 
     findings: tuple[Finding, ...]

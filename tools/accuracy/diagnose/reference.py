@@ -84,7 +84,8 @@ def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str,
     ""); if the outputs cannot be computed, return (0, {}, {}, the reason).
 
     Args:
-        kept_in: the file of weights and batch: that of the first recorded step of the run's last part, or `END`.
+        kept_in: the name of the file that holds weights and batch: the file of the first recorded step since the last
+            resume, or `END`.
     """
     file = side.folder / kept_in
     if not file.is_file():

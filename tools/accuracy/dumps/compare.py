@@ -216,11 +216,11 @@ class Report:
     the settings of both dumps.
 
     Args:
-        golden, bench: the folders.
+        golden, bench: the paths of the two dumps.
         level, task: the settings `level` and `task` of msprobe.
-        marked: whether both dumps state that they are complete; msprobe's own dumps do not state it.
-        judged: the counts of judged updates of weights, see `Updates`.
-        trained_known: whether the dumps show which parameters a gradient trains.
+        marked: whether both dumps state that they are complete; msprobe's own dumps do not state this.
+        judged: the numbers of judged updates of weights, see `Updates`.
+        trained_known: whether the dumps show which parameters are trained by a gradient.
     """
 
     golden: str

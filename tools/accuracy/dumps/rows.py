@@ -51,7 +51,7 @@ class Counter:
     that are summed in an element of the tensor.
 
     Args:
-        entries: all calls of the step on the golden side.
+        entries: all calls of the step in the golden dump.
     """
 
     def __init__(self, entries: list[Entry]):
@@ -155,13 +155,14 @@ class Row:
     Args:
         step, rank, order: the position of the call in the run; `order` is its number within the step.
         phase: forward, backward, weights, or state (parameters that no gradient trains).
-        place: the cell's path and class, or the function.
-        name: msprobe's name.
-        role: input, output, parameters or gradient; call for a call that only one side has.
-        count, tolerance: accumulation count and row of Table 2.
+        place: the path and class of the cell, or the name of the function.
+        name: the name that msprobe gives to the tensor.
+        role: input, output, parameters or gradient; "call" for a call that only one dump has.
+        count: the accumulation count of the tensor (the number of summed terms).
+        tolerance: the largest allowed error by Table 2.
         error: the largest of `judge.errors`, or the error of the quantity that `by` names.
-        kind: the kind of finding; empty if the row passed.
-        detail: the worst value, or what is wrong.
+        kind: the kind of difference; empty if the tensor passed.
+        detail: a description of the worst value, or of what is wrong.
         by: the judged quantity: values, statistics, update, or factor (of all values together, `errors.scaled`).
         cause: the usual cause of a wrong update of this kind.
     """

@@ -90,13 +90,14 @@ class Seen:
     determine the updates.
 
     Args:
-        error, allowed: the error and the tolerance of the statistic that is off most, relative to the change that an
-            update of this size can cause.
+        error, allowed: the error and the tolerance of the statistic with the largest error, relative to the change that
+            an update of this size can cause.
         detail: the name of that statistic.
-        longer: the relative difference of the whole update; grown: the share of the weight by which decay is too small;
-            None if neither explains the difference.
-        least: the smallest relative error of the update that would have been found.
-        unknown: the reason why the update cannot be judged, or empty.
+        longer: the relative difference between the lengths of the two updates; None if it does not explain the
+            difference.
+        grown: the share of the weight by which decay is too small; None if it does not explain the difference.
+        least: the smallest relative error of the update that the statistics would have shown.
+        unknown: the reason why the update cannot be judged; "" if it can.
     """
 
     error: float = 0.0
@@ -214,9 +215,11 @@ class Updates:
     judged, by reason.
 
     Args:
-        judged: the number of judged updates; exact: the number that was judged from all values.
+        judged: the number of judged updates.
+        exact: the number of updates that were judged from all values.
         unknown: the number of updates that were not judged, by the reason.
-        least: for each update that was judged by statistics, the smallest relative error that would have been found.
+        least: for each update that was judged by statistics, the smallest relative error that the statistics would have
+            shown.
     """
 
     judged: int = 0

@@ -205,7 +205,8 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     checkpoints.
 
     Args:
-        noted: a weight; the last rank records the norm of its gradient, because no checkpoint holds that rank's copy.
+        noted: the name of a weight; the last rank records the norm of its gradient, because no checkpoint holds the
+            last rank's copy of this gradient.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.

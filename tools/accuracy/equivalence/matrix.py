@@ -55,8 +55,9 @@ class Row:
     Args:
         status: PASS, FAIL, NONE (not compared, with a reason), or KNOWN (MindFormers itself differs, and everything
             else passes).
-        tensors: the number of compared tensors; used: the largest error as a share of its tolerance.
-        findings: in the order in which differences arise; the first shows where the fault is.
+        tensors: the number of compared tensors.
+        used: the largest error as a share of its tolerance.
+        findings: the differences in the order in which they arise; the first difference shows where the fault is.
     """
 
     case: Case
@@ -205,8 +206,8 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Return the training of a variant of the recipe, which runs only if it has not run before. This raises the
-        errors of `once`.
+        """Return the training of a variant of the recipe, which runs only if it has not run before. This method raises
+        the errors that `once` raises.
         """
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 

@@ -75,9 +75,10 @@ class Runs:
     """A `Runs` holds the trainings of one recipe by name; each training runs once, when its results are first needed.
 
     Args:
-        base: the result of `one_worker`. work: the folder of the runs. started: called with the name of each run before
-            it starts.
-        corpora: the corpora by the length of a sample; 0 for the recipe's own length.
+        base: the recipe that `one_worker` returned.
+        work: the folder of the trainings.
+        started: a function that is called with the name of each training before it starts.
+        corpora: the path prefixes of the corpora by the length of a sample in tokens; 0 for the recipe's own length.
     """
 
     base: Recipe

@@ -46,10 +46,12 @@ class Variant:
     """A `Variant` is a training with MindFormers on `workers` CPU workers, with the features that its fields switch on.
 
     Args:
-        mode, chunks: the mode and the chunks of expert parallelism over all workers; apart: whether documents do not
-            attend to each other; balance: whether the attention_balance plugin is on; recompute: whether activations
-            are recomputed; held_out: whether the held_out_loss plugin is on.
-        against: the run that it must equal.
+        mode, chunks: the mode of hierarchical_ep and the chunks of ep_overlap, with experts split over all workers.
+        apart: whether tokens attend only to their own document.
+        balance: whether the attention_balance plugin is on.
+        recompute: whether activations are recomputed.
+        held_out: whether the held_out_loss plugin is on.
+        against: the name of the training whose results this training must equal.
     """
 
     workers: int = 1

@@ -88,10 +88,12 @@ class Finding:
     """A `Finding` is a number or tensor of a training that differs from that of the reference training.
 
     Args:
-        step: the step, from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: the names of the module and the
-            tensor that differ.
-        error, allowed: the error as `judge` measures it, and its tolerance by Table 2. ranks: the ranks of the whole
-            run whose part is wrong. detail: the worst element, or another description of the fault.
+        step: the number of the step, counted from 1.
+        phase: FORWARD, BACKWARD or OPTIMIZER.
+        module, tensor: the names of the module and of the tensor that differ.
+        error, allowed: the error as `judge` measures it, and its tolerance by Table 2.
+        ranks: the ranks of the whole run whose part is wrong.
+        detail: a description of the worst element, or of the fault.
     """
 
     step: int
@@ -153,9 +155,10 @@ class Comparison:
     """A `Comparison` holds the differences between all compared numbers and tensors of two trainings.
 
     Args:
-        tensors: the number of compared tensors; used: the largest error as a share of its tolerance; findings: in the
-            order of execution, so that the first shows where the fault is; known: differences of MindFormers itself,
-            which are not judged.
+        tensors: the number of compared tensors.
+        used: the largest error as a share of its tolerance.
+        findings: the differences in the order of execution, so that the first one shows where the fault is.
+        known: the known differences of MindFormers itself, which are not judged.
     """
 
     tensors: int

@@ -85,7 +85,7 @@ def silu(x: Array) -> Array:
 
 
 def silu_grad(x: Array) -> Array:
-    """Return the derivative of silu."""
+    """Return the derivative of silu(x) for each element."""
     s = sigmoid(x)
     return s * (1 + x * (1 - s))
 
@@ -100,7 +100,7 @@ def gelu(x: Array) -> Array:
 
 
 def gelu_grad(x: Array) -> Array:
-    """Return the derivative of gelu."""
+    """Return the derivative of gelu(x) for each element."""
     t = np.tanh(_inner(x))
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
 
