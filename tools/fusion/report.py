@@ -183,7 +183,7 @@ def report_of(
     Args:
         name: the name of the recipe.
         fusion: the level of operator fusion and the operators that are left out.
-        why: the key of the recipe that sets this level.
+        why: the reason for this level, such as the key of the recipe that sets it.
         times: the times that the estimator predicts for the cluster.
     """
     known = known_error(times.hardware)
