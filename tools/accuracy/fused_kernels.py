@@ -89,8 +89,8 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Return a value that is the same for all kernels that compute the same in the same shapes, whatever their
-        place in the graph.
+        """Return a text that is equal for all kernels with the same operators and shapes, wherever they are in the
+        graph.
         """
         return repr((self.inputs, self.steps, self.outputs))
 
@@ -340,7 +340,7 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """An `Allowance` holds what determines the tolerance of one result by Table 2 (`tools.accuracy.judge`).
+    """An `Allowance` holds the data from which the tolerance of one result follows by Table 2 (`tools.accuracy.judge`).
 
     Args:
         dtype: the type with the fewest bits on which it depends. count: the number of elements that it sums; 0 if
@@ -360,7 +360,7 @@ class Allowance:
 
 
 def allowances(kernel: Kernel) -> list[Allowance]:
-    """Return what determines the tolerance of the result of each operator of a kernel."""
+    """Return for each operator of a kernel the data from which the tolerance of its result follows."""
     found: list[Allowance] = []
     for step in kernel.steps:
         before = [found[what] for kind, what in step.arguments if kind == "step" and isinstance(what, int)]

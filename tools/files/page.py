@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 
 def page(title: str, body: Iterable[str], style: str = "") -> str:
-    """Return the text of a whole HTML file. `style` holds the styles that only this page needs."""
+    """Return the text of a whole HTML file. `style` holds the CSS rules that only this page needs."""
     joined = "\n".join(body)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
     return f'{BEGINS}\n<html lang="en"><head>{head}</head>\n<body>\n{joined}\n</body></html>\n'

@@ -1,5 +1,5 @@
-"""This module traces where the ends of documents come from that attention in the layout TND receives, for the case that
-the queries' sequence is cut over ranks.
+"""This module traces the ends of documents that attention in the layout TND receives back to their source, for the case
+that the queries' sequence is cut over ranks.
 
 A rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes, element by element
 and with constants that differ by rank, where they end among the rank's queries and among its keys. `with_formula`

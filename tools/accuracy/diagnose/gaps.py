@@ -1,5 +1,5 @@
-"""This module finds what the records of a run lack: steps that its metrics skip, ranks that recorded less than others,
-and recorded states that are missing. Two runs are called equal only if neither has such a gap.
+"""This module finds gaps in the records of a run: steps that its metrics skip, ranks that recorded less than others,
+and recorded states that are missing. Two runs are called equal only if the records of both runs have no gap.
 """
 
 from __future__ import annotations

@@ -457,8 +457,8 @@ class _Pair:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the ratio of the two numbers of a pair if this ratio is the same for all pairs and is not 1; otherwise
-    return None.
+    """Return the second number of a pair divided by the first if this ratio is the same for all pairs and is not 1;
+    otherwise return None.
     """
     factors = [two / one for one, two in pairs if one and two]
     if (
