@@ -1,5 +1,5 @@
-"""This module is `tc3 accuracy`: its group, and the commands ops, dump, compare and collectives; each other command has
-its own module.
+"""This module is the command group `tc3 accuracy` with its commands ops, dump, compare and collectives; each other
+command of the group has its own module.
 
 Exit codes: 0 everything passes, 1 something fails or differs, 2 a wrong input or an unknown result.
 """
@@ -208,7 +208,7 @@ class DtypeName(click.ParamType):
     name = "dtype"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the full name of the data type."""
+        """Return the full name of the data type that the user named, such as ``bfloat16`` for ``bf16``."""
         if value not in [*NAMES, *NAMES.values()]:
             hint = did_you_mean(value, [*NAMES, *NAMES.values()])
             self.fail(f"unknown data type {value!r}, expected one of {', '.join(NAMES)}{hint}", param, ctx)

@@ -1,4 +1,5 @@
-"""This module checks whether the collectives that a sharded run executes are those that its dry run reports.
+"""This module checks whether the collectives that a sharded training executes are the collectives that `tc3 dryrun`
+reports for its recipe.
 
 CPU processes train a few steps of a recipe's sharded graph, and record the collectives of their first step. Every rank
 of the same recipe is compiled, and each rank's record is compared with what its compile reports.
@@ -35,7 +36,8 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe itself; for an Ascend recipe, return the mini recipe with the same parallel strategy.
+    """Return the recipe in `path` unchanged if it is for CPU; for an Ascend recipe, return the mini recipe with the
+    same parallel strategy.
 
     Raises:
         RecipeError: the file or an override is wrong, or MindSpore would not shard the recipe's graph.
@@ -50,7 +52,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_unsharded(recipe: Recipe) -> None:
-    """Raise RecipeError for a recipe that is not executed as a sharded graph on at least two processes."""
+    """Raise RecipeError for a recipe that does not train as MindSpore's sharded graph on at least two processes."""
     if not chosen(recipe):
         wants = "context.device_target: CPU and parallel.parallel_mode: 1 (semi-auto parallel; docs/semi-auto-cpu.md)"
         raise RecipeError(
@@ -66,7 +68,7 @@ def refuse_unsharded(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
-    """Train `STEPS` steps on a made-up corpus; return the run's folder.
+    """Train `STEPS` steps of a recipe on a made-up corpus; return the folder of the run.
 
     Raises:
         RunFailedError: the training failed, or was refused.
@@ -89,13 +91,14 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """A `RankCalls` is the comparison of one rank: the collectives that it executed in its first step, and how they
-    differ from the dry run's.
+    """A `RankCalls` holds the collectives that one rank executed in its first step, and how they differ from the
+    collectives that `tc3 dryrun` reports for this rank.
 
     Args:
-        calls, bytes: the number of executed collectives, and the bytes of their tensors. by_name: the number of calls
-            of each operator.
-        differences: the differences from the report of the dry run, one line each.
+        calls: the number of executed collectives.
+        bytes: the number of bytes of their tensors.
+        by_name: the number of executed collectives of each operator.
+        differences: one line of text for each difference from the report of the dry run.
     """
 
     rank: int
@@ -107,22 +110,26 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` is the result of the comparison of all ranks: `EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
+    """A `Verdict` says whether the executed collectives of all ranks are those of the dry run: `EQUAL`, `DIFFERS`, or
+    `UNKNOWN` with the reason.
+    """
 
     word: str
     why: str = ""
     ranks: list[RankCalls] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the verdict and the comparison of each rank as dicts and lists that can be written as JSON."""
         return {"verdict": self.word, "why": self.why, "ranks": [asdict(rank) for rank in self.ranks]}
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
-    """Compile every rank of a run's own recipe, and compare the collectives.
+    """Compile every rank of the recipe of a finished run, and compare the collectives in the compiled graphs with those
+    that the run executed.
 
     Args:
-        run_dir: the run folder of `tc3 train`. at_once: the number of compiles at a time; None for as many as fit.
+        run_dir: the folder of a run of `tc3 train`.
+        at_once: the number of ranks that are compiled at the same time; None for as many as fit.
 
     Raises:
         RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
@@ -161,8 +168,8 @@ def _not_comparable(view: View, executed: list[Executed]) -> str:
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """Return the recipe of a run without the keys that are not in its graph, so that runs of one recipe share their
-    compiles.
+    """Return the recipe of a run without the keys that do not change its compiled graph, so that all runs of one recipe
+    can use the same cached compiles.
 
     Raises:
         RecipeError: the run has no recipe, or its recipe is not sharded.
@@ -182,7 +189,9 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 class Executed(NamedTuple):
-    """An `Executed` is what a rank recorded of its first step, as `calls_file` describes."""
+    """An `Executed` holds the collectives that one rank recorded in its first step, in the format that `calls_file`
+    describes.
+    """
 
     calls: list[CallRecord]
     places: dict[str, int]
@@ -190,7 +199,7 @@ class Executed(NamedTuple):
 
 
 def read_record(run_dir: Path, rank: int) -> Executed:
-    """Return what a rank recorded of its first step.
+    """Return the collectives that one rank of a run recorded in its first step.
 
     Raises:
         DataError: the file is missing, or its content is wrong.
@@ -210,7 +219,9 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """Return the comparison of one rank between the collectives that its compile reports and those that it executed."""
+    """Return a comparison of the collectives that the compile of one rank reports with the collectives that this rank
+    executed.
+    """
     calls, rank = executed.calls, result["rank"]
     found = compare_calls(result["graph"], calls)
     return RankCalls(

@@ -41,12 +41,12 @@ _KEPT = 32  # a dimension up to this stays; each larger size becomes a number of
 
 
 class UnreadableError(Exception):
-    """This error means that a group of operators cannot be replayed; the message says why."""
+    """This error means that a group of operators cannot be computed in NumPy; the message says why."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A `Step` is one operator of a kernel.
+    """A `Step` is one operator of a fused kernel.
 
     Args:
         op: the name of its primitive. output: the type and shape of its result.
@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `Kernel` is a group of operators that become one kernel.
+    """A `Kernel` is a group of operators that DVM fuses into one kernel.
 
     Args:
         inputs: the types and shapes of its inputs. outputs: the indices in `steps` of the results that leave the
@@ -81,9 +81,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Return the names of the kernel's operators: ``"Mul-Mul-Add"``; repeated operators are counted if the name is
-        long.
-        """
+        """Return the names of the kernel's operators, as ``"Mul-Mul-Add"``; a long name counts repeated operators."""
         names = [step.op for step in self.steps]
         if len(names) <= 8:
             return "-".join(names)
@@ -91,14 +89,14 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Return a value that is the same for all kernels that compute the same in the same shapes, whatever their
-        place in the graph.
+        """Return a text that is equal for all kernels with the same operators and shapes, wherever they are in the
+        graph.
         """
         return repr((self.inputs, self.steps, self.outputs))
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the kernel of the nodes at `places`; its results at `outputs` leave it.
+    """Return the nodes at `places` as one kernel, whose results at `outputs` are used outside the kernel.
 
     Raises:
         UnreadableError: the text does not show a constant, or an input is not a tensor.
@@ -183,8 +181,8 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """Return the result of an operator, in the type that NumPy derives from those of its operands; a Cast between
-    floats changes nothing.
+    """Return the result of an operator in the type that NumPy derives from its operands; a Cast between floats does
+    nothing.
 
     Args:
         values: arrays, and plain numbers and tuples where the graph has constants.
@@ -220,7 +218,7 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def shrunk(kernel: Kernel) -> Kernel:
-    """Return the kernel with a small size in place of every size above 32, and of sizes known only at run time.
+    """Return the kernel with a small number in place of every size above 32 and of every size known only at run time.
 
     Equal sizes stay equal, and different sizes stay different, so that broadcasting still works. Sums become shorter.
 
@@ -244,7 +242,7 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """A `Found` collects the kernels of graphs, one of each kind, and the reasons why others cannot be computed.
+    """A `Found` collects the fused kernels of graphs, one of each kind, and the reasons why others cannot be computed.
 
     Args:
         kernels: one kernel of each kind, by `Kernel.key`. counts: the number of kernels of each kind. skipped: the
@@ -256,7 +254,7 @@ class Found:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Collection[int]) -> None:
-        """Add one kernel, with its sizes reduced to toy size."""
+        """Add one fused kernel, with its large sizes replaced by small ones."""
         try:
             if strange := [nodes[place].op for place in places if nodes[place].op not in KNOWN]:
                 raise UnreadableError(f"the operator {strange[0] or 'call'}")
@@ -272,7 +270,7 @@ OPENED = Fusion("vector", EXPANDED)  # composites are kept whole, because the te
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:
-    """Return the kernels of two operators or more that DVM would make, with their sizes reduced to toy size."""
+    """Return the kernels of at least two operators that DVM would make of these graphs, reduced to small sizes."""
     found = Found()
     for nodes in (nodes for text in graphs for nodes in text.graphs.values()):
         users = users_of(nodes)
@@ -311,8 +309,7 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the nearest values of MindSpore's `dtype`, as float32 where they have 16 bits; other types are
-    unchanged.
+    """Return the values of MindSpore's `dtype` nearest to floats, 16-bit types as float32; other types are unchanged.
     """
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
@@ -320,7 +317,7 @@ def hold(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def run(kernel: Kernel, inputs: list[np.ndarray], way: str) -> list[np.ndarray]:
-    """Return the results of all steps, including those that stay inside the kernel."""
+    """Return the results of all operators of a kernel, including results that are used only inside the kernel."""
     wide = np.float64 if way == EXACT else np.float32
     results: list[np.ndarray] = []
     for place, step in enumerate(kernel.steps):
@@ -343,7 +340,7 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """An `Allowance` holds the data from which the tolerance of a result follows by Table 2 (`tools.accuracy.judge`).
+    """An `Allowance` holds the data from which the tolerance of one result follows by Table 2 (`tools.accuracy.judge`).
 
     Args:
         dtype: the type with the fewest bits on which it depends. count: the number of elements that it sums; 0 if
@@ -357,13 +354,13 @@ class Allowance:
     casts: int
 
     def tolerance(self, way: str) -> float:
-        """Return the tolerance of a result that was computed in this way."""
+        """Return the tolerance of a result that was computed in the given way, fused or unfused."""
         roundings = self.stores if way == UNFUSED else min(self.stores, self.casts + 1)
         return tolerance(self.dtype, self.count, max(roundings, 1))
 
 
 def allowances(kernel: Kernel) -> list[Allowance]:
-    """Return the tolerance of each step's result."""
+    """Return for each operator of a kernel the data from which the tolerance of its result follows."""
     found: list[Allowance] = []
     for step in kernel.steps:
         before = [found[what] for kind, what in step.arguments if kind == "step" and isinstance(what, int)]
@@ -393,7 +390,7 @@ def _summed(step: Step, kernel: Kernel) -> int:
 
 
 def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -> Verdict:
-    """Return the judgement of one result against the exact result by `judge`; booleans and integers must be equal."""
+    """Return the judgement of one result by `judge` against the exact result; booleans and integers must be equal."""
     if not np.issubdtype(want.dtype, np.floating):
         got, want = got.astype(np.float64), want.astype(np.float64)
     return judge(got.reshape(want.shape), want, allowance.tolerance(way), allowance.dtype)
@@ -426,13 +423,13 @@ class Row:
 
     @property
     def used(self) -> float:
-        """Return the share of its tolerance that the error uses."""
+        """Return the fused kernel's error as a share of its tolerance."""
         return _share(self.fused, self.allowed)
 
 
 @dataclass
 class Report:
-    """A `Report` holds the judgements of all kernels.
+    """A `Report` holds the judgements of all fused kernels of a recipe's graphs.
 
     Args:
         skipped: the number of kernels that were not computed again, by the reason.
@@ -461,7 +458,7 @@ class Report:
         return None if self.unknown or not self.rows else True
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the judgements of all fused kernels as values fit for JSON."""
         rows = [asdict(row) for row in self.rows]
         return {"passed": self.passed, "unknown": self.unknown, "rows": rows, "skipped": self.skipped}
 

@@ -1,5 +1,5 @@
-"""This module is `tc3 accuracy fusion`: its exit code is 0 within tolerance, 1 out of it, and 2 if the result is
-unknown or the input wrong.
+"""This module is the command `tc3 accuracy fusion`. The exit code of the command is 0 if all fused kernels are within
+tolerance, 1 if a fused kernel is not, and 2 if the result is unknown or the input is wrong.
 """
 
 from __future__ import annotations

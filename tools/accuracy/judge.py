@@ -1,4 +1,5 @@
-"""This module judges whether a result is near enough to its golden baseline: data types, tolerances and errors.
+"""This module judges whether a computed tensor is near enough to its golden tensor: it defines data types, tolerances
+and errors.
 
 The golden baseline computes in a wider type than the one that is tested (report, section 3.1 (1)):
 
@@ -45,7 +46,7 @@ LARGEST["bfloat16"] = 2.0**127 * (2 - 2.0**-7)
 
 
 def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
-    """Return the type in which the golden baseline of inputs of `dtype` is computed."""
+    """Return the NumPy type in which golden results are computed for inputs of `dtype`."""
     return np.float64 if dtype == "float32" and wide else np.float32
 
 
@@ -72,7 +73,9 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
-    """Return the values of a test input in the golden baseline's type; integers and booleans are unchanged."""
+    """Return the values of a test input in the NumPy type in which golden results are computed; integers and booleans
+    are unchanged.
+    """
     return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
 
 
@@ -81,12 +84,15 @@ FILE = Path(__file__).with_name("tolerance.yaml")
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the content of tolerance.yaml: columns, alias, systematic, lower_bound."""
+    """Return the content of tolerance.yaml: the tolerances by data type and accumulation count, and the limits that
+    belong to them.
+    """
     return yaml.safe_load(FILE.read_text("utf-8"))
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
-    """Return the largest allowed error, as `judge.errors` measures it.
+    """Return the largest allowed error of an operator's result by Table 2; `judge.errors` computes the error to which
+    this limit applies.
 
     Args:
         dtype: the dtype of the operator's inputs: float32, float16, bfloat16 or hfloat32.
@@ -102,8 +108,8 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
 
 def systematic(dtype: str) -> tuple[float, float]:
-    """Return the tolerance of a factor by which all elements of a tensor differ: a distance from 1 that is always
-    allowed, and the number of standard deviations that is allowed beyond it (tools/accuracy/dumps/errors.py).
+    """Return the tolerance for a factor that all elements of a tensor have in common: the allowed distance of the
+    factor from 1, and the number of standard deviations that is allowed in addition (tools/accuracy/dumps/errors.py).
     """
     content = table()
     found = content["systematic"]
@@ -111,14 +117,14 @@ def systematic(dtype: str) -> tuple[float, float]:
 
 
 def lower_bound() -> float:
-    """Return the smallest magnitude that a test input may have."""
+    """Return the smallest magnitude that an element of a test input may have."""
     return table()["lower_bound"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` is the judgement of one tensor: `error` is the largest error, `outside` the number of elements over
-    the tolerance, `detail` the worst element.
+    """A `Verdict` is the judgement of one tensor against its golden tensor: `error` is the largest error of an element,
+    `outside` the number of elements over the tolerance, `detail` a description of the worst element.
     """
 
     passed: bool
@@ -128,8 +134,8 @@ class Verdict:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
-    """Return the error of each element, float64, in the shape of `want`; inf where one of the two is not finite and
-    they differ.
+    """Return the error of each element of a tensor as float64; inf where either the element or the right value is not
+    finite and they differ.
     """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
@@ -141,7 +147,8 @@ def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
 
 
 def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Verdict:
-    """Compare a device's tensor with the golden one; `dtype` is the tested type."""
+    """Compare a tensor that a device computed with the golden tensor, element by element; `dtype` is the tested type.
+    """
     if got.shape != want.shape:
         return Verdict(False, np.inf, want.size, f"shape {list(got.shape)}, should be {list(want.shape)}")
     return _verdict(errors(got, want, SMALLEST[dtype]), got, want, tolerance)
@@ -157,7 +164,8 @@ def _verdict(error: np.ndarray, got: np.ndarray, want: np.ndarray, tolerance: fl
 def judge_special(
     got: np.ndarray, wants: list[np.ndarray], tolerance: float, dtype: str, floor: float = 0.0
 ) -> Verdict:
-    """Compare results for special inputs: each element relative to itself, with NaN and infinities in the same places.
+    """Compare an operator's results for special inputs with the golden results: each error is relative to the element,
+    and NaN and infinities must be in the same places.
 
     Args:
         wants: the right golden results, for a device that keeps denormals and for one that does not. They are rounded
@@ -184,6 +192,8 @@ def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: f
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of elements of a rerun that differ in any bit (NaN equals itself)."""
+    """Return the number of elements in which two runs of an operator differ in any bit; a NaN equals a NaN of the same
+    bits.
+    """
     kind = np.dtype(f"u{first.dtype.itemsize}")
     return int((first.view(kind) != other.view(kind)).sum())

@@ -1,4 +1,6 @@
-"""This module has the option for an HTML report, and checks beforehand that it would replace only an older report."""
+"""This module defines the option --html, and checks before a comparison that its files can be written and would replace
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ page_option = click.option(
 
 
 def check_page(page: Path | None, option: str = "--html") -> None:
-    """Raise DataError if a page cannot be written, or would replace a file that is not a report."""
+    """Raise DataError if an HTML page cannot be written to this path, or would replace a file that is not an HTML page.
+    """
     if page is None or not (page.exists() or page.is_symlink()):
         _check_folder(page, option)
         return
@@ -34,7 +37,9 @@ def check_page(page: Path | None, option: str = "--html") -> None:
 
 
 def check_out(out: Path | None, *dumps: Path) -> None:
-    """Raise DataError if the files of a comparison cannot be written, or would lie in a dump."""
+    """Raise DataError if the results of a comparison cannot be written into the folder `out`, or if this folder lies in
+    a dump.
+    """
     if out is None:
         return
     for dump in dumps:

@@ -67,14 +67,17 @@ _NOT_IN = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """A `Plugin` holds the settings with which a plugin is tried in a recipe, and the other settings that the recipe
-    then needs.
+    """A `Plugin` holds the settings with which a plugin is tried in a small recipe, and the other settings that this
+    recipe then needs.
 
     Args:
-        settings: the section of the plugin; needs: the degrees of a `Sharding`; beside: other plugins that must be on;
-            chats: whether it reads conversations; dense: whether it needs grouped-query attention, which the models
-            without experts have; model: the keys of `model_config` that it needs; grows: whether it needs a batch that
-            can be halved, and data that pass through the process.
+        settings: the settings in the plugin's section of the recipe.
+        needs: the degrees of parallelism (fields of a `Sharding`) that the plugin needs.
+        beside: the names of other plugins that must be on.
+        chats: whether the plugin needs conversations as data.
+        dense: whether the plugin needs grouped-query attention, which the models without experts have.
+        model: the keys of `model_config` that the plugin needs.
+        grows: whether the plugin needs a batch that can be halved, and data that pass through the process.
     """
 
     settings: Any = field(default_factory=dict)
@@ -111,8 +114,8 @@ PLUGINS: Mapping[str, Plugin] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A `Cell` holds the result for one pair: `how` is one of the five words that the module defines, and `by` is the
-    reason or the evidence.
+    """A `Cell` says whether two plugins, or a plugin and a kind of parallelism, can be combined: `how` is one of the
+    five words that the module defines, and `by` is the reason or the evidence.
     """
 
     one: str
@@ -128,12 +131,14 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def cells() -> list[Cell]:
-    """Return for every pair whether it can be combined, with the evidence."""
+    """Return for every pair of plugins, and of a plugin and a kind of parallelism, whether the two can be combined,
+    with the evidence.
+    """
     return [cell(*pair) for pair in pairs()]
 
 
 def cell(one: str, other: str) -> Cell:
-    """Return for one pair whether it can be combined, with the evidence."""
+    """Return whether a plugin can be combined with another plugin or with a kind of parallelism, with the evidence."""
     if found := check_recipe(recipe_of(one, other)).errors:
         return Cell(one, other, REFUSED, f"{found[0].key}: {found[0].wrong}")
     for how, by, has in shown():
@@ -143,7 +148,9 @@ def cell(one: str, other: str) -> Cell:
 
 
 def recipe_of(*names: str) -> Recipe:
-    """Return a small recipe for Ascend with these plugins and kinds of parallelism, and what they need."""
+    """Return a small recipe for Ascend that uses the named plugins and kinds of parallelism, with all settings that
+    they need.
+    """
     plugins = list(dict.fromkeys(each for name in names if name in PLUGINS for each in (*PLUGINS[name].beside, name)))
     needs = [KINDS[name] for name in names if name in KINDS] + [PLUGINS[name].needs for name in plugins]
     sharding = _SMALLEST
@@ -188,8 +195,8 @@ def _base(path: Path) -> Recipe:
 
 @cache
 def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
-    """Return a tuple (how, by what it was shown, the plugins and kinds of parallelism in it) for each run or compile
-    that shows that a combination works, the strongest evidence first.
+    """Return a tuple (kind of evidence, name of the run or compile, its plugins and kinds of parallelism) for each run
+    or compile that shows that a combination works; the strongest evidence comes first.
     """
     rows = [(EQUAL, name, _of_sharding(sharding)) for name, _, sharding in EXECUTED_ROWS]
     rows += [(EQUAL, name, _of_variant(variant)) for name, _, variant in TRAINED_ROWS]
@@ -263,7 +270,7 @@ reason that stands here, and accepts every other pair.
 
 
 def page(found: list[Cell]) -> str:
-    """Return docs/together.md."""
+    """Return the text of docs/together.md for these results."""
     known = {frozenset((each.one, each.other)): each for each in found}
     parts = [_INTRO]
     for title, others in (("Plugins with plugins", list(PLUGINS)), ("Plugins with kinds of parallelism", list(KINDS))):

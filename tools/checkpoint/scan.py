@@ -1,4 +1,6 @@
-"""This module finds the newest complete checkpoint of a run, and sets checkpoints of an abandoned branch aside."""
+"""This module finds the newest complete checkpoint of a run, and renames checkpoints that the run no longer continues
+from.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a che
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A complete checkpoint has a folder, a training step, and a flag that says whether a user has named it."""
+    """A `CheckpointInfo` describes a complete checkpoint: its folder, its training step, and whether a user has named
+    it.
+    """
 
     path: Path
     step: int
@@ -28,11 +32,13 @@ class CheckpointInfo:
 def scan_checkpoints(
     root: Path, unfit: Callable[[Path, int], str | None] = lambda folder, step: None
 ) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
-    """Search the iterations under `root`, newest first, for the first complete one.
+    """Search the checkpoints (iterations) under `root` for the newest complete one.
 
     Args:
-        root: the folder that holds MindFormers' `iteration_*` folders (`checkpoint.save_path`); may not exist.
-        unfit: returns why a checkpoint (folder, step) must not be used, even if it is complete.
+        root: the folder that holds MindFormers' `iteration_*` folders (`checkpoint.save_path`); this folder need not
+            exist.
+        unfit: a function of (folder, step) that returns the reason why a checkpoint must not be used even if it is
+            complete.
 
     Returns:
         The newest complete checkpoint or None, and what was skipped before it, each with the reason. Saves that an
@@ -50,12 +56,14 @@ def scan_checkpoints(
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether any rank has sealed its part of a checkpoint folder, which only runs of this repository do."""
+    """Return whether any rank has written a seal (a file that says that the rank's part is complete) into a checkpoint
+    folder; only runs of this repository write seals.
+    """
     return any(folder.glob("seal_rank_*.json"))
 
 
 def later_than(root: Path, taken: Path) -> list[Path]:
-    """Return the iterations under `root` that a run abandons when it continues from the checkpoint `taken`, newest
+    """Return the checkpoints under `root` that a run abandons when it continues from the checkpoint `taken`, newest
     first.
 
     Those after it, if it is one of them; else all, for they are another run's.
@@ -65,7 +73,7 @@ def later_than(root: Path, taken: Path) -> list[Path]:
 
 
 def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -> Path | None:
-    """Rename an iteration so that it is no longer found as a checkpoint, and return its new path. The function deletes
+    """Rename the folder of a checkpoint so that no run finds it any more, and return its new path. The function deletes
     nothing.
 
     None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it

@@ -1,5 +1,5 @@
-"""This module reads a checkpoint that many ranks wrote. The module puts the slices of each tensor together, and reads a
-tensor only when a caller asks for it.
+"""This module reads a checkpoint that many ranks wrote. The module joins the slices of each tensor, and reads the
+values of a tensor only when a caller asks for them.
 
 `open_stored` opens it by the headers of its files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
 writes for every rank a safetensors file of weights and one of the optimizer's state, and a metadata.json:
@@ -55,8 +55,9 @@ class Tensor:
     """A `Tensor` describes one tensor of a checkpoint and the files that hold its slices.
 
     Args:
-        dtype: as safetensors writes it; shape: the shape of the whole tensor; cuts: into how many parts each axis is
-            cut.
+        dtype: the type of the tensor as safetensors writes it.
+        shape: the shape of the whole tensor.
+        cuts: the number of parts into which each axis is cut.
         copies: for each slice in row-major order, (rank, file) of all ranks that hold it, sorted by rank.
     """
 
@@ -67,19 +68,19 @@ class Tensor:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Return the shape of one slice of the tensor."""
+        """Return the shape of one slice of this tensor."""
         return tuple(length // count for length, count in zip(self.shape, self.cuts, strict=True))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that hold a part of the tensor."""
+        """Return the ranks whose files hold a part of this tensor."""
         return tuple(sorted({rank for copies in self.copies for rank, _ in copies}))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A `Stored` checkpoint is the folder of one iteration. The headers of the files say which tensors each file
-    holds.
+    """A `Stored` is a checkpoint on disk, which is the folder of one iteration. The headers of the checkpoint's files
+    say which tensors each file holds.
     """
 
     folder: Path
@@ -87,7 +88,8 @@ class Stored:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor whose layout the checkpoint lists. All slices of a tensor must exist.
+        """Return every tensor whose layout the checkpoint's metadata.json lists. All slices of such a tensor must
+        exist.
 
         Raises:
             CheckpointError: a slice or a tensor is missing, or has another shape than the metadata say.
@@ -114,7 +116,7 @@ class Stored:
 
     @cached_property
     def unlisted(self) -> dict[str, dict[int, str]]:
-        """Return name -> rank -> file of tensors without a listed layout, such as counters."""
+        """Return name -> rank -> file for the tensors whose layout the checkpoint does not list, such as counters."""
         found: dict[str, dict[int, str]] = {}
         for file, headers in self.files.items():
             for name in headers.keys() - self.tensors.keys():
@@ -122,8 +124,8 @@ class Stored:
         return found
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor, and the ranks whose copy of a slice differs from that of the first rank with this
-        slice.
+        """Return one whole tensor, and the ranks whose copy of a slice differs from the copy of the first rank that
+        holds this slice.
         """
         tensor = self.tensors[name]
         whole, differing = None, set()
@@ -141,14 +143,14 @@ class Stored:
         return whole, tuple(sorted(differing))
 
     def read_from(self, file: str, name: str) -> np.ndarray:
-        """Return the part of a tensor that one file holds."""
+        """Return the part of a tensor that one file of the checkpoint holds."""
         with self.opened(file) as tensors:
             array: np.ndarray = tensors.get_tensor(name)
         return array
 
     @contextmanager
     def opened(self, file: str) -> Iterator[Any]:
-        """Yield the tensors of one file, as `safe_open` does.
+        """Yield an object that reads the tensors of one file of the checkpoint, as `safe_open` of safetensors does.
 
         Raises:
             CheckpointError: the file cannot be read any more. It could be when its headers were read.
@@ -163,8 +165,8 @@ class Stored:
             raise _gone(path, error) from None
 
     def others(self, *names: str) -> dict[str, bytes]:
-        """Return name -> content of those files of the folder that exist. A command that writes a checkpoint reads
-        them before it begins, because a training run may remove the folder in the meantime.
+        """Return the contents of those of the named files that the checkpoint's folder has. A command that writes a
+        checkpoint reads these files before it begins, because a training run may remove the folder in the meantime.
 
         Raises:
             CheckpointError: a file, or the whole folder, cannot be read any more.
@@ -224,10 +226,10 @@ def _gone(path: Path, error: Exception) -> CheckpointError:
 
 
 def open_stored(folder: Path) -> Stored:
-    """Return a checkpoint, for which only the headers of its files are read.
+    """Return the checkpoint in a folder; only the headers of its files are read.
 
     Args:
-        folder: MindFormers' `iteration_*`.
+        folder: a folder `iteration_*` that MindFormers wrote.
 
     Raises:
         CheckpointError: it holds no safetensors, or one that is damaged.
@@ -242,13 +244,16 @@ def open_stored(folder: Path) -> Stored:
 
 
 def rank_of(name: str) -> int:
-    """Return the rank in a file's name, which ends in `-<rank>-<world size>.safetensors`."""
+    """Return the rank that wrote a checkpoint file, from the file's name, which ends in `-<rank>-<world
+    size>.safetensors`.
+    """
     words = name.removesuffix(".safetensors").split("-")
     return int(words[-2]) if len(words) > 2 and words[-2].isdecimal() else 0
 
 
 def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the two tables of a metadata.json: name -> tensor, and slice -> the files that hold it.
+    """Return the two tables of a checkpoint's metadata.json: name -> tensor, and slice -> the files that hold this
+    slice.
 
     Raises:
         CheckpointError: it is not what MindFormers writes.
@@ -303,28 +308,32 @@ def _are_numbers(found: Any) -> TypeGuard[list[int]]:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a tensor: a trained weight, its optimizer state, or another, such as a counter."""
+    """Return the kind of a tensor: "weights" for a trained weight, "optimizer" for the optimizer's state, and "other"
+    for anything else, such as a counter.
+    """
     if name.startswith(_OPTIMIZER_PREFIXES):
         return "optimizer"
     return "weights" if name.rsplit(".", 1)[-1] in _TRAINED_ENDINGS else "other"
 
 
 def moments_of(optimizer: str, name: str, axes: int) -> tuple[str, ...]:
-    """Return the names of the tensors that an optimizer ("AdamW", "Muon") keeps of a weight of so many axes; each has
-    the weight's shape.
+    """Return the names of the tensors that an optimizer ("AdamW" or "Muon") keeps for a weight with `axes` dimensions;
+    each of these tensors has the weight's shape.
     """
     return tuple(prefix + name for prefix in (MUON if optimizer == "Muon" and orthogonal(name, axes) else ADAM))
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A `Whole` checkpoint holds all tensors as one process would have written them.
+    """A `Whole` holds all tensors of a checkpoint as one process would have written them.
 
     Args:
-        arrays: name -> the whole tensor.
-        differing: name -> ranks whose copy of a slice is not, bit by bit, that of the first rank that holds it.
-        ranks: name -> those that hold a part of it.
-        unlisted: name -> rank -> what the rank wrote without saying how it lies: counters, the biases of routers.
+        arrays: the whole tensors, by name.
+        differing: for each tensor the ranks whose copy of a slice differs in any bit from that of the first rank that
+            holds the slice.
+        ranks: for each tensor the ranks that hold a part of it.
+        unlisted: name -> rank -> what this rank wrote of a tensor whose layout is not listed, such as counters and the
+            routers' biases.
     """
 
     arrays: dict[str, np.ndarray]
@@ -334,10 +343,10 @@ class Whole:
 
 
 def read_whole(folder: Path) -> Whole:
-    """Return all tensors of one iteration as whole tensors.
+    """Return all tensors of one checkpoint with their slices joined.
 
     Args:
-        folder: MindFormers' `iteration_*`.
+        folder: a folder `iteration_*` that MindFormers wrote.
 
     Raises:
         CheckpointError: a file, a slice or a tensor is missing, or has another shape than the metadata say.
@@ -356,15 +365,16 @@ def read_whole(folder: Path) -> Whole:
 
 
 class UnreadableError(CheckpointError):
-    """A file is damaged, or it is not a safetensors file."""
+    """This error means that a file is damaged, or is not a safetensors file."""
 
 
 def read_placements(folder: Path) -> dict[str, np.ndarray]:
-    """Return the placement, int [E], of each module of experts that has one, by the module's name
-    (`decoder.layers.0.mlp.experts`).
+    """Return the slot of each expert, int [E], for each module of experts (such as `decoder.layers.0.mlp.experts`) for
+    which the checkpoint stores slots, because plugins.expert_balance may have moved the experts.
 
     Args:
-        folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.
+        folder: a folder `iteration_*` that MindFormers wrote; a folder of the legacy format, or without a checkpoint,
+            has no slots.
 
     Raises:
         CheckpointError: a file cannot be read, a placement is not a permutation, or two ranks differ.
@@ -396,13 +406,13 @@ def _placements_in(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def moved(placements: dict[str, np.ndarray]) -> list[str]:
-    """Return the modules whose experts are not in logical order."""
+    """Return the names of the modules whose experts are not stored in their logical order."""
     return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
 
 
 def loaded_from(folder: Path) -> Path:
-    """Return the folder that MindFormers loads if a recipe names `folder`: the iteration that the folder's tracker file
-    names, or else `folder` itself.
+    """Return the folder that MindFormers loads if a recipe names `folder`: the iteration that the tracker file in this
+    folder names, or the folder itself if there is no tracker file.
     """
     tracker = folder / TRACKER
     if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():
@@ -411,10 +421,11 @@ def loaded_from(folder: Path) -> Path:
 
 
 def refuse_moved(folder: Path, balanced: bool) -> None:
-    """Raise CheckpointError if a run without plugins.expert_balance would begin with experts that have moved.
+    """Raise CheckpointError if a run without plugins.expert_balance would start from a checkpoint in which experts are
+    not stored in their logical order.
 
     Args:
-        folder: an iteration, or a folder of iterations.
+        folder: the folder of an iteration, or a folder of several iterations.
         balanced: whether the run has the plugin.
     """
     if balanced:

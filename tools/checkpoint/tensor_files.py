@@ -48,8 +48,8 @@ _MOST_WAITING = 4  # pieces that the thread that hashes may be behind
 
 @dataclass(frozen=True)
 class Header:
-    """A `Header` is a file's entry for a tensor: its type as safetensors writes it (F32, BF16), its shape, its size in
-    bytes, and where it begins.
+    """A `Header` is the entry of one tensor in the header of a safetensors file: its type as safetensors writes it
+    (F32, BF16), its shape, its size in bytes, and the position at which its bytes begin.
     """
 
     dtype: str
@@ -59,7 +59,7 @@ class Header:
 
 
 def read_headers(file: Path) -> dict[str, Header]:
-    """Return tensor name -> the file's entry for that tensor.
+    """Return for each tensor in a safetensors file its entry in the header of the file.
 
     Raises:
         CheckpointError: no such file, no safetensors, or one whose tensors do not fill it without gap or overlap.
@@ -114,7 +114,9 @@ def _width(header: Header, file: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """A `Made` tensor is computed while its file is written. The elements of the tensor come in row-major pieces."""
+    """A `Made` is a tensor whose elements are computed while its file is written. The elements come in row-major
+    pieces.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -127,13 +129,13 @@ class Made:
 
 
 def in_order(tensors: Mapping[str, Made]) -> list[str]:
-    """Return the names of tensors in the order of the file."""
+    """Return the names of tensors in the order in which a safetensors file stores them."""
     return sorted(tensors, key=lambda name: (_ORDER.index(tensors[name].dtype), name))
 
 
 def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, str]) -> str:
-    """Write `path`, and return its SHA-256 in hexadecimal. The file is completely on the disk when this function
-    returns.
+    """Write tensors to the safetensors file `path`, and return its SHA-256 in hexadecimal. The file is completely on
+    the disk when this function returns.
 
     Raises:
         OSError: it cannot be written.
@@ -204,11 +206,11 @@ class _Hash:
         self._thread.join()
 
     def update(self, piece: Any) -> None:
-        """Add `piece` to the digest; its bytes must not change meanwhile."""
+        """Add the bytes of `piece` to the digest; these bytes must not change before the digest is computed."""
         self._pieces.put(piece)
 
     def hexdigest(self) -> str:
-        """Return the digest of all pieces after the thread has ended."""
+        """Return the SHA-256 of all added bytes in hexadecimal, after the thread has ended."""
         return self._digest.hexdigest()
 
     def _work(self) -> None:

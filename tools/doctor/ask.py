@@ -34,8 +34,8 @@ _MOST = 1 << 22  # bytes that are taken of a report; a real one has some 20 thou
 
 @dataclass(frozen=True)
 class Skew:
-    """A `Skew` is the number of seconds by which a host's clock is ahead of ours, with the possible error, which is
-    half of the round trip.
+    """A `Skew` is the number of seconds by which another host's clock is ahead of this host's clock, with the possible
+    error, which is half of the round trip.
     """
 
     ahead: float
@@ -44,7 +44,9 @@ class Skew:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A `Trouble` says why there is no report of a host: what failed (`ssh` or `report`), in words, and what to do."""
+    """A `Trouble` says why a host gave no report: what failed (`ssh` or `report`), a description of the failure, and
+    what to do.
+    """
 
     what: str
     words: str
@@ -53,14 +55,18 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Answer:
-    """An `Answer` holds what one host answered. `skew` is None if the host's clock was not measured."""
+    """An `Answer` holds the report that one host gave, or the reason why it gave none. `skew` is None if the host's
+    clock was not measured.
+    """
 
     told: Report | Trouble
     skew: Skew | None = None
 
 
 def parsed(text: str) -> Report | Trouble:
-    """Return the report that a text holds, or say why the text is not a report."""
+    """Return the report of `tc3 doctor --json` that a text holds, or a `Trouble` that says why the text is not such a
+    report.
+    """
     if len(text) > _MOST:
         return Trouble(
             "report",
@@ -74,7 +80,7 @@ def parsed(text: str) -> Report | Trouble:
 
 
 def read_folder(folder: Path) -> Mapping[str, Answer]:
-    """Return host -> answer, from a folder that holds a file HOST.json for each host.
+    """Return the answer of each host, read from a folder that holds a file HOST.json for each host.
 
     Raises:
         ClusterError: there is no such file, or the folder cannot be listed.
@@ -131,7 +137,8 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
 
 
 def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str | Trouble]:
-    """Run on every host its own command (host -> argv) by ssh, and return host -> its output, or why there is none.
+    """Run on every host the command that `argvs` gives for this host, by ssh, and return for each host the output of
+    its command, or the reason why there is no output.
 
     Exit codes 0 and 1 have an output; any other means that the command failed.
 
@@ -163,8 +170,8 @@ def _every(commands: Mapping[str, str], limit: float, told: _Meaning) -> dict[st
 
 
 def remote_command(argv: Sequence[str]) -> str:
-    """Return the command for a host's shell that tells its clock and runs `argv`, in a form that every shell
-    understands.
+    """Return the command line for a host's shell that prints the host's clock and runs `argv`, in a form that every
+    shell understands.
     """
     environment = [f"PYTHONPATH={CHECKOUT}", f"PATH={_TOOLS}:{os.environ.get('PATH', '')}"]
     environment += [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
@@ -191,7 +198,9 @@ class _Sessions:
         self._stopped = False
 
     def start(self, words: Sequence[str], errors: int) -> Popen[bytes] | None:
-        """Return a process in a new session, which Ctrl-C does not reach; None after `stop` was called."""
+        """Start a process in a new session, which Ctrl-C does not reach, and return it; return None after `stop` was
+        called.
+        """
         with self._lock:
             if self._stopped:
                 return None
@@ -200,7 +209,7 @@ class _Sessions:
             return process
 
     def end(self, process: Popen[bytes]) -> bool:
-        """End a process that still runs; return whether its time was over."""
+        """End a process that still runs; return whether the process had exceeded its time limit."""
         with self._lock:
             del self._ends[process]
             kill(process)
@@ -211,7 +220,9 @@ class _Sessions:
         return process in self._late
 
     def end_late_ones(self) -> None:
-        """End the processes whose time is over; their readers then see the end of the output."""
+        """End the processes that have exceeded their time limit; the threads that read their output then see the end of
+        the output.
+        """
         with self._lock:
             late = {process for process, end in self._ends.items() if time.monotonic() > end} - self._late
             self._late |= late
@@ -219,7 +230,7 @@ class _Sessions:
                 kill(process)
 
     def stop(self) -> None:
-        """End the processes of all hosts, and start no more."""
+        """End the processes of all hosts, and let no further process start."""
         with self._lock:
             self._stopped = True
             for process in self._ends:

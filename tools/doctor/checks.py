@@ -23,42 +23,44 @@ REPORT = "report, section 6"
 
 @dataclass(frozen=True)
 class Patient:
-    """A `Patient` is a host, with the recipe that is to run on it if one was named."""
+    """A `Patient` is a host that is examined, with the recipe that is to run on it if the user named one."""
 
     root: Root
     recipe: View | None = None
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the recipe needs no NPU."""
+        """Return whether the recipe runs on CPU and needs no NPU."""
         return self.recipe is not None and self.recipe.on_cpu
 
     @property
     def wants_npus(self) -> bool:
-        """Return whether the recipe is for Ascend or, without one, the host has NPUs."""
+        """Return whether the recipe is for Ascend; if no recipe was named, return whether the host has NPUs."""
         return not self.on_cpu if self.recipe is not None else bool(self.root.find("/dev/davinci[0-9]*"))
 
     @property
     def workers(self) -> int:
-        """Return the number of workers of the recipe on this host."""
+        """Return the number of workers that the recipe runs on this host."""
         if self.recipe is None:
             return 1
         return self.recipe.devices if self.on_cpu else min(self.recipe.devices, self.recipe.node)
 
     def find(self, pattern: str, path: str, otherwise: str) -> re.Match[str]:
-        """Return the match of a line of the host's file; raise UntoldError(`otherwise`) if no line matches."""
+        """Return the match of a regular expression in a file of the host; raise UntoldError(`otherwise`) if no line
+        matches.
+        """
         return told(re.search(pattern, self.root.read(path) or "", re.MULTILINE), otherwise)
 
     @property
     def folder(self) -> Path:
-        """Return the folder in which checkpoints are saved."""
+        """Return the folder in which a run of the recipe saves its checkpoints."""
         written = self.recipe.get(("output_dir",)) if self.recipe is not None else None
         return Path(written if isinstance(written, str) else ".").absolute()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An `Answer` is the result of a check: the verdict, and what the check saw."""
+    """An `Answer` is the result of one check of a host: the verdict, and what the check found."""
 
     verdict: Verdict
     seen: str
@@ -66,8 +68,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """A `Check` is a function with the texts that are reported for it. `npu` marks a check that a recipe on CPU does
-    not need.
+    """A `Check` is a function that examines a host, with the texts that are reported about it. `npu` marks a check that
+    a recipe on CPU does not need.
     """
 
     name: str
@@ -80,7 +82,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one check of one host in the form in which it is reported."""
+    """A `Finding` is the result of one check of one host, with the texts that are reported about it."""
 
     check: str
     verdict: Verdict
@@ -96,8 +98,8 @@ Told = TypeVar("Told")
 
 
 class UntoldError(ValueError):
-    """A host does not provide the facts that a check needs. The check then gets the verdict "unknown", and the message
-    says what was seen.
+    """This error means that a host does not provide the facts that a check needs. The check then gets the verdict
+    "unknown", and the message says what was found instead.
     """
 
 
@@ -109,8 +111,8 @@ def told(value: Told | None, otherwise: str) -> Told:
 
 
 def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Looker], Looker]:
-    """Add a function to `CHECKS` under its name. If the function cannot read a fact of the host, the check gets the
-    verdict "unknown".
+    """Return a decorator that adds a function to `CHECKS` under the function's name. If the function cannot read a fact
+    of the host, its check gets the verdict "unknown".
     """
 
     def enter(look: Looker) -> Looker:
@@ -131,7 +133,7 @@ def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Look
 
 
 def examine(patient: Patient, modules: Sequence[str]) -> list[Finding]:
-    """Return the findings of every check of `modules` that the recipe needs, in the order of the modules."""
+    """Return the findings of all checks in `modules` that the recipe needs, in the order of the modules."""
     found = []
     for item in sorted(CHECKS.values(), key=lambda item: modules.index(item.look.__module__)):
         if item.npu and patient.on_cpu:

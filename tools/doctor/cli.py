@@ -1,5 +1,5 @@
-"""This module is the command `tc3 doctor`. The command says whether this host is fit to train, or which of many hosts
-are not.
+"""This module is the command `tc3 doctor`. The command says whether this host is fit to train, or which hosts of a
+cluster are not fit to train.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This module finds in what hosts differ: hosts without a report, checks that fail, and versions or clocks that most
-hosts do not have.
+"""This module finds the differences between hosts: hosts without a report, checks that fail, and versions or clocks
+that most other hosts do not have.
 
 The module turns answers into outliers, without side effects. The value of most hosts counts as right, because there is
 no other reference; if no value has more than half of the hosts, all values are shown.
@@ -48,7 +48,9 @@ _MEANING: dict[str, tuple[Verdict, str]] = {
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` names hosts that differ in one respect, what is usual, and what to do."""
+    """An `Outlier` names the hosts that differ from most others in one respect, what is usual for the others, and what
+    to do.
+    """
 
     what: str
     verdict: Verdict
@@ -60,8 +62,8 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the outliers, the worst first, the checks that have one verdict on every host, and the facts
-    that all hosts share.
+    """A `Comparison` holds the differences between hosts with the worst first, the checks that have the same verdict on
+    every host, and the facts that are equal on all hosts.
     """
 
     outliers: Sequence[Outlier]
@@ -70,7 +72,7 @@ class Comparison:
 
 
 def compare(answers: Mapping[str, Answer]) -> Comparison:
-    """Return the respects in which hosts differ."""
+    """Return the respects in which the hosts of a cluster differ."""
     reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
     names = dict.fromkeys(name for report in reports.values() for name in report.facts)
     facts = [item for name in names for item in _fact(name, reports)]
@@ -208,7 +210,9 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def text(answers: Mapping[str, Answer], comparison: Comparison) -> str:
-    """Return the comparison as text: the outliers, the worst first, and then what all hosts have in common, by kind."""
+    """Return the comparison of hosts as text: first the differences with the worst first, then the facts that all hosts
+    have in common.
+    """
     reported = sum(isinstance(answer.told, Report) for answer in answers.values())
     lines = [f"{len(answers)} host{'s' * (len(answers) > 1)}, {reported} with a report"]
     width = max([len(item.what) for item in comparison.outliers], default=0)
@@ -231,7 +235,9 @@ def _lines(item: Outlier, width: int) -> list[str]:
 
 
 def as_json(answers: Mapping[str, Answer], comparison: Comparison) -> dict[str, Any]:
-    """Return the whole comparison, with the names of all hosts and the measured clocks in seconds."""
+    """Return the comparison of hosts as values fit for JSON, with the names of all hosts and the measured differences
+    of their clocks in seconds.
+    """
     return {
         "hosts": {host: isinstance(answer.told, Report) for host, answer in answers.items()},
         "clocks": {host: asdict(answer.skew) for host, answer in answers.items() if answer.skew is not None},

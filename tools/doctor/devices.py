@@ -53,7 +53,7 @@ def _hccl_ports() -> range:
     npu=True,
 )
 def reserved_ports(patient: Patient) -> Answer:
-    """Check that the system gives no network client a port that HCCL needs."""
+    """Check that the system gives none of the ports that HCCL needs to a network client."""
     span = patient.root.read("/proc/sys/net/ipv4/ip_local_port_range")
     low, high = map(int, told(span, "the range of client ports cannot be read").split())
     reserved = set(expand(patient.root.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""))
@@ -89,7 +89,7 @@ def free_ports(patient: Patient) -> Answer:
 
 
 def card_sizes(root: Root) -> dict[str, str]:
-    """Return network card -> its packet size; software devices (bridges, lo) are left out."""
+    """Return for each network card of the host its packet size (MTU); software devices (bridges, lo) are left out."""
     paths = [path for path in root.find("/sys/class/net/*/mtu") if root.find(f"{path.removesuffix('/mtu')}/device*")]
     return {path.split("/")[-2]: root.read(path) or "?" for path in paths}
 
@@ -100,7 +100,9 @@ def card_sizes(root: Root) -> dict[str, str]:
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
-    """Check that all network cards have the same packet size; tc3 doctor --nodes compares it between hosts."""
+    """Check that all network cards of the host have the same packet size; `tc3 doctor --nodes` compares the packet size
+    between hosts.
+    """
     sizes = told(
         card_sizes(patient.root) or None, "no network card is visible (in a container, run tc3 doctor on its host)"
     )
@@ -251,7 +253,7 @@ def _first_value(root: Root, patterns: Sequence[str], key: str) -> str | None:
 
 
 def ascend_versions(root: Root) -> dict[str, str | None]:
-    """Return the versions of the driver, its firmware and CANN; None for one that is not found."""
+    """Return the versions of the NPU driver, its firmware and CANN; a version is None if it was not found."""
     return {name: _first_value(root, places, "version") for name, places in _VERSION_FILES.items()}
 
 
@@ -297,7 +299,7 @@ def _numbers(version: str) -> list[int]:
     mend="choose an output_dir with more room (--set output_dir=...), or keep fewer checkpoints",
 )
 def checkpoint_room(patient: Patient) -> Answer:
-    """Check that the disk has room for a whole checkpoint."""
+    """Check that the disk has room for a whole checkpoint of the recipe."""
     if patient.recipe is None:
         return Answer("unknown", "no recipe was named")
     table = table_of(patient.recipe, convert(patient.recipe, load_schema()))

@@ -37,7 +37,7 @@ _WRITTEN, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may 
     mend="cpupower frequency-set -g performance",
 )
 def governor(patient: Patient) -> Answer:
-    """Check that cores run at their full clock frequency."""
+    """Check that the host's cores run at their full clock frequency."""
     found = {patient.root.read(path) or "?" for path in patient.root.find(f"{_CPU}/cpu[0-9]*/cpufreq/scaling_governor")}
     told(
         found or None,
@@ -175,7 +175,7 @@ def isolated(patient: Patient) -> Answer:
     mend="allow more cores (docker --cpuset-cpus, Slurm --cpus-per-task), or use fewer workers",
 )
 def cores(patient: Patient) -> Answer:
-    """Check that there is at least one core for each worker."""
+    """Check that the host has at least one core for each worker."""
     may = told(allowed(patient.root), "the allowed cores cannot be read")
     seen = f"{len(may)} cores ({compress(may)}) for {patient.workers} worker{'s' * (patient.workers > 1)}"
     return Answer("ok" if len(may) >= patient.workers else "warn", seen)
@@ -277,7 +277,7 @@ def shared_memory(patient: Patient) -> Answer:
     mend="swapoff -a",
 )
 def swap(patient: Patient) -> Answer:
-    """Check that no memory is swapped out."""
+    """Check that the host has no active swap area, so that no memory can be swapped out."""
     text = told(patient.root.read("/proc/swaps"), "/proc/swaps cannot be read")
     areas = [line.split()[0] for line in text.splitlines()[1:]]
     return Answer("warn" if areas else "ok", ", ".join(areas) or "no swap")

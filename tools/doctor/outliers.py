@@ -1,5 +1,5 @@
-"""This module finds the workers, links and disks that are slower than their peers, on one host or on many. The
-functions of this module have no side effects.
+"""This module finds the workers, links and disks that are slower than others of the same kind, on one host or on many.
+The functions of this module have no side effects.
 
 `Probe` is the result of a probe, as in its JSON: lists hold one number for each round. `outliers` names slow workers,
 links and disks. `gate` says whether a run may start on probed hosts, for launches and restarts; `findings` gives the
@@ -69,18 +69,19 @@ Ends = tuple[str, tuple[int, int]]  # host, (source, target)
 
 
 class Worker(TypedDict):
-    """A `Worker` holds a probe's result for one worker.
+    """A `Worker` holds the speeds that the probe (the speed test of `tc3 doctor --probe`) measured for one worker.
 
     Attributes:
-        place: the host of the worker; "" for this host.
-        kind: workers of one kind should be equally fast: the device, and how many cores.
-        cores: the cores to which it was bound, in Linux's form; "" if it was not bound.
-        matmul: GFLOP/s while it was let run.
-        memory: GB/s (10^9 bytes, read and written) of a copy in the host's memory while it was let run.
-        disk: MB/s (10^6 bytes) of a write with fsync where checkpoints go, all workers of the host at once.
-        waited: the share of its time in which it was ready, but other processes had its cores.
-        throttled: the share of its time in which its control group was stopped by a limit (cpu.max).
-        failed: what ended it; "" for a worker that answered to the end.
+        place: the name of the host on which the worker ran; "" for this host.
+        kind: the device and the number of cores; workers of one kind should be equally fast.
+        cores: the cores to which the worker was bound, in Linux's form; "" if it was not bound.
+        matmul: the rate of matrix products in GFLOP/s, over the time in which the worker could run.
+        memory: the rate of copying in the host's memory in GB/s (10^9 bytes, read and written), over the same time.
+        disk: the rate of a write with fsync in MB/s (10^6 bytes) on the disk of the checkpoints, while all workers of
+            the host write.
+        waited: the share of the time in which the worker was ready to run, but other processes used its cores.
+        throttled: the share of the time in which a limit (cpu.max) stopped the worker's control group.
+        failed: the reason why the worker ended early; "" for a worker that answered to the end.
     """
 
     rank: int
@@ -96,14 +97,16 @@ class Worker(TypedDict):
 
 
 class Link(TypedDict):
-    """A `Link` holds a probe's result for the link from one worker to another. `source` and `target` are indices into
-    the workers.
+    """A `Link` holds the speeds that the probe (the speed test of `tc3 doctor --probe`) measured from one worker to
+    another. `source` and `target` are the positions of the two workers in the list of workers.
 
     Attributes:
-        bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
-        latency: microseconds, half of the fastest round trip; empty in the other direction, of which it is, too.
-        failed: the reason why the worker could not be measured; "" if it was.
-        waited: the share of the time in which not both ends had a core: 1 - (1 - w) (1 - w') of their own shares.
+        bandwidth: the bandwidth in GB/s of the fastest message of 1 MiB, with its acknowledgement.
+        latency: half of the fastest round trip in microseconds; empty for the opposite direction, which has the same
+            latency.
+        failed: the reason why the link could not be measured; "" if it was measured.
+        waited: the share of the time in which at least one of the two workers had no core: 1 - (1 - w) (1 - w') for the
+            shares w and w' of the two workers.
     """
 
     source: int
@@ -115,7 +118,9 @@ class Link(TypedDict):
 
 
 class Probe(TypedDict):
-    """A `Probe` holds the results of one host, or of several places that are driven from one host."""
+    """A `Probe` holds all speeds that `tc3 doctor --probe` measured on one host, or on several hosts that one host
+    controls.
+    """
 
     device: str
     rounds: int
@@ -126,7 +131,8 @@ class Probe(TypedDict):
 
 
 class Times(NamedTuple):
-    """A `Times` holds the time of a unit of work in the median round and in the best round."""
+    """A `Times` holds the seconds that a unit of work took in the median round and in the best round of a measurement.
+    """
 
     typical: float
     best: float
@@ -134,7 +140,9 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` says who is slow on which host, by which measure, and what was seen."""
+    """An `Outlier` names a worker, link or disk that is slow, its host, the measurement that shows this, and the
+    measured values.
+    """
 
     host: str
     who: str
@@ -144,11 +152,12 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return (its time divided by the centre's time, limit) for each key whose median time and best time both lie above
-    the limit.
+    """Return for each slow worker, link or disk (its time divided by the median time of all, the limit of this ratio).
+    A worker, link or disk counts as slow if both its median time and its best time are above the limit.
 
     Args:
-        floors: key -> its floor, as a share of the centre.
+        floors: for each worker, link or disk the smallest difference that counts as slow, as a share of the median
+            time.
     """
     if len(times) < 2:
         return {}
@@ -165,8 +174,8 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return for each key the smallest difference from the centre, as a share, that counts as slow. The longer the
-    compared workers waited for a core, the larger this difference must be.
+    """Return for each worker, link or disk how much slower than the median it must at least be, as a share, to count as
+    slow. The longer the compared workers waited for a core, the larger this share must be.
     """
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {
@@ -179,7 +188,8 @@ def _on_cores(reports: Iterable[Probe]) -> bool:
 
 
 def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Return every worker, link and disk that is slower than its peers on all hosts (name -> probe).
+    """Return the workers, links and disks that are slower than others of the same kind, among the probes of all hosts
+    (name -> probe).
 
     Also what needs no comparison: workers that ended (fail), and those that waited for their cores or were stopped by
     a limit (warn).
@@ -194,7 +204,7 @@ def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def compared(reports: Mapping[str, Probe]) -> int:
-    """Return how many workers have at least one other worker of their kind to be compared with."""
+    """Return the number of workers that can be compared with at least one other worker of the same kind."""
     kinds = [worker["kind"] for report in reports.values() for worker in report["workers"] if worker["matmul"]]
     return sum(kinds.count(kind) > 1 for kind in kinds)
 
@@ -221,12 +231,14 @@ def _alone(host: str, worker: Worker) -> Iterable[Outlier]:
 
 
 def waited_by(worker: Worker) -> float:
-    """Return the share of its time for which a worker waited for its cores."""
+    """Return the share of its time for which a worker waited for its cores, as the median over all rounds."""
     return median(worker["waited"] or [0.0])
 
 
 def times_of(measure: str, rounds: Sequence[float]) -> Times:
-    """Return the numbers of the rounds as times; all but latency are rates."""
+    """Return the median and the best time of a measurement's rounds; rates are first turned into times, and latencies
+    are times already.
+    """
     values = [number if measure == "latency" else 1 / number for number in rounds]
     return Times(median(values), min(values))
 
@@ -332,8 +344,8 @@ def _slow_ends(
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate has a verdict and its reasons. Only the verdict "fail" keeps a run from starting; other verdicts are
-    reported.
+    """A `Gate` says whether a run may start on the probed hosts, with the reasons. Only the verdict "fail" keeps the
+    run from starting; other verdicts are reported.
     """
 
     verdict: Verdict
@@ -341,7 +353,8 @@ class Gate:
 
 
 def gate(reports: Mapping[str, Probe]) -> Gate:
-    """Return the gate for the probes of hosts (name -> probe), which are compared with each other.
+    """Return whether a run may start on the hosts whose probes are given (name -> probe), after a comparison of these
+    probes.
 
     fail: somebody is slower than their peers, or ended. unknown: nobody has a peer, so slow cannot be told. warn: a
     worker waited for its cores or was stopped by a limit, as others may have been. Otherwise ok.
@@ -353,8 +366,8 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return the outliers as the doctor reports them. If no outlier has the verdict "fail", also return what was
-    compared.
+    """Return the slow workers, links and disks in the form in which `tc3 doctor` reports findings. If none of them has
+    the verdict "fail", also return a finding that says what was compared.
     """
     found = outliers(reports)
     rows = [
@@ -386,7 +399,7 @@ MEASURES: tuple[Measure, ...] = ("matmul", "memory", "disk")
 
 
 def probes_of(bundle: Bundle) -> dict[str, Probe]:
-    """Return host -> probe of a first hour.
+    """Return the probe of each host from the results of `tc3 firsthour` (a bundle).
 
     Raises:
         DataError: the hour has probed no host.

@@ -1,5 +1,5 @@
-"""This module measures the speed of this host's workers. The probe measures the workers in rounds, on the cores on
-which they would train.
+"""This module measures the speed of this host's workers (the probe of `tc3 doctor --probe`). The workers are measured
+in rounds, on the cores on which they would train.
 
 In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
 worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
@@ -43,15 +43,16 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Seat:
-    """A `Seat` is the place where a worker of the probe runs.
+    """A `Seat` is the place where one worker of the probe runs: its host, its cores and its NPU.
 
     Attributes:
-        cores: the cores to which it is bound; none if there are fewer cores than workers.
-        npu: the NPU that it drives; None for a worker on CPU.
-        kind: what it is compared as; "" for the model of the processor and the number of cores.
-        place: another one than this host, "" for this: a name, with
-        prefix: the command that runs another one there (``ip netns exec NAME``), and
-        address: at which the others reach it.
+        cores: the cores to which the worker is bound; empty if there are fewer cores than workers.
+        npu: the number of the NPU that the worker drives; None for a worker on CPU.
+        kind: the name of the kind of workers with which it is compared; "" for the processor's model and the number of
+            cores.
+        place: the name of another host on which the worker runs; "" for this host.
+        prefix: the command that runs another command at that place (``ip netns exec NAME``).
+        address: the address at which other workers reach the worker.
     """
 
     rank: int
@@ -63,11 +64,13 @@ class Seat:
     address: str = "127.0.0.1"
 
     def command(self) -> list[str]:
-        """Return the command that starts the worker on its cores."""
+        """Return the command that starts the worker's process at this place."""
         return [*self.prefix, sys.executable, "-m", "tools.doctor.probe_worker"]
 
     def environment(self) -> dict[str, str]:
-        """Return an environment with as many threads as cores, in which only the worker's NPU is visible."""
+        """Return the environment variables of the worker's process: as many threads as cores, and only the worker's own
+        NPU visible.
+        """
         threads = dict.fromkeys(_THREADS, str(max(1, len(self.cores))))
         npu = {} if self.npu is None else {"ASCEND_RT_VISIBLE_DEVICES": str(self.npu)}
         return {**os.environ, **threads, **npu, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
@@ -75,7 +78,7 @@ class Seat:
 
 @dataclass
 class Member:
-    """A `Member` is the process of one worker, with the reason if the worker gives no more answers."""
+    """A `Member` is the process of one worker of the probe, with the reason if the worker no longer answers."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
@@ -83,14 +86,16 @@ class Member:
     rest: bytes = field(default=b"", repr=False)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command to the worker. An end of the worker is noticed only when its answer does not arrive."""
+        """Send a command to the worker's process. If the process has ended, this is noticed only because no answer
+        arrives.
+        """
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
             self.process.stdin.flush()
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the answers that have arrived; return None when the worker has ended."""
+        """Return the answers that have arrived from the worker; return None if the worker's process has ended."""
         assert self.process.stdout is not None
         text = os.read(self.process.stdout.fileno(), 1 << 16)
         *lines, self.rest = (self.rest + text).split(b"\n")
@@ -98,7 +103,7 @@ class Member:
         return found if text or found else None
 
     def ended(self) -> str:
-        """Return why the worker gives no more answers, with the last line of its output."""
+        """Return the reason why the worker no longer answers, with the last line of its output."""
         code = self.process.wait(5)
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
@@ -107,8 +112,8 @@ class Member:
 
 
 class Team:
-    """A `Team` holds the probe's workers, each in its place. When its context ends, a `Team` leaves no process
-    behind.
+    """A `Team` holds all workers of the probe as a context manager. When the context ends, no process of the workers is
+    left.
     """
 
     def __init__(self, seats: Sequence[Seat]):
@@ -133,7 +138,7 @@ class Team:
         self.close()
 
     def close(self) -> None:
-        """End the workers, which only this probe uses."""
+        """End the processes of all workers of the probe."""
         for member in self.members:
             member.process.kill()
         for member in self.members:
@@ -144,7 +149,8 @@ class Team:
                         stream.close()
 
     def ask(self, commands: Mapping[int, Mapping[str, Any]], patience: float = PATIENCE) -> dict[int, Any]:
-        """Send a command to some workers at once; return index -> value for the workers that answered.
+        """Send a command to each of some workers at the same time; return index -> answer for the workers that
+        answered.
 
         Who gives an error, ends, or takes longer than `patience` seconds has failed; it is ended and asked no more.
         """
@@ -191,8 +197,8 @@ MOST = 8  # workers of a host of which neither a recipe, NPUs nor --workers say 
 
 
 def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
-    """Return the probe of this host with the workers of a recipe, with a given number of workers, with one for each
-    NPU, or with one for each core.
+    """Return the measured speeds of this host with the workers of a recipe, with a given number of workers, with a
+    worker for each NPU, or with a worker for each core.
 
     Raises:
         ClusterError: the cores cannot be told; more workers than NPUs. RecipeError: the recipe cannot be read.
@@ -211,7 +217,8 @@ def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
 
 
 def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[str] = ()) -> Probe:
-    """Start a worker on each seat and measure in the given number of rounds. Files are written below `folder`.
+    """Start a worker at each of the given places and measure their speeds in the given number of rounds. Files are
+    written below `folder`.
 
     Ctrl-C and SIGTERM end the workers first.
     """
@@ -238,7 +245,7 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
 
 
 class Course:
-    """A `Course` runs the rounds of a team and collects their results."""
+    """A `Course` lets the workers of the probe measure round by round, and collects their results."""
 
     def __init__(self, team: Team, folder: str):
         self.team = team
@@ -261,7 +268,7 @@ class Course:
         self._note()
 
     def round(self) -> None:
-        """Run one round, in which every measure is taken once."""
+        """Run one round, in which each kind of measurement (matmul, memory, disk, links) is made once."""
         for index, (rate, waited, throttled) in self._all(do="matmul", seconds=MATMUL).items():
             row = self.workers[index]
             row["matmul"].append(rate)
@@ -302,8 +309,8 @@ class Course:
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
-    """Return pairs of each worker with the workers 1, 2, 4, ... places further round a ring. The function returns all
-    pairs for up to five workers, and about n log n pairs for n workers.
+    """Return the pairs of workers whose links are measured: each worker with the workers 1, 2, 4, ... places further in
+    a ring. The function returns all pairs for up to five workers, and about n log n pairs for n workers.
     """
     steps = [1 << power for power in range(count.bit_length()) if 1 << power <= count // 2]
     return sorted({(min(a, b), max(a, b)) for step in steps for a in range(count) for b in [(a + step) % count]})
@@ -338,7 +345,7 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def probe_if(wanted: bool, patient: Patient, recipe: Path | None, workers: int | None) -> Probe | None:
-    """Return the probe of this host if it was requested.
+    """Return the measured speeds of this host if the user asked for them, and None otherwise.
 
     Raises:
         ClusterError: the options do not go together, or the host cannot be probed.

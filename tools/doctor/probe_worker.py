@@ -1,5 +1,5 @@
-"""This module is one worker of the probe, which `python -m tools.doctor.probe_worker` starts. The worker reads commands
-and writes answers as lines of JSON.
+"""This module is the process of one worker of the probe (`tc3 doctor --probe`), started by `python -m
+tools.doctor.probe_worker`. The process reads commands and writes answers as lines of JSON.
 
 The worker ends with its stdin, that is with the process that started it, and by an alarm when a command takes too long.
 """
@@ -23,12 +23,13 @@ Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """A `Piece` is the result of one round of a measure.
+    """A `Piece` is the result of one round of a measurement: the rate, and the shares of the time in which the worker
+    could not run.
 
     Attributes:
-        rate: amount a second of the time in which the worker was let run.
-        waited: share of the time in which it was ready, but other processes had its cores.
-        throttled: share of the time in which a limit had stopped its control group.
+        rate: the amount of work per second of the time in which the worker could run.
+        waited: the share of the time in which the worker was ready to run, but other processes used its cores.
+        throttled: the share of the time in which a limit had stopped the worker's control group.
     """
 
     rate: float
@@ -37,7 +38,8 @@ class Piece(NamedTuple):
 
 
 def timed(work: Callable[[], float], seconds: float) -> Piece:
-    """Repeat `work` for `seconds` and return its rate. The function `work` returns the amount of work that it did.
+    """Call `work` again and again for `seconds`, and return the rate of the work. The function `work` returns the
+    amount of work that it did.
 
     Time in which other processes had the cores is taken out of the rate: it tells of them, not of this worker. Time in
     which a limit stopped the worker stays in. The kernel counts both as waiting (schedstat), the limit also by itself.
@@ -72,7 +74,7 @@ _PATIENCE = 5.0  # seconds for one message or connection: below some 2 Mbit/s a 
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket at a free port of `address`."""
+    """Return a socket that listens at a free port of `address`."""
     return socket.create_server((address, 0))
 
 
@@ -105,7 +107,8 @@ def _answer(connection: socket.socket) -> int:
 
 
 def measure(address: str, port: int, seconds: float) -> tuple[float, float]:
-    """Return (GB/s, microseconds one way) to the worker that serves at an address.
+    """Return the bandwidth in GB/s and the one-way latency in microseconds of the link to the worker that listens at an
+    address.
 
     Messages of 1 MiB follow each other for `seconds`, at least three of them. The fastest counts: other processes on
     the cores of either end delay some, a slow link delays all. Raises OSError.
@@ -140,12 +143,12 @@ MARK = "tc3-probe "  # what libraries print on stdout has no such mark
 
 
 class Desk:
-    """A `Desk` keeps the state of a probe's worker between commands. Each public method is a command with JSON
-    arguments.
+    """A `Desk` carries out the commands that a worker of the probe receives, and keeps the worker's state between them.
+    Each public method is a command with JSON arguments.
     """
 
     def start(self, cores: list[int], npu: bool, folder: str, kind: str) -> dict[str, Any]:
-        """Bind this process to cores and prepare the work. Without cores, the process is not bound."""
+        """Bind this process to cores and prepare the measurements. If no cores are given, the process is not bound."""
         if cores:
             os.sched_setaffinity(0, cores)
         from tools.doctor import measures  # NumPy's threads stay on the cores that it finds
@@ -169,17 +172,17 @@ class Desk:
         return list(timed(self.copy, seconds))
 
     def disk(self, size: int) -> float:
-        """Return the MB/s at which a file is written and synchronised."""
+        """Return the rate, in MB/s, at which a file of `size` bytes is written and synchronised to the disk."""
         return self.measures.disk_write(self.folder, size)
 
     def listen(self, address: str) -> int:
-        """Listen for connections at an address, and return the port."""
+        """Listen for connections of other workers at an address, and return the port."""
         self.listener = listen(address)
         return int(self.listener.getsockname()[1])
 
     def serve(self) -> float | str:
-        """Accept one connection and answer its messages until it ends. Return the share of the time for which this
-        worker waited for a core, or the reason why there was no connection.
+        """Accept the connection of another worker and answer its messages until the connection ends. Return the share
+        of the time for which this worker waited for a core, or the reason why there was no connection.
         """
         try:
             return waiting(lambda: serve(self.listener))[1]
@@ -187,8 +190,9 @@ class Desk:
             return str(error)
 
     def connect(self, address: str, port: int, seconds: float) -> list[float] | str:
-        """Return the GB/s and the microseconds one way to the worker that serves at `address` and `port`, and the share
-        of time for which this worker waited for a core; return the reason if the link cannot be measured.
+        """Return the bandwidth (GB/s) and the one-way latency (microseconds) of the link to the worker that listens at
+        `address` and `port`, and the share of the time for which this worker waited for a core; return the reason as
+        text if the link cannot be measured.
         """
         try:
             found, share = waiting(lambda: measure(address, port, seconds))
@@ -198,7 +202,7 @@ class Desk:
 
 
 def processor() -> str:
-    """Return the model of the processor in /proc/cpuinfo, or on Arm the numbers of maker and part."""
+    """Return the name of the processor's model from /proc/cpuinfo; on Arm, return the numbers of its maker and part."""
     rows: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -208,7 +212,7 @@ def processor() -> str:
 
 
 def main() -> None:
-    """Answer commands (``{"do": name, ...}``) until stdin ends."""
+    """Carry out the commands on stdin, which are lines such as ``{"do": name, ...}``, until stdin ends."""
     desk = Desk()
     for line in sys.stdin:
         signal.alarm(PATIENCE)  # its default action ends the process, also inside a library

@@ -44,7 +44,9 @@ _MEASURES = ("matmul", "memory", "disk", "bandwidth", "latency")
 
 
 def gather(patient: Patient) -> Facts:
-    """Return the facts of a host, and those of the recipe and its data as this host reads them."""
+    """Return the facts of a host that are compared between hosts, and those of the recipe and its data as this host
+    reads them.
+    """
     facts: Facts = {"tc3": tool_version(), "code": code()}
     facts |= _python_facts(patient)
     if not patient.on_cpu:
@@ -65,7 +67,7 @@ def tool_version() -> str:
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """Return the SHA-256 of the checkout's Python files. Hosts with different copies of the checkout would train
+    """Return the SHA-256 of the Python files of this repository's checkout. Hosts with different checkouts would train
     different code.
     """
     digest = hashlib.sha256()
@@ -119,14 +121,16 @@ def _data_fact(prefix: str) -> str | None:
 
 
 class ReportError(ValueError):
-    """A text is not a report, or it is not a report of this version. The message of this error is printed after the
-    host's name.
+    """This error means that a text is not a report of `tc3 doctor --json`, or that another version wrote the report.
+    The message of this error is printed after the host's name.
     """
 
 
 @dataclass(frozen=True)
 class Report:
-    """A `Report` holds the findings of one host, its facts, and the results of its probe if one was requested."""
+    """A `Report` holds the findings about one host, the facts of the host, and the speeds of its workers if they were
+    measured.
+    """
 
     findings: Sequence[Finding]
     facts: Facts
@@ -140,7 +144,7 @@ class Report:
 
 
 def read_report(text: str) -> Report:
-    """Return the report that a text holds.
+    """Return the report of `tc3 doctor --json` that a text holds.
 
     Raises:
         ReportError: it is not JSON to its end, or not what `Report.text` of this version writes.

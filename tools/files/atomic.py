@@ -23,12 +23,14 @@ from plugins.errors import DataError
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return `path` with its links resolved as far as possible. `Path.resolve` fails if links form a cycle."""
+    """Return `path` with its symbolic links resolved as far as possible. `Path.resolve` fails if links form a cycle."""
     return Path(os.path.realpath(path))
 
 
 def what_is(path: str | os.PathLike[str]) -> str:
-    """Return in words what exists at `path` where a file is wanted, such as "no such file or folder" or "a folder"."""
+    """Return in words what `path` is, such as "a folder", "a file" or "no such file or folder", for messages about
+    paths.
+    """
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -49,7 +51,7 @@ _CHUNK = 1 << 22
 
 
 def whole_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of all bytes of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as data:
         while chunk := data.read(_CHUNK):
@@ -136,7 +138,7 @@ def not_written(target: Path, error: OSError) -> DataError:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written before long work begins. The check leaves no file behind.
+    """Raise an error before long work begins if the file `path` cannot be written. The check leaves no file behind.
 
     Raises:
         DataError: it is a folder, or stands in a file or in a folder in which nothing can be written.
@@ -164,11 +166,12 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool) -> None:
-    """Refuse to replace an existing result before long work begins, because somebody may have built on it.
+    """Raise an error before long work begins if its result would replace an existing file or folder without `force`,
+    because somebody may still need that result.
 
     Args:
-        option: of the command line, for the message.
-        path: where it would be written; None where nowhere.
+        option: the name of the option on the command line, for the message.
+        path: the path of the result; None if no result is written.
 
     Raises:
         DataError: there is a file, and `force` is not given.
@@ -181,7 +184,7 @@ _LIMIT = 1 << 20  # bytes
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the lines of the last megabyte of a log; return no lines if the file cannot be read."""
+    """Return the lines in the last megabyte of a log file; return no lines if the file cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(0, 2)

@@ -15,7 +15,7 @@ PAGES = (".html", ".htm")
 
 
 def check_ending(path: Path, option: str = "--picture", endings: Sequence[str] = ENDINGS) -> None:
-    """Refuse a file whose ending says that it cannot be drawn, before long work begins.
+    """Raise an error before long work begins if the ending of a picture's path is not that of a supported format.
 
     Raises:
         DataError: it has none of the `endings`.

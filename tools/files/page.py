@@ -35,14 +35,14 @@ class Cell(NamedTuple):
 
 
 def page(title: str, body: Iterable[str], style: str = "") -> str:
-    """Return the text of a whole HTML file. `style` holds the styles that only this page needs."""
+    """Return the text of a whole HTML file. `style` holds the CSS rules that only this page needs."""
     joined = "\n".join(body)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
     return f'{BEGINS}\n<html lang="en"><head>{head}</head>\n<body>\n{joined}\n</body></html>\n'
 
 
 def text(words: str, tag: str = "p", kind: str = "") -> str:
-    """Return an element that holds text, such as a paragraph or a heading."""
+    """Return an HTML element that holds a text, such as a paragraph or a heading."""
     return f"<{tag}{_class(kind)}>{escape(words)}</{tag}>"
 
 
@@ -53,11 +53,12 @@ def table(
     words: Collection[int] = (),
     kinds: Sequence[str] = (),
 ) -> str:
-    """Return a table, which scrolls inside the page if the page is narrower.
+    """Return an HTML table, which scrolls by itself if the page is narrower than the table.
 
     Args:
-        kind: "numbers" aligns all columns right but the first and those whose places are in `words`.
-        kinds: the class of each row.
+        kind: "numbers" to align all columns right, except the first column and the columns whose positions are in
+            `words`.
+        kinds: the class of each row in the style of the page.
     """
     marks = ["word" if at in words else "" for at in range(len(heads))]
     lines = [_row("th", [Cell(head, mark) for head, mark in zip(heads, marks, strict=True)])]
@@ -81,23 +82,23 @@ def _class(kind: str) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """Return the lines as a list in HTML; return an empty text if there are no lines."""
+    """Return lines of text as a list in HTML; return an empty text if there are no lines."""
     return f"<ul>{''.join(text(line, 'li') for line in lines)}</ul>" if lines else ""
 
 
 def counted(title: str, lines: Sequence[str]) -> str:
-    """Return a heading that says how many lines follow, and then the lines as a program wrote them."""
+    """Return in HTML a heading that says how many lines follow, and then these lines in a fixed-width font."""
     items = "".join(f"<li>{text(line, 'code')}</li>" for line in lines)
     return f"{text(f'{title}: {len(lines)}', 'h2')}<ul>{items}</ul>"
 
 
 def legend(title: str, meanings: Mapping[str, str]) -> str:
-    """Return an explanation of marks and names that a reader can fold away."""
+    """Return in HTML an explanation of marks and names, which a reader can fold away."""
     return folded(
         title, f"<dl>{''.join(text(name, 'dt') + text(said, 'dd') for name, said in meanings.items())}</dl>", True
     )
 
 
 def folded(title: str, body: str, unfolded: bool = False) -> str:
-    """Return markup below a title that a reader can fold away."""
+    """Return HTML with a title under which a reader can fold away the content `body`."""
     return f"<details{' open' if unfolded else ''}>{text(title, 'summary')}{body}</details>"

@@ -22,7 +22,7 @@ MAX_DEPTH = 50
 
 
 class TooLarge(yaml.MarkedYAMLError):
-    """A YAML file exceeds one of the limits; it was well-formed so far."""
+    """This error means that a YAML file exceeds one of the limits; the part that was read is well-formed."""
 
 
 class SmallLoader(yaml.SafeLoader):
@@ -36,7 +36,7 @@ class SmallLoader(yaml.SafeLoader):
         self.written_out: dict[int, tuple[int, int]] = {}  # of a composed collection: values, levels
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node as the parent does, and count it."""
+        """Return a node of the YAML file as the parent class does, and count it towards the limits."""
         self.depth += 1
         self.values += 1
         self._hold(self.values, self.depth)
@@ -68,7 +68,7 @@ class SmallLoader(yaml.SafeLoader):
 
 
 def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError) -> str:
-    """Return the text of a file that people write.
+    """Return the text of a YAML file that a person has written.
 
     Raises:
         error: it is not a name of a file, no ordinary file, too large, or no UTF-8.

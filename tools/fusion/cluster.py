@@ -1,5 +1,5 @@
-"""This module is step 1 of fusing: it gathers the operators that DVM supports into convex clusters, in MindSpore's
-greedy order.
+"""This module is step 1 of operator fusion: it gathers the operators that DVM supports into convex clusters (no path
+between two operators of a cluster leaves it), in MindSpore's greedy order.
 
 From the last operator back to the first, each operator that is in no cluster yet gathers the connected operators before
 it that DVM takes. An operator that is also reached by a path through an operator outside the cluster is dropped again,
@@ -24,17 +24,19 @@ from tools.dryrun.graph_text import Node, TensorType
 
 @dataclass(frozen=True)
 class Rules:
-    """A `Rules` says how clusters and kernels are made.
+    """A `Rules` holds the limits and choices by which operators are gathered into clusters and clusters are cut into
+    kernels.
 
     Args:
-        convex: no path between two operators of a cluster leaves it.
-        types: DVM refuses operators by their types (`refusal`).
-        reduce_depth: operators of a kernel that a reduction may still take in.
-        broadcast_depth: operators of a kernel that its users may still take in.
-        broadcast_into_reduce: a reduction takes in kernels with broadcasts, too; Ascend's model does so.
-        largest: operators of a kernel (`composite_op_limit_size`).
-        chains_of_a_size: chains of one size are joined before other neighbours of one size.
-        chains_of_users: what has one user that takes nothing else is joined to it before what has several users.
+        convex: whether a path between two operators of a cluster must not leave the cluster.
+        types: whether DVM refuses operators because of their types (`refusal`).
+        reduce_depth: the largest number of operators of a kernel that a reduction may still take in.
+        broadcast_depth: the largest number of operators of a kernel that its users may still take in.
+        broadcast_into_reduce: whether a reduction takes in kernels with broadcasts, too, as Ascend's model does.
+        largest: the largest number of operators of a kernel (`composite_op_limit_size`).
+        chains_of_a_size: whether chains of one size are joined before other neighbours of one size.
+        chains_of_users: whether a kernel with a single user that takes nothing else is joined to this user before
+            kernels with several users are joined.
     """
 
     convex: bool = True
@@ -58,13 +60,14 @@ VIRTUAL = ("Return", "MakeTuple", "TupleGetItem")  # bind and take apart tuples;
 
 @dataclass(frozen=True)
 class Operator:
-    """An `Operator` holds the properties of one operator of a graph that fusing needs.
+    """An `Operator` holds those properties of one operator of a graph that decide how it is fused.
 
     Args:
-        name: the name of its primitive; "" where `opened`.
-        output: its first tensor. inputs: places of the operators that it takes from, each once, in order.
-        takes: all tensors that it takes, those of parameters and constants, too.
-        opened: a composite operator that the expander has opened, and so a small graph of its own.
+        name: the name of its primitive; "" for an operator that is `opened`.
+        output: the type and shape of its first output.
+        inputs: the positions of the operators whose results it takes, each once, in order.
+        takes: the types and shapes of all tensors that it takes, including parameters and constants.
+        opened: whether it is a composite operator that MindSpore's expander has replaced by a small graph.
     """
 
     name: str
@@ -75,7 +78,7 @@ class Operator:
 
     @property
     def virtual(self) -> bool:
-        """Return whether the operator computes nothing."""
+        """Return whether the operator computes nothing and only binds or takes apart tuples."""
         return self.name in VIRTUAL
 
 
@@ -83,12 +86,12 @@ NOTHING = TensorType("", ())
 
 
 def operators(nodes: Sequence[Node]) -> list[Operator]:
-    """Return the operators of a subgraph in the text of a graph that MindSpore wrote."""
+    """Return the operators of a subgraph, made from the nodes in the text of a graph that MindSpore wrote."""
     return [of_node(node, node.op, bool(node.calls)) for node in nodes]
 
 
 def of_node(node: Node, name: str, opened: bool = False) -> Operator:
-    """Return a node as an operator of this name."""
+    """Return an `Operator` with this name that has the inputs and outputs of a node of the graph."""
     output = node.outputs[0] if node.outputs else NOTHING
     return Operator(name, output, tuple(dict.fromkeys(node.operands)), node.inputs, opened)
 
@@ -102,10 +105,10 @@ _PRODUCTS = frozenset(CUBE) - {"Reshape"}
 
 
 def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules = DVM) -> str:
-    """Return the reason why an operator cannot be in a cluster; "" if it can.
+    """Return the reason why DVM cannot fuse an operator with others; return "" if DVM can.
 
     Args:
-        listed: operators of the level, less those that a recipe disables.
+        listed: the names of the operators that are fused at the chosen level, without those that a recipe disables.
     """
     if operator.opened:
         return ""
@@ -142,7 +145,9 @@ def _wants(dtype: str, known: Collection[str], verb: str) -> str:
 
 
 class Merged:
-    """A `Merged` merges operators into groups; each group is identified by its first member's place."""
+    """A `Merged` joins operators into groups step by step; each group is identified by the position of its first
+    operator.
+    """
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         self._head = list(range(len(operators)))
@@ -151,14 +156,14 @@ class Merged:
         self.last = list(range(len(operators)))
 
     def find(self, place: int) -> int:
-        """Return the group to which an operator belongs, as the place of its first member."""
+        """Return the group to which an operator belongs, as the position of the group's first operator."""
         while self._head[place] != place:
             self._head[place] = self._head[self._head[place]]
             place = self._head[place]
         return place
 
     def inputs(self, group: int) -> list[int]:
-        """Return the groups whose results a group takes as inputs, the later groups first."""
+        """Return the groups whose results are inputs of this group, in the reverse order of the graph."""
         self._inputs[group] = {self.find(place) for place in self._inputs[group]} - {group}
         return sorted(self._inputs[group], reverse=True)
 
@@ -172,8 +177,8 @@ class Merged:
             self.last[first] = max(self.last[first], self.last[group])
 
     def walk(self, start: int, follow: Callable[[int], bool]) -> None:
-        """Walk depth first from a group to the groups whose results it takes, as long as `follow` returns True for a
-        group; each group is visited once.
+        """Go depth first from a group to the groups whose results are its inputs, as long as `follow` returns True for
+        a group; each group is visited once.
         """
         seen: set[int] = set()
         stack = [self.find(start)]
@@ -186,11 +191,11 @@ class Merged:
 
 
 def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules = DVM) -> list[list[int]]:
-    """Return the indices of the operators of each cluster, in order; a single operator is a cluster unless it was
-    expanded before.
+    """Return the indices of the operators of each cluster, in order. A single operator is a cluster only if DVM
+    supports it and if it is neither an Assign nor a composite operator that was expanded before.
 
     Args:
-        taken: whether DVM takes each operator (`refusal`).
+        taken: for each operator whether DVM supports it (`refusal`).
     """
     merged = Merged(operators)
     for base in reversed(range(len(operators))):

@@ -1,4 +1,6 @@
-"""This module shows in the terminal what fusing saves, and draws the HBM traffic of a micro-batch before and after."""
+"""This module shows in the terminal what operator fusion saves, and draws the HBM traffic of a micro-batch before and
+after fusion.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _LONGEST = 60  # letters of a pattern
 
 
 def render(report: Mapping[str, Any], console: Console) -> None:
-    """Print it."""
+    """Print the report on operator fusion to `console`."""
     console.print(f"{report['recipe']}: level {report['level']} ({report['why']})")
     if report["disabled"]:
         console.print(f"left alone by plugins.operator_fusion.disable: {', '.join(report['disabled'])}")

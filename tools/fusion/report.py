@@ -1,5 +1,5 @@
-"""This module reports what fusing gains for a recipe, as plain data: bytes and modelled seconds by part of the model
-and by stage.
+"""This module reports what operator fusion saves for a recipe, as values fit for JSON: bytes and modelled seconds by
+part of the model and by pipeline stage.
 
 The parts are counted on compiled graphs, and a stage is added up from how many of each it has.
 """
@@ -33,13 +33,15 @@ ONCE = "step"  # the pass that runs once a step; the others run once a micro-bat
 
 @dataclass
 class Pieces:
-    """A `Pieces` holds the counts of operators, kernels and bytes from which the report is computed.
+    """A `Pieces` holds the numbers of operators, kernels and bytes of each part of the model, from which the report is
+    computed.
 
     Args:
-        tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> its numbers, of one layer where it is one.
-        stages: stage (-1: of a graph that was handed over) -> part -> how many of it the stage has.
+        tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> the numbers of this part, for one layer if it is a
+            layer.
+        stages: for each pipeline stage (-1 for a single given graph), the number of times that it has each part.
         micro_batches: the number of micro-batches of a step.
-        quick: whether stages are put together from kinds of layers.
+        quick: whether the numbers of stages are put together from those of single layers.
     """
 
     micro_batches: int
@@ -48,14 +50,14 @@ class Pieces:
     quick: bool = False
 
     def each(self, part: str, passes: Sequence[str] = PASSES) -> Tally:
-        """Return the counts of one part for a micro-batch."""
+        """Return the numbers of operators, kernels and bytes of one part of the model in a micro-batch."""
         found = Tally()
         for name in passes:
             found.add(self.tallies[part].get(name, Tally()))
         return found
 
     def step(self, stage: int) -> Tally:
-        """Return the counts of a stage for a step."""
+        """Return the numbers of operators, kernels and bytes of one pipeline stage in a training step."""
         found = Tally()
         for part, count in self.stages[stage].items():
             found.add(self.each(part), count * self.micro_batches)
@@ -64,7 +66,8 @@ class Pieces:
 
 
 def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Pieces:
-    """Return the counts of every stage from the graphs of `quick_plan`, which compiles each kind of layer once.
+    """Return the numbers of operators, kernels and bytes of every pipeline stage, from the graphs of `quick_plan`,
+    which compiles each kind of layer once.
 
     A kind's layers are the mean of those that were compiled in front of the last stage: the one there has operators of
     the loss beside it that say of no layer that they are its own.
@@ -96,7 +99,9 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
 
 
 def stage_pieces(recipe: Recipe, text: Path, fusion: Fusion, stage: int) -> Pieces:
-    """Return the counts of one stage from its own full graph; each layer gets the mean counts of its kind."""
+    """Return the numbers of operators, kernels and bytes of one pipeline stage, from its own full graph; each layer
+    gets the mean numbers of the layers of its kind.
+    """
     view = View(recipe)
     found = Pieces(view.micro_batches * view.accumulation)
     chunks = (chunk for each in stages_of(view) for chunk in each.chunks)
@@ -173,10 +178,12 @@ GRADIENTS_OFF = (
 def report_of(
     name: str, pieces: Pieces, fusion: Fusion, why: str, config: Configuration, times: DeviceTimes
 ) -> dict[str, Any]:
-    """Return the whole report, in bytes, operators and seconds of one device.
+    """Return the whole report on operator fusion, in bytes, operators and seconds of one device.
 
     Args:
-        name: the name of the recipe. fusion, why: what is fused, and which key says so.
+        name: the name of the recipe.
+        fusion: the level of operator fusion and the operators that are left out.
+        why: the reason for this level, such as the key of the recipe that sets it.
         times: the times that the estimator predicts for the cluster.
     """
     known = known_error(times.hardware)
@@ -286,6 +293,6 @@ def _named(pieces: Pieces, times: DeviceTimes) -> list[dict[str, Any]]:
 
 
 def fullest(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the stage for which fusing saves most."""
+    """Return the part of the report about the pipeline stage for which fusion saves the most bytes."""
     stages: Sequence[Mapping[str, Any]] = report["stages"]
     return max(stages, key=lambda stage: stage["bytes_before"] - stage["bytes_after"])

@@ -1,5 +1,5 @@
-"""This module is step 2 of fusing: it cuts a cluster into kernels (split_model.cc with the patterns of
-split_model_factory's models).
+"""This module is step 2 of operator fusion: it cuts a cluster of operators into kernels (split_model.cc with the
+patterns of split_model_factory's models).
 
 Kernels grow from areas of operators, each with a pattern, and edges between them (area.cc). Each pattern goes over all
 areas until none matches any more, then the next one. Forward, an area takes in an area whose result it uses; backward,
@@ -24,7 +24,7 @@ from tools.fusion.cluster import DVM, Operator, Rules
 
 
 class Pattern(IntEnum):
-    """A pattern says how an operator changes shapes; a group of operators, called area, has the highest pattern of its
+    """A `Pattern` says how an operator changes shapes; a group of operators (an `Area`) has the highest pattern of its
     operators.
     """
 
@@ -40,14 +40,15 @@ _PATTERNS = {"ReduceSum": Pattern.REDUCE, "Transpose": Pattern.OPAQUE, "Broadcas
 
 @dataclass
 class Area:
-    """An `Area` holds operators that form one kernel so far.
+    """An `Area` holds operators that are to become one kernel, as far as they have been joined.
 
     Args:
-        place: of its first operator; its name among the areas.
-        operators: places, the dominant one first.
+        place: the position of its first operator, which identifies the area.
+        operators: the positions of its operators, the dominant operator first.
         shape: the shape of the dominant operator's output.
-        output: whether something outside the cluster takes from it.
-        inputs: areas that it takes from -> whether that edge broadcasts.
+        output: whether an operator outside the cluster takes one of its results.
+        inputs: for each area whose result it takes, whether it broadcasts this result.
+        users: the areas that take its result.
     """
 
     place: int
@@ -60,15 +61,16 @@ class Area:
 
     @property
     def numbers(self) -> int:
-        """Return the number of elements in the result of the dominant operator."""
+        """Return the number of elements in the result of the area's dominant operator."""
         return math.prod(self.shape)
 
 
 class Areas:
-    """An `Areas` holds all areas of a cluster while they are joined to kernels.
+    """An `Areas` holds all areas (future kernels) of a cluster while they are joined.
 
     Args:
-        body: its operators, in order. outputs: places whose results leave it.
+        body: the operators of the cluster, in order.
+        outputs: the positions of the operators whose results are used outside the cluster.
     """
 
     def __init__(self, body: Sequence[Operator], outputs: Collection[int]) -> None:
@@ -81,8 +83,8 @@ class Areas:
                 self.alive[place].users.add(area.place)
 
     def circle(self, one: Area, other: Area) -> bool:
-        """Return whether two areas would wait for each other if they were one: a path between them goes through a
-        third.
+        """Return whether joining two areas into one would make a circle: a path between the two areas goes through a
+        third area.
         """
         before, behind = (one, other) if self._reaches(one.place, other.place) else (other, one)
         return any(place != before.place and self._reaches(before.place, place) for place in behind.inputs)
@@ -100,7 +102,7 @@ class Areas:
         return False
 
     def fuse(self, into: Area, taken: Area) -> None:
-        """Merge the area `taken` into the area `into`, which reads its result."""
+        """Merge the area `taken` into the area `into`, which reads the result of `taken`."""
         broadcasts = into.inputs.pop(taken.place)
         dominant = taken if into.pattern < taken.pattern else into
         into.operators = dominant.operators + (into if dominant is taken else taken).operators
@@ -137,11 +139,11 @@ Match = Callable[[Areas, Area], list[Area]]
 
 
 def kernels(body: Sequence[Operator], outputs: Collection[int], rules: Rules = DVM) -> list[list[int]]:
-    """Return the indices of the operators of each kernel of one cluster.
+    """Return for each kernel of one cluster the indices of its operators.
 
     Args:
-        body: the cluster's operators, in order; virtual ones belong to no kernel.
-        outputs: places whose results leave the cluster.
+        body: the operators of the cluster, in order; virtual operators belong to no kernel.
+        outputs: the positions of the operators whose results are used outside the cluster.
     """
     areas = Areas(body, outputs)
     for match, forward in _patterns(rules):

@@ -41,15 +41,21 @@ from tools.fusion.split import kernels
 
 @dataclass
 class Tally:
-    """A `Tally` counts the operators, kernels and bytes of one part of the model in one pass (forward, recomputation or
-    gradient); a mean of several layers may have fractions.
+    """A `Tally` holds the numbers of operators, kernels and bytes of one part of the model in one pass (forward,
+    recomputation or gradient); the mean of several layers may have fractions.
 
     Args:
-        operators: that DVM takes; kernels: that they become; fused: those of several operators.
+        operators: the number of operators that DVM supports.
+        kernels: the number of kernels that DVM makes of them.
+        fused: the number of these kernels that have several operators.
         before, after: the bytes that the operators move through HBM, without fusion and in fused kernels.
-        patterns: operators of a kernel, joined by "-" -> how often; saved: -> bytes.
-        alone: (operator that DVM refuses, why) -> how often; moved: -> bytes. Collectives are left out.
-        named: (pass that MindSpore knows by name, chain, why it does not match) -> how often; named_bytes: at stake.
+        patterns: the number of kernels with the same operators, by their names joined with "-".
+        saved: the bytes of HBM traffic that these kernels save.
+        alone: the number of operators that DVM does not fuse, by (operator, reason). Collectives are left out.
+        moved: the bytes of HBM traffic of the operators in `alone`.
+        named: the number of operator chains at which a fusion pass of MindSpore aims, by (name of the pass, chain,
+            reason why it does not match).
+        named_bytes: the bytes of HBM traffic that the pass saves or would save there.
     """
 
     operators: float = 0
@@ -65,7 +71,7 @@ class Tally:
     named_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def add(self, other: Tally, times: float = 1) -> None:
-        """Add the numbers of other counts, multiplied by `times`."""
+        """Add the numbers of another tally, multiplied by `times`."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             if isinstance(value, Counter):
@@ -76,16 +82,19 @@ class Tally:
 
     @property
     def launches(self) -> float:
-        """Return the number of saved launches: operators minus kernels."""
+        """Return the number of kernel launches that fusion saves: the number of operators minus the number of kernels.
+        """
         return self.operators - self.kernels
 
     @property
     def beside(self) -> float:
-        """Return the bytes of operators that DVM refuses, except products and attention."""
+        """Return the bytes of HBM traffic of the operators that DVM does not fuse, except matrix products and
+        attention.
+        """
         return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the sums."""
+        """Return the total numbers of operators, kernels and bytes as values fit for JSON."""
         numbers = {name: round(getattr(self, name)) for name in ("operators", "kernels", "fused")}
         sizes = {"before": self.before, "after": self.after, "of_others": self.beside}
         return numbers | {"launches_saved": round(self.launches)} | {f"bytes_{k}": round(v) for k, v in sizes.items()}
@@ -99,7 +108,7 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
     micro-batch calls it once.
 
     Args:
-        rows: what stands for dimensions that only routing decides.
+        rows: the number of rows that is assumed for dimensions that only routing decides.
     """
     found: Tallies = {}
     for name, nodes in graph.graphs.items():
@@ -108,8 +117,8 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 
 
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
-    """Return the indices of the operators of each kernel that DVM makes of a subgraph; single operators are kernels,
-    too.
+    """Return for each kernel that DVM makes of a subgraph the indices of its operators; an operator that DVM supports
+    but joins with no other counts as a kernel, too.
     """
     ops = [_operator(node) for node in nodes]
     names = taken_at(fusion)
@@ -241,7 +250,7 @@ def taken_at(fusion: Fusion) -> Collection[str]:
 
 
 def refused(operator: Operator, fusion: Fusion) -> str:
-    """Return why DVM does not fuse an operator; "" if it may."""
+    """Return the reason why DVM does not fuse an operator; return "" if DVM may fuse it."""
     if fusion.level == "off":
         return "nothing is fused"
     if operator.name in fusion.disable:
@@ -286,15 +295,17 @@ def reads_of(nodes: Sequence[Node], place: int) -> list[Read]:
 
 
 def moved_alone(nodes: Sequence[Node], place: int, rows: int) -> int:
-    """Return the bytes that one unfused operator moves: all of its inputs and outputs."""
+    """Return the bytes of HBM traffic of one operator that is not fused: all of its inputs and outputs."""
     return _bytes((read.tensor for read in reads_of(nodes, place)), rows) + _bytes(nodes[place].outputs, rows)
 
 
 def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collection[int], rows: int) -> int:
-    """Return the bytes of a kernel: its inputs from outside, each once, and its results that are read outside.
+    """Return the bytes of HBM traffic of a fused kernel: its inputs from outside, each once, and those of its results
+    that are read outside.
 
     Args:
-        kept: places whose results are read outside the kernel (`read_outside`), or overwrite a parameter.
+        kept: the positions of the operators whose results are read outside the kernel (`read_outside`), or overwrite a
+            parameter.
     """
     inner = {f"%{place}" for place in kernel}
     reads = dict.fromkeys(read for place in kernel for read in reads_of(nodes, place) if read.source not in inner)
@@ -379,7 +390,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
     """Return a `Found` for every AssignAdd of a subgraph that adds the result of a matrix product.
 
     Args:
-        rows: what stands for dimensions that only routing decides.
+        rows: the number of rows that is assumed for dimensions that only routing decides.
     """
     found = []
     for place, node in enumerate(nodes):

@@ -45,7 +45,8 @@ _LOOK = 0.2  # seconds after which a waiting main thread looks for signals
 
 
 def interruptibly(work: Callable[[], Result]) -> Result:
-    """Do `work` in a thread, so that Ctrl-C ends the wait at once even if the work stays in C for minutes.
+    """Run the function `work` in a thread and return its result, so that Ctrl-C ends the wait at once even if `work`
+    stays in C code for minutes.
 
     The work itself goes on until the process ends, so it must write nothing. It must let go of Python's lock.
     Outside the main thread, which no signal reaches, it is done right here.
@@ -84,7 +85,9 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a p
 
 @contextmanager
 def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> Iterator[list[int]]:
-    """While the block runs, collect signals in the list `received` instead of being ended by them."""
+    """While the block runs, append the signals that this process receives to the list `received`, instead of ending the
+    process.
+    """
     with ExitStack() as handlers:
         for number in numbers:
             handlers.enter_context(handled(number, lambda number, frame: received.append(number)))
@@ -93,7 +96,7 @@ def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block, which takes milliseconds."""
+    """Delay Ctrl-C and SIGTERM until the end of the block, which should take only milliseconds."""
     arrived: list[int] = []
     try:
         with collected_signals(arrived, (signal.SIGINT, signal.SIGTERM)):
@@ -105,8 +108,8 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Keep Ctrl-C from the processes that the block starts, so that only the parent gets it. SIGTERM still ends the
-    processes of the block.
+    """Keep Ctrl-C from the child processes that the block starts, so that only this process receives it. SIGTERM still
+    ends these child processes.
 
     They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
     """
@@ -131,7 +134,9 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Install a signal's `handler` for the block; do nothing outside the main thread, where Python allows none."""
+    """Install `handler` for a signal while the block runs; outside the main thread, where Python allows no handlers, do
+    nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -160,8 +165,8 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process that ends with the block. If `grace` seconds are given, the process gets SIGTERM first; then
-    `kill` ends it.
+    """Start a process that ends at the latest with the block. If `grace` seconds are given, the process first receives
+    SIGTERM and has this time to end; then `kill` ends it.
 
     A second Ctrl-C does not wait for it. `options` are those of Popen. Raises OSError: it cannot be started.
     """
@@ -199,7 +204,7 @@ UNUSED = ("sklearn", "scipy.stats")  # MindFormers imports NLTK for scores of te
 
 
 def import_light_nltk() -> None:
-    """Import NLTK, if it is installed, without scikit-learn and scipy.stats, which it imports but does not need.
+    """Import NLTK, if it is installed, without scikit-learn and scipy.stats, which NLTK imports but does not need.
 
     They are a sixth of what the import of MindFormers costs each worker, so call this before. Others find NLTK's
     helpers as ever.
@@ -242,7 +247,8 @@ def ordered_map(make: Callable[[], Callable[[Job], Result]], jobs: Iterable[Job]
 
 
 def end_with_parent() -> None:
-    """End this process, one that `multiprocessing` started, as soon as its parent has ended, even by SIGKILL.
+    """Make this process, which `multiprocessing` has started, end as soon as its parent process has ended, even by
+    SIGKILL.
 
     The workers of a `ProcessPoolExecutor` need this: each holds both ends of the queues, so that none of them notices
     that nobody asks any more, and they would wait for ever.

@@ -30,7 +30,9 @@ _GRACE = 0.5  # seconds to wait for one that was killed
 
 @dataclass(frozen=True)
 class Root:
-    """A `Root` is the host whose files lie below `path`: this host if `path` is `/`, otherwise a recorded host."""
+    """A `Root` gives access to the files of a host below `path`: to those of this host if `path` is `/`, otherwise to
+    the recorded files of another host.
+    """
 
     path: Path = Path("/")
     _answers: dict[tuple[str, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
@@ -38,11 +40,13 @@ class Root:
 
     @property
     def live(self) -> bool:
-        """Return whether this is the host on which we run, so that its tools can be called."""
+        """Return whether the files are those of the host on which this process runs, so that the host's tools can be
+        called.
+        """
         return self.path == Path("/")
 
     def place(self, path: str) -> Path:
-        """Return the real path of `path` on the host."""
+        """Return the path at which this process finds the host's file `path`."""
         return self.path / path.lstrip("/")
 
     def read(self, path: str) -> str | None:
@@ -53,12 +57,12 @@ class Root:
             return None
 
     def find(self, pattern: str) -> list[str]:
-        """Return the host's paths that match a pattern, sorted."""
+        """Return the paths on the host that match a pattern, sorted."""
         found = self.path.glob(pattern.lstrip("/"))
         return sorted("/" + str(path.relative_to(self.path)) for path in found)
 
     def has_tool(self, name: str) -> bool:
-        """Return whether a program is installed."""
+        """Return whether a program of this name is installed on the host."""
         if self.live:
             return shutil.which(name) is not None
         return any(
@@ -105,7 +109,7 @@ MOST = 1 << 17  # more than any host has cores, and than there are ports
 
 
 def expand(text: str) -> list[int]:
-    """Return the numbers of a list in the written order: ``"0-3,8"`` gives [0, 1, 2, 3, 8].
+    """Return the numbers in a list as Linux writes it, in the written order: ``"0-3,8"`` gives [0, 1, 2, 3, 8].
 
     Raises:
         ValueError: something else than numbers and ranges, or more of them than any host has.
@@ -218,8 +222,8 @@ class Chip:
 
 
 def chips(text: str) -> list[Chip]:
-    """Return the devices of `npu-smi info`. Devices are numbered from 0 in the order of the table, or by `Phy-ID` if
-    the table has this column.
+    """Return the devices that the text of `npu-smi info` lists. Devices are numbered from 0 in the order of the table,
+    or by `Phy-ID` if the table has this column.
 
     Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
     """
@@ -273,13 +277,15 @@ def _table(text: str, column: str) -> Iterator[list[str]]:
 
 
 def npu_smi_version(text: str) -> str | None:
-    """Return the version of the driver's tools, which stands in the first line of `npu-smi info`."""
+    """Return the version of the driver's tools from the first line of the text of `npu-smi info`."""
     found = _VERSION.search(text)
     return found[1] if found else None
 
 
 def core_lists(text: str) -> dict[int, str]:
-    """Return device -> its column `CPU Affinity` in `npu-smi info -t topo`, if there is one."""
+    """Return for each device the text in its column `CPU Affinity` of `npu-smi info -t topo`, if the table has this
+    column.
+    """
     found = {}
     for row in _TOPOLOGY.finditer(text):
         words = row[2].split()

@@ -20,7 +20,8 @@ AGAIN = 120.0  # seconds until words that have not changed are said again
 
 @contextmanager
 def meanwhile(what: Callable[[], object], first: float, every: float) -> Iterator[None]:
-    """Call `what` while the block runs: first after `first` seconds, then every `every` seconds.
+    """Call the function `what` again and again while the block runs: first after `first` seconds, then every `every`
+    seconds.
 
     It is called from a thread of its own, which speaks even where the work stays in C for minutes. The end of the block
     waits for a call that is under way.
@@ -94,14 +95,14 @@ Shown = TypeVar("Shown", bound=_OnStderr)
 
 
 class Progressing(_OnStderr):
-    """A `Progressing` shows changing words, and how much of `total` is done. Work that ends within two seconds prints
-    nothing.
+    """A `Progressing` shows a text that can change, and how much of the work (`total`) is done. Work that ends within
+    two seconds prints nothing.
 
     Off a terminal words are said once, and again only after two minutes without others.
 
     Args:
-        words: the first activity.
-        total: the total of what `show` counts; None if it is unknown.
+        words: the text that is shown first.
+        total: the total amount of the work that `show` counts; None if it is unknown.
     """
 
     def __init__(self, words: str, total: float | None = None):
@@ -114,7 +115,7 @@ class Progressing(_OnStderr):
             self._task = self._bar.add_task(self.words, total=self._total)
 
     def show(self, words: str, done: float | None = None, total: float | None = None) -> None:
-        """Show new words, and how much of the work is done."""
+        """Show a new text, and the amount of work that is done."""
         self.words, self._total = words, total or self._total
         if self._bar:
             self._bar.update(self._task, description=words, completed=done, total=self._total)
@@ -134,13 +135,15 @@ class Reporter:
     """
 
     def log(self, message: str) -> None:
-        """Report one line of text."""
+        """Print nothing; a subclass prints this line of text."""
 
     def start(self, label: str, total: int) -> None:
-        """Begin a stage of `total` bytes; 0 means that the amount is not known."""
+        """Print nothing; a subclass begins a stage of the work with `total` bytes, where 0 means that the number is not
+        known.
+        """
 
     def advance(self, amount: int) -> None:
-        """Count `amount` bytes as done."""
+        """Print nothing; a subclass counts `amount` more bytes as done."""
 
     def __enter__(self) -> Reporter:
         return self
@@ -174,14 +177,14 @@ class TerminalReporter(_OnStderr, Reporter):
     _stage: _Stage | None = None
 
     def log(self, message: str) -> None:
-        """Print one line above the bar."""
+        """Print one line of text above the progress bar."""
         if self._bar:
             self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:
             print(message, file=sys.stderr, flush=True)
 
     def start(self, label: str, total: int) -> None:
-        """Replace the bar by a new one of `total` bytes."""
+        """Replace the progress bar by a new bar for `total` bytes."""
         self._stage = _Stage(label, total)
         if self._bar:
             if self._task is not None:
@@ -189,7 +192,7 @@ class TerminalReporter(_OnStderr, Reporter):
             self._task = self._bar.add_task(label, total=total or None)
 
     def advance(self, amount: int) -> None:
-        """Move the bar by `amount` bytes."""
+        """Move the progress bar forward by `amount` bytes."""
         if self._stage:
             self._stage.done += amount
         if self._bar:

@@ -1,4 +1,5 @@
-"""This module divides a profiled step into the estimator's terms, and names the differences from the predicted step.
+"""This module divides the time of a profiled step into the estimator's terms (such as matmul, attention and
+communication), and names the terms that differ from the predicted step.
 
 Every second of the profile has one term, and they add up to the step:
 
@@ -39,15 +40,15 @@ _PLACES = dict(zip(("layer", "moe", "optimizer", "step"), HOST, strict=True))
 
 @dataclass(frozen=True)
 class Measured:
-    """A `Measured` holds the seconds of a profiled step.
+    """A `Measured` holds the seconds of a profiled step, divided into the estimator's terms.
 
     Args:
         seconds: the seconds of the step.
-        terms: `TERMS` -> seconds; they add up to `seconds`.
-        whole: the seconds of communication, hidden seconds included; {} if the profile does not tell.
-        scoped: names tell layers, so the host's time is told apart; else it stands in "host of the step".
-        replayed: seconds of `COMPUTE` terms that are recomputation, as far as scopes say so.
-        unknown: type -> seconds of what is not attributed.
+        terms: the seconds of each of `TERMS`, which add up to `seconds`.
+        whole: the seconds of each kind of communication, hidden seconds included; {} if the profile does not tell.
+        scoped: whether the names of kernels tell layers apart; only then is the host's time divided into several terms.
+        replayed: the seconds of `COMPUTE` terms that are recomputation, as far as the scopes of kernels tell.
+        unknown: the seconds of kernels that belong to no term, by the kernel's type.
     """
 
     seconds: float
@@ -59,7 +60,7 @@ class Measured:
 
 
 def attribute(profile: Profile, config: Configuration) -> Measured:
-    """Return the seconds of a profile's step by term."""
+    """Return the seconds of a profiled step, divided into the estimator's terms."""
     kernels = sorted(profile.step.kernels, key=lambda kernel: kernel.start)
     terms = _terms(profile, config, kernels)
     if profile.timed:
@@ -172,7 +173,9 @@ _LAYER = {"matmul": ("matmul", "cut"), "attention": ("attention",), "elementwise
 
 
 def stage_of(config: Configuration, rank: int | None) -> int | None:
-    """Return the pipeline stage of a rank. Return None if the rank is not known and there are several stages."""
+    """Return the pipeline stage to which a rank belongs. Return None if the rank is not known and the run has several
+    stages.
+    """
     if config.pp == 1:
         return 0
     if rank is None:
@@ -185,11 +188,11 @@ def stage_of(config: Configuration, rank: int | None) -> int | None:
 
 
 def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return the predicted seconds of each of `TERMS`, which add up to the step. The seconds of recomputed work belong
-    to the term of the work that is repeated.
+    """Return the predicted seconds of each of `TERMS`, which add up to the predicted step. The seconds of recomputation
+    belong to the term of the work that is repeated.
 
     Args:
-        stage: the stage of the pipeline; None for the slowest.
+        stage: the pipeline stage whose step is predicted; None for the slowest stage.
     """
     times = TimeModel(hardware, efficiency)
     step = times.step(config)
@@ -212,7 +215,9 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
 
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
-    """Return the seconds of all micro-batches of a stage by part, recomputation included."""
+    """Return the predicted seconds that all micro-batches of a step spend in one pipeline stage, by part (matmul,
+    attention, communication, ...) and with recomputation.
+    """
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
     for chunk, every in enumerate(config.stage_kinds(stage)):
@@ -227,7 +232,7 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 
 
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return term -> the predicted seconds of the layers' communication, including the part that computation hides.
+    """Return for each kind of communication in layers its predicted seconds, including the part that computation hides.
 
     Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
     """
@@ -258,11 +263,12 @@ WORDS = {  # term -> in words, and what to look at where it takes longer than pr
 
 @dataclass(frozen=True)
 class Line:
-    """A `Line` compares the predicted and the measured seconds of one term. `measured` is None if only the length of
-    the step is known.
+    """A `Line` compares the predicted with the measured seconds of one term of a step. `measured` is None if only the
+    total seconds of the step are known.
 
     Args:
-        factor: by which only this term would have to be off to explain the whole gap; None where it cannot.
+        factor: the factor by which this term would have to be wrong to explain the whole difference without any other
+            term; None if it cannot explain the difference.
     """
 
     term: str
@@ -272,13 +278,13 @@ class Line:
 
     @property
     def gap(self) -> float | None:
-        """Return measured minus predicted seconds."""
+        """Return the measured minus the predicted seconds of the term; None if the measured seconds are not known."""
         return None if self.measured is None else self.measured - self.predicted
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """Return the terms that either side has, the largest difference first. If a profile cannot tell the host's terms
-    apart, they are joined into one term.
+    """Return a comparison of predicted and measured seconds for each term of a step, the largest difference first. If a
+    profile cannot tell the terms of the host apart, they are joined into one term.
     """
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
@@ -291,7 +297,9 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the predicted terms, the largest first, for a measured step of which only the total seconds are known."""
+    """Return the predicted seconds of each term, the largest first, for a measured step of which only the total seconds
+    are known.
+    """
     gap = seconds - sum(predicted.values())
     found = []
     for term, part in predicted.items():
@@ -302,7 +310,7 @@ def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[L
 
 
 def gap_table(rows: Sequence[Line], head: str = "predicted s") -> Table:
-    """Return the terms as a table whose last row is their sum."""
+    """Return a table with the predicted and measured seconds of each term of a step; its last row has their sums."""
     shown = Table(box=None, pad_edge=False)
     shown.add_column("term", no_wrap=True)
     known = all(line.measured is not None for line in rows)
@@ -326,7 +334,9 @@ def _cells(line: Line, every: float) -> list[str]:
 
 
 def gap_advice(rows: Sequence[Line], total: float) -> list[str]:
-    """Return the differences of more than a hundredth of the step, the largest first, with advice where to look."""
+    """Return a sentence for each term whose measured and predicted seconds differ by more than a hundredth of the step,
+    the largest difference first, with advice where to look.
+    """
     found = []
     for line in rows:
         if line.gap is not None and abs(line.gap) > 0.01 * total:

@@ -1,5 +1,5 @@
-"""This module fits efficiencies to one profiled step, each to the terms that depend on it, and makes the cluster
-file of the fit.
+"""This module fits the estimator's efficiencies to one profiled step, each to the terms of the step that depend on it,
+and makes a cluster file with the fitted efficiencies.
 
 1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
 2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
@@ -55,13 +55,14 @@ Numbers = Callable[[Efficiency], np.ndarray]
 
 @dataclass(frozen=True)
 class Fit:
-    """A `Fit` holds efficiencies that were fitted to a profile.
+    """A `Fit` holds efficiencies of the estimator that were fitted to a profile, with the modelled seconds before and
+    after.
 
     Args:
-        efficiency: fitted where `fitted` says so, else as it was.
-        kept: parameter -> why the profile cannot tell it.
-        before, after: `TERMS` -> modelled seconds with the efficiencies of the start and of the fit.
-        measured: the profile's.
+        efficiency: the efficiencies after the fit; those that `fitted` does not name are unchanged.
+        kept: for each parameter that was not fitted the reason why the profile does not determine it.
+        before, after: the modelled seconds of each of `TERMS` with the efficiencies before and after the fit.
+        measured: the seconds of the profiled step.
     """
 
     efficiency: Efficiency
@@ -72,12 +73,12 @@ class Fit:
     measured: Measured
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result of the fit as plain values."""
+        """Return the fitted efficiencies and the modelled seconds as values fit for JSON."""
         return asdict(self)
 
 
 class Products(TimeModel):
-    """A `Products` is a time model that also predicts the seconds of a single matmul."""
+    """A `Products` is the estimator's time model with a method that predicts the seconds of a single matmul."""
 
     def product(self, config: Configuration, matmul: Matmul) -> float:
         """Return the predicted seconds of one matmul."""
@@ -92,10 +93,11 @@ def fit(
     start: Efficiency,
     stage: int | None,
 ) -> Fit:
-    """Return the efficiencies that fit a profiled step of `config`, beginning with `start`.
+    """Return the efficiencies with which the estimator predicts a profiled step best; the fit begins with the
+    efficiencies `start`.
 
     Args:
-        stage: the stage of the pipeline that was profiled; None if it is unknown (then the slowest is taken).
+        stage: the pipeline stage that was profiled; None if it is unknown (then the slowest stage is taken).
 
     Raises:
         DataError: the profile determines none of the parameters.
@@ -277,7 +279,7 @@ _ITEM = 4
 
 
 def host_content(profile: Profile, config: Configuration, name: str) -> dict[str, Any]:
-    """Return the content of a hardware file for the profiled CPU.
+    """Return the content of a hardware file for the CPU on which a profile was made.
 
     The peak is that of the fastest matmul, bandwidth that of the fastest elementwise operator, of those that take more
     than 0.1 ms. A model of one device sends nothing, so links are assumed.
@@ -338,8 +340,8 @@ def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profil
     """Return the text of a cluster file called `name` that holds the fitted efficiencies.
 
     Args:
-        content: the content of the hardware's file.
-        like: what that file is called.
+        content: the content of the hardware file.
+        like: the name of that hardware file.
     """
     values = {key: value if isinstance(value, bool) else float(f"{value:.5g}")
               for key, value in asdict(found.efficiency).items()}  # fmt: skip

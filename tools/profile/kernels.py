@@ -1,5 +1,5 @@
-"""This module describes a profiled run in the same form for every device, as MindSpore's profiler recorded it. The
-module also finds the estimator's term of each kernel.
+"""This module holds the kernels that MindSpore's profiler recorded, in the same form for every device, and finds for
+each kernel the estimator's term to which its time belongs.
 
 All times are in seconds. Shapes are those of the profiler, one tuple for each tensor; () if it did not record them.
 
@@ -24,15 +24,16 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `Kernel` is one execution of an operator. In a profile without a time line, a `Kernel` stands for all
-    executions of its kind.
+    """A `Kernel` is one execution of an operator that the profiler recorded. In a profile without a time line, a
+    `Kernel` stands for all executions of its kind.
 
     Args:
-        name: with the framework's scope where the profiler knows it ("Default/.../layers-CellList/3-.../MatMul-op0").
+        name: the name of the operator, with the framework's scope if the profiler knows it
+            ("Default/.../layers-CellList/3-.../MatMul-op0").
         kind: the operator's type, such as MatMulV3 or hcom_allGather_.
-        core: what ran it, such as AI_CORE, AI_VECTOR_CORE, AI_CPU, HCCL; "Host" on a CPU.
-        ranks: global ranks of a collective's group; () where unknown.
-        count: executions.
+        core: the unit that ran it, such as AI_CORE, AI_VECTOR_CORE, AI_CPU, HCCL; "Host" on a CPU.
+        ranks: the global ranks of a collective's group; () if they are unknown.
+        count: the number of executions.
     """
 
     name: str
@@ -48,8 +49,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Step:
-    """A `Step` holds the kernels of one step in the order of their starts, and the length of the step. The length
-    includes the time in which no kernel runs.
+    """A `Step` holds the kernels of one profiled step in the order of their starts, and the length of the step in
+    seconds. This length includes the time in which no kernel runs.
 
     Where a profile does not tell its steps apart, these are the kernels of `repeats` steps, with that share of their
     seconds.
@@ -62,17 +63,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Profile:
-    """A `Profile` holds the content of a profile's folder.
+    """A `Profile` holds what the profiler wrote into a folder: the kernels of one step, and facts about the run.
 
     Args:
-        source: the folder, in messages.
+        source: the folder of the profile, for messages.
         device: "Ascend" or "CPU".
-        step: the step that is looked at: the one of median length; on a CPU one made of quiet executions.
-        steps: how many were recorded.
-        timed: kernels have starts, so what runs beside what is known.
-        rank: the rank of the profiled device, where the folder says it.
-        exposed: (seconds of all communication that nothing hides, hidden seconds) of a profile without a time line.
-        notes: what was read leniently, or is missing.
+        step: the step that is examined: the step of median length; on a CPU, a step composed of undisturbed executions.
+        steps: the number of recorded steps.
+        timed: whether kernels have start times, so that it is known which kernels run at the same time.
+        rank: the rank of the profiled device, if the folder names it.
+        exposed: (seconds of communication that nothing hides, hidden seconds) of a profile without a time line.
+        notes: sentences about data that were missing, or that were read although they are irregular.
     """
 
     source: str
@@ -86,8 +87,8 @@ class Profile:
 
 
 def matmul_of(kernel: Kernel) -> Matmul | None:
-    """Return the product that a matmul kernel computes. Return None if the kernel's shapes do not determine the
-    product.
+    """Return the sizes of the matrix product that a matmul kernel computes. Return None if the kernel's shapes do not
+    determine these sizes.
 
     Grouped matmuls have [rows, depth] and [experts, depth, columns], rows taken as evenly spread.
     """
@@ -155,7 +156,7 @@ def sends(kernel: Kernel) -> bool:
 
 
 def term_of(kernel: Kernel, config: Configuration) -> str:
-    """Return the term to which a kernel's time belongs, or `OTHER`."""
+    """Return the estimator's term (such as "matmul") to which a kernel's time belongs, or `OTHER` if none is known."""
     if communicates(kernel):
         return _of_group(kernel, config)
     words = _words(kernel)
@@ -178,8 +179,8 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the graph compiler made the kernel when it expanded an operator into several. The scope of such a
-    kernel does not name a cell.
+    """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of
+    such a kernel does not name a cell.
     """
     return kernel.name.startswith("Expand/")
 
@@ -233,8 +234,8 @@ def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
 
 
 def place(kernel: Kernel) -> str | None:
-    """Return the place that a kernel's scope names: "moe", "layer" or "optimizer". Return None if the scope names no
-    place.
+    """Return the part of the model that a kernel's scope names: "moe", "layer" or "optimizer". Return None if the scope
+    names no such part.
 
     On a CPU "step" for what of the network is not a layer: embedding, head and loss.
     """
@@ -246,6 +247,6 @@ def place(kernel: Kernel) -> str | None:
 
 
 def layer_numbers(kernels: tuple[Kernel, ...]) -> set[int]:
-    """Return the numbers of the decoder layers that scopes name, without the layers of MTP blocks."""
+    """Return the numbers of the decoder layers that the scopes of kernels name, without the layers of MTP blocks."""
     return {int(found[1]) for kernel in kernels if not _MTP.search(kernel.name)
             for found in [LAYER.search(kernel.name)] if found}  # fmt: skip

@@ -1,5 +1,5 @@
-"""This module finds and reads the profile in a folder, in any of MindSpore's formats. The module also says whether the
-profile's steps are alike.
+"""This module finds and reads a profile in a folder, in any of the formats of MindSpore's profiler. The module also
+says whether the lengths of the profile's steps are alike.
 
 An Ascend device's profile is the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
 
@@ -50,11 +50,12 @@ _LONGER = 1.25  # usual steps over one of quiet operators
 
 
 def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[str, ...]:
-    """Return notes about unequal lengths of steps; return () if the steps are alike, or if there are fewer than two.
+    """Return notes about steps of unequal lengths; return () if the lengths are alike, or if the profile has fewer than
+    two steps.
 
     Args:
-        lengths: seconds of each step.
-        quiet: seconds of a step that is made of each operator's quiet executions.
+        lengths: the seconds of each step.
+        quiet: the seconds of a step that is composed of undisturbed executions of each operator.
     """
     if len(lengths) < 2:
         return ()
@@ -88,7 +89,7 @@ Row = dict[str, str]
 
 
 def read_ascend(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile of one Ascend device.
+    """Return the profile of one Ascend device from a folder that MindSpore's profiler wrote.
 
     Args:
         folder: an ASCEND_PROFILER_OUTPUT.
@@ -280,7 +281,7 @@ _SHAPE = re.compile(r"input_\d+:\[([\d, ]*)\]")
 
 
 def read_cpu(folder: Path) -> Profile:
-    """Return the profile of a CPU, which lies in a FRAMEWORK folder.
+    """Return the profile of a run on CPU, which MindSpore's profiler writes into a folder called FRAMEWORK.
 
     Raises:
         DataError: a file cannot be read as described above.
@@ -365,7 +366,8 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile in a folder or below it. If there are several ranks, return the profile of the lowest.
+    """Return the profile in a folder or below it. If the folder has profiles of several ranks, return that of the
+    lowest rank.
 
     Args:
         steps: the number of steps in the profile, if its files do not tell steps apart.

@@ -1,4 +1,5 @@
-"""This module matches a profile with its recipe, and refuses a profile of another recipe's run.
+"""This module compares a profile with the recipe that it is said to belong to, and refuses a profile of another
+recipe's run.
 
 Layers, attention kernels and the FLOPs of matmuls must agree.
 """
@@ -101,10 +102,11 @@ def _span(numbers: set[int]) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """A `Study` holds a profile with its run, and the profiled step by term.
+    """A `Study` holds a profile, the configuration of its run, and the profiled step divided into the estimator's
+    terms.
 
     Args:
-        stage: the stage of the pipeline that was profiled; None where there are several and the folder does not say the
+        stage: the pipeline stage that was profiled; None if the run has several stages and the folder does not name the
             rank.
     """
 
@@ -115,7 +117,8 @@ class Study:
 
 
 def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
-    """Return the run that a recipe describes, with its open values resolved.
+    """Return the configuration of the run that a recipe describes, with the settings that the recipe leaves open filled
+    in.
 
     Raises:
         RecipeError: it cannot be read, or `tc3 check` refuses it.
@@ -126,7 +129,8 @@ def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
 
 
 def study(folder: Path, config: Configuration, steps: int | None = None) -> Study:
-    """Read a profile, and match it with the run `config`.
+    """Read the profile in a folder, check that it belongs to the run `config`, and divide its step into the estimator's
+    terms.
 
     Raises:
         DataError: there is no profile, or it is of another run.
@@ -139,11 +143,13 @@ def study(folder: Path, config: Configuration, steps: int | None = None) -> Stud
 
 
 def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) -> tuple[Fit, dict[str, Any], str]:
-    """Return the efficiencies fitted to a study, and the content and the name of their hardware file.
+    """Return the efficiencies that were fitted to a profile, and the content and the name of the hardware file to which
+    they belong.
 
     Args:
-        cluster_name: a cluster or its file; None: of an Ascend profile the default, of a CPU's this host itself.
-        like: a cluster whose efficiencies to start from, where the file has none.
+        cluster_name: the name of a cluster or the path of its file; None: the default cluster for an Ascend profile,
+            and this host itself for a CPU profile.
+        like: the cluster with whose efficiencies the fit begins if the file has none.
         name: the name of the new cluster.
     """
     if cluster_name is None and found.profile.device == "CPU":
@@ -157,7 +163,7 @@ def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) 
 
 
 def start_of(cluster_name: str, like: str | None) -> Efficiency:
-    """Return the efficiencies with which a fit begins.
+    """Return the efficiencies with which the fit to a profile begins.
 
     Raises:
         RecipeError: the cluster has none and `like` names no other.

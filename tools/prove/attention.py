@@ -1,4 +1,5 @@
-"""This module holds the rules of attention, in each layout of its arguments.
+"""This module holds the rules that say how the result of an attention operator lies on the ranks, for each layout of
+its arguments.
 
 The batch, the heads, and the sequence of the queries may be cut over ranks; keys and values have the whole sequence. A
 rank that has a part of the queries must know where this part begins. MindSpore passes this position in two ways: the

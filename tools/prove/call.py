@@ -1,4 +1,6 @@
-"""This module defines the argument of a rule of `tools.prove.rules`: an operator with the spreads of its inputs."""
+"""This module defines the argument of the functions in `tools.prove.rules`: an operator, with the spread of each of its
+inputs (how the input lies on the ranks).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Part:
 
     @property
     def spread(self) -> Spread:
-        """Return the part as a value of its own."""
+        """Return how this part, as a separate tensor, lies on the ranks (its spread)."""
         return moves.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
 
 
@@ -34,7 +36,8 @@ Value = Any
 
 @dataclass(frozen=True)
 class Order:
-    """An `Order` holds integers that routing decides: an order of rows, or the numbers of rows for each expert or rank.
+    """An `Order` stands for integers that routing decides at run time: an order of rows, or the number of rows for each
+    expert or rank.
 
     Args:
         key: the source of the integers, see `tools.prove.experts`; equal keys mean equal integers on each rank.
@@ -45,18 +48,20 @@ class Order:
 
 @dataclass(frozen=True)
 class Call:
-    """A `Call` is one operator with the spreads of its arguments.
+    """A `Call` is one operator of the graph, with the spread of each of its arguments (how the argument lies on the
+    ranks).
 
     Args:
         node: the node of the graph.
         number: an identifier of the result; equal operators with equal arguments have the same identifier.
-        values: the values of its arguments.
-        sizes: the sizes of the axes of the mesh.
-        differs: (argument, index in its tuple or 0) -> the axes along which the value of this constant differs.
-        axes: the axes of a collective's group, the one along which neighbouring ranks lie last.
+        values: the values of the operator's arguments.
+        sizes: the number of ranks along each axis of the mesh.
+        differs: for each constant with different values, given as (argument, index in its tuple or 0), the axes along
+            which its value differs.
+        axes: the axes of a collective's group; the last one is the axis along which neighbouring ranks lie.
         repeats: for the sums of the loss, the axes over which the forward pass sums (see `_scale`).
-        offsets: for the integer constants of `differs`: the value on the stage's first rank, and the increase from one
-            rank to the next along each axis on which the value differs.
+        offsets: for each integer constant of `differs`, its value on the stage's first rank, and its increase from one
+            rank to the next along each axis along which the value differs.
         names: the identifiers of the arguments, of the same kind as `number`.
     """
 
@@ -71,7 +76,7 @@ class Call:
     names: tuple[int, ...] = ()
 
     def spread(self, place: int) -> Spread:
-        """Return the spread of an argument (how it lies on the ranks)."""
+        """Return how the argument at a given place lies on the ranks (its spread)."""
         value = self.values[place]
         if isinstance(value, Part):
             return value.spread
@@ -83,7 +88,7 @@ class Call:
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Return the types of the operator's results."""
+        """Return the types of all results of the operator."""
         return self.node.outputs
 
     @property
@@ -101,12 +106,12 @@ class Call:
             raise NotKnown("there is a rule only for collectives that add")
 
     def shifts(self) -> frozenset[str]:
-        """Return the axes along which any constant of the operator differs."""
+        """Return the axes of the device mesh along which any constant argument of the operator has different values."""
         return frozenset().union(*self.differs.values())
 
     def own_pieces(self, key: tuple[int, int], size: int = 0) -> tuple[str, ...]:
-        """Return the axes along which a constant differs, outermost first. The constant must be the start of the rank's
-        own piece, with the pieces in the order of the ranks.
+        """Return the axes of the device mesh along which a constant argument has different values, outermost first. The
+        constant must be the start of the rank's own piece of a dimension, with the pieces in the order of the ranks.
 
         Args:
             key: a key of `differs`.
@@ -134,8 +139,8 @@ class Call:
         return axes
 
     def pieces_in_rank_order(self, key: tuple[int, int], size: int = 0) -> frozenset[str]:
-        """Return the axes of `own_pieces`, if pieces follow each other along the mesh: the axis whose ranks lie
-        farthest apart is the outermost one.
+        """Return the axes that `own_pieces` returns, provided that the pieces follow each other in the order of the
+        mesh: the axis whose ranks lie farthest apart is the outermost one.
 
         Raises:
             Certain: as `own_pieces`. NotKnown: likewise, or the pieces follow each other in another order.
@@ -153,7 +158,7 @@ _ELEMENT = re.compile(r"[^\[\],\s]+")
 
 
 def literal(text: str) -> Value:
-    """Return the value of an argument that is written as a literal in the text of the graph."""
+    """Return the value of an operator's argument that the text of the graph gives as a literal."""
     if number := _NUMBER.fullmatch(text):
         if number[1] == "Bool":
             return number[2] == "1"
@@ -169,7 +174,8 @@ def literal(text: str) -> Value:
 
 
 class Rule(NamedTuple):
-    """A `Rule` finds the spreads of some operators' results; `says` describes the rule for docs/prove.md."""
+    """A `Rule` finds how the results of some operators lie on the ranks; `says` describes the rule for docs/prove.md.
+    """
 
     operators: tuple[str, ...]
     says: str
@@ -181,7 +187,7 @@ TABLE: list[Rule] = []
 
 
 def rule(*operators: str, says: str, takes_differing: bool = False) -> Callable[[Callable[[Call], Value]], Any]:
-    """Return a decorator that adds a function to `TABLE` as the rule of these operators.
+    """Return a decorator that adds a function to `TABLE` as the rule for the operators with these names.
 
     Args:
         takes_differing: whether the function handles constants that are not the same on all ranks.

@@ -1,5 +1,5 @@
-"""This module is the command `tc3 prove`: it reports for how many weights of a recipe the gradient is proven to be
-right. The exit code is 0 without violations, 1 with violations, and 2 for wrong usage.
+"""This module is the command `tc3 prove`, which reports for how many weights of a recipe the gradient is proven to be
+right. The exit code of the command is 0 if no gradient is wrong, 1 if a gradient is wrong, and 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | Non
 
 
 def require_collectives(recipe: Recipe) -> None:
-    """Refuse a recipe whose compiled graphs hold no collectives.
+    """Refuse a recipe whose compiled graphs have no collectives, because then nothing can be proven about sums over
+    ranks.
 
     Raises:
         RecipeError: the recipe trains on the CPU backend.
@@ -86,15 +87,16 @@ def require_collectives(recipe: Recipe) -> None:
 def proof_of(
     recipe: Recipe, plan: Plan, results: Sequence[dict[str, Any]], at_once: int | None, use_cache: bool = True
 ) -> dict[str, Any]:
-    """Return the report on the gradients of a compiled plan, as plain data. The neighbours of the plan's ranks along
-    each axis of the mesh are compiled, and the graphs of all of them are typed.
+    """Return, as values fit for JSON, which gradients of a compiled recipe are proven to be right. For each compiled
+    rank, its neighbours along each axis of the device mesh are compiled too, and in every graph it is found how each
+    value lies on the ranks.
 
     Args:
         recipe: the recipe that was compiled.
         plan: the jobs, whose graphs were kept as text.
         results: the results of the plan's jobs, in the order of the jobs; none may be a refusal.
         at_once: compiles that run at the same time; None for as many as fit.
-        use_cache: whether neighbours that were compiled before are compiled again.
+        use_cache: whether the kept results of earlier compiles of the neighbours are used instead of new compiles.
 
     Raises:
         RecipeError: the groups of the graphs do not form a mesh.
@@ -136,7 +138,7 @@ def _compiled(recipe: Recipe, plan: Plan, at_once: int | None, use_cache: bool =
 
 
 def render(report: Mapping[str, Any], console: Console) -> None:
-    """Print the report for a person."""
+    """Print the report on the gradients as text to `console`."""
     told = f"proven for {report['proven']} of {report['weights']} weights"
     if report["wrong"]:
         told += f"; {report['wrong']} wrong"

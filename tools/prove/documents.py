@@ -1,5 +1,5 @@
-"""This module traces the ends of documents to attention in the layout TND, when the queries' sequence is cut over
-ranks.
+"""This module traces the ends of documents that attention in the layout TND receives back to their source, for the case
+that the queries' sequence is cut over ranks.
 
 A rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes, element by element
 and with constants that differ by rank, where they end among the rank's queries and among its keys. `with_formula`
@@ -52,7 +52,9 @@ _COMPUTED: Mapping[str, Callable[..., np.ndarray]] = {
 
 
 def with_formula(call: Call, found: Value) -> Value:
-    """Return the result of an operator on a vector, with the elementwise formula by which it was computed."""
+    """Return the result of an operator on a vector of integers, together with the formula by which each element was
+    computed.
+    """
     if not isinstance(found, Spread) or call.node.op in _SAME:
         return found
     if call.node.op not in (*_COMPUTED, *_PASSED, _ENTRY, _REPLACED) or len(found.dims) != 1:
@@ -87,7 +89,9 @@ def _own_entry(x: Spread) -> Dim:
 
 
 def entry(call: Call) -> Spread | None:
-    """Return one entry of a list of integers, which each rank takes from its own list; None for other operators."""
+    """Return how one entry of a list of integers lies on the ranks if each rank takes the entry from its own list;
+    return None for other operators.
+    """
     x, place = call.spread(0), _place(call)
     if len(x.dims) != 1 or place is None or not call.counts or call.values[2] != 0 or call.outputs[0].shape != (1,):
         return None
@@ -151,13 +155,14 @@ def _computed(formula: Any, ends: np.ndarray, place: Mapping[str, int]) -> Any:
 def check_ends(
     queries: Spread, keys: Spread, over: Sequence[str], piece: int, whole: int, sizes: Mapping[str, int]
 ) -> None:
-    """Refuse ends of documents that are not those of a rank's piece of the queries.
+    """Refuse the ends of documents that attention receives, unless they are the ends within the rank's own piece of the
+    queries.
 
     Args:
         queries, keys: the ends of documents among the queries and among the keys.
         over: the axes that cut the sequence of the queries, outermost first.
         piece, whole: the number of queries and the number of keys of a rank.
-        sizes: ranks along each axis.
+        sizes: the number of ranks along each axis.
 
     Raises:
         Certain: on some rank a document ends at a wrong position. NotKnown: the graph does not show how the ends were

@@ -1,4 +1,5 @@
-"""This module holds the rules of routing: the router's operators, the exchange of tokens and the experts' products.
+"""This module holds the rules for operators of expert routing: the router, the exchange of tokens between ranks and the
+matrix products of the experts.
 
 The data decide which token goes to which expert, so no spread can say where a token lies. A dispatched dimension is a
 `Rows`: all tokens of its axes in an unknown order, and the `path` of steps that produced this order. Each step of the
@@ -39,8 +40,8 @@ from tools.prove.tokens import dispatched, rows_in
 
 
 def counts(x: Spread, number: int) -> Order | None:
-    """Return the number of rows of each expert, which MindFormers counts by adding up one-hot rows; return None if the
-    tokens stay on their ranks.
+    """Return the number of rows of each expert as an `Order`, if tokens leave their ranks; MindFormers counts these
+    rows by adding up one-hot rows. Return None if the tokens stay on their ranks.
     """
     leave = any((found := rows_in(dim)) and found[1].path[-1][0] in ("pad", "gather") for dim in x.dims)
     return Order(("counts", number)) if leave else None
@@ -87,7 +88,9 @@ def _pop(x: Spread, kind: str, key: Any, why: str, count: int = 0) -> Spread:
 
 
 def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread | None:
-    """Return dispatched rows that every rank has gathered along axes; return None if dimension 0 has no such rows."""
+    """Return how dispatched rows lie on the ranks after every rank has gathered them along some axes of the mesh;
+    return None if dimension 0 of the value has no dispatched rows.
+    """
     if not x.dims or (found := dispatched(x.dims[0])) is None or found[0] == 0:
         return None
     front, rows, behind = _rows(x)
@@ -100,8 +103,8 @@ def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread
 
 
 def scattered(x: Spread, axes: Sequence[str]) -> Spread | None:
-    """Return the sum over ranks of gathered rows, of which each rank keeps its own; return None if dimension 0 has no
-    rows.
+    """Return how rows lie on the ranks after a sum over the ranks that had gathered them, of which each rank keeps its
+    own rows; return None if dimension 0 has no dispatched rows.
     """
     if not x.dims or dispatched(x.dims[0]) is None:
         return None
@@ -268,7 +271,9 @@ def _grouped(call: Call) -> Value:
 
 
 def ways(rows: Rows) -> tuple[tuple[str, ...], ...]:
-    """Return, for each step of the dispatch, the axes over which rows have gone to the ranks of their experts."""
+    """Return for each exchange of a dispatch the axes of the mesh over which it has sent rows to the ranks of their
+    experts.
+    """
     return tuple(step[1][0] for step in rows.path if step[0] in ("exchange", "pick"))
 
 

@@ -1,4 +1,4 @@
-"""This module holds the rules of a layer's norms and gated activations."""
+"""This module holds the rules that say how the results of a layer's norms and gated activations lie on the ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _norm_gradient(call: Call) -> Value:
 
 
 def whole_last(x: Spread) -> None:
-    """Refuse a value whose last dimension is cut."""
+    """Raise an error for a value whose last dimension is cut over ranks."""
     require_home(x)
     if any(not isinstance(atom, int) for atom in x.dims[-1]):
         raise refusal((x,), "the operator needs the whole last dimension, which is cut")

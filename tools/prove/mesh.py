@@ -1,5 +1,5 @@
-"""This module finds the axes of a stage's device mesh: they are as coarse as possible, but every group of the graph and
-every layout is a product of axes.
+"""This module finds the axes of the device mesh of a pipeline stage: the mesh has as few axes as possible, but every
+communication group of the graph and every layout is a product of axes.
 
 Redistribution sums or gathers over a part of data or tensor parallelism; therefore `dp` may be two axes, `dp.1` (whose
 ranks are closer to each other) and `dp.2`.
@@ -19,7 +19,7 @@ from tools.prove.spread import NotKnown, Spread, tidy
 
 @dataclass(frozen=True)
 class Mesh:
-    """A `Mesh` holds the axes of the devices of one stage.
+    """A `Mesh` holds the axes along which the devices of one pipeline stage are arranged.
 
     Args:
         strides: axis -> the difference between the numbers of neighbouring ranks along it; smallest first.
@@ -31,24 +31,28 @@ class Mesh:
 
     @property
     def devices(self) -> int:
-        """Return the number of devices of the stage."""
+        """Return the number of devices of the pipeline stage."""
         return math.prod(self.sizes.values())
 
     def over(self, stride: int, count: int) -> tuple[str, ...]:
-        """Return the axes along which `count` ranks lie at distances of `stride`, the outermost axis first."""
+        """Return the axes of the mesh that together contain `count` ranks at distances of `stride`, the outermost axis
+        first.
+        """
         found = [axis for axis, own in self.strides.items() if stride <= own < stride * count]
         if math.prod(self.sizes[axis] for axis in found) != count:
             raise NotKnown(f"{count} ranks at distances of {stride} are not a product of axes of the mesh")
         return tuple(reversed(found))
 
     def of_group(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return the axes of a group; the last one is the axis along which neighbouring ranks of the group lie."""
+        """Return the axes of the mesh that make up a communication group; the last of them is the axis along which
+        neighbouring ranks of the group lie.
+        """
         if list(ranks) != sorted(ranks):
             raise NotKnown(f"the ranks of a group are not in order: {tuple(ranks)[:4]} ...")
         return tuple(axis for stride, count in reversed(runs(ranks)) for axis in self.over(stride, count))
 
     def of_layout(self, layout: Mapping[str, Any], sharded: Sequence[int] = ()) -> Spread:
-        """Return the spread of a parameter (how it lies on the ranks).
+        """Return how a parameter with this layout lies on the ranks (its spread).
 
         Args:
             layout: as `tools.dryrun.rank` reports it: the mesh of the stage's devices, for each dimension the axes that
@@ -71,8 +75,8 @@ class Mesh:
 
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return a group as pairs (distance, count), closest ranks first: ranks 0, 1, 4, 5 are 2 ranks at a distance of 1,
-    and 2 such pairs at a distance of 4.
+    """Return the ranks of a communication group as pairs (distance, count), smallest distance first: ranks 0, 1, 4, 5
+    are 2 ranks at a distance of 1, and 2 such pairs at a distance of 4.
 
     Raises:
         NotKnown: the group cannot be written in this way.
@@ -91,12 +95,12 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
 def mesh_of(
     degrees: Sequence[tuple[str, int]], groups: Iterable[Sequence[int]], meshes: Iterable[Sequence[int]] = ()
 ) -> Mesh:
-    """Return the mesh of the devices of one stage.
+    """Return the device mesh of one pipeline stage.
 
     Args:
-        degrees: (name, ranks) of the recipe, closest first.
-        groups: all groups that occur, as ranks within a stage.
-        meshes: the meshes of the layouts that occur.
+        degrees: (name, number of ranks) of the recipe's kinds of parallelism, those with the closest ranks first.
+        groups: all communication groups of the graph, as numbers of ranks within a stage.
+        meshes: the device matrices of all layouts.
 
     Raises:
         NotKnown: the groups overlap in a way that no mesh has.

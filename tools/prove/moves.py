@@ -1,5 +1,5 @@
-"""This module finds the `tools.prove.spread.Spread` of a value after an operator that changes its shape, takes slices
-or looks up rows, and after a collective.
+"""This module computes how a value lies on the ranks (its `tools.prove.spread.Spread`) after an operator that changes
+its shape or joins and splits its dimensions, and after a collective.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _count(atom: Atom) -> int:
 
 
 def reshape(x: Spread, shape: Sequence[int], firm: bool = False, ranks_first: bool = False) -> Spread:
-    """Return the spread of the same elements in another shape on the rank.
+    """Return how a value lies on the ranks (its spread) after each rank has reshaped its part to another shape.
 
     A piece stays between the extents around it. If these come into different dimensions, it stays in front of the
     extent behind it if both shared a dimension, because a layout cuts dimensions into whole pieces. Otherwise it goes
@@ -155,20 +155,22 @@ def _with_pieces(
 
 
 def transpose(x: Spread, order: Sequence[int]) -> Spread:
-    """Return the spread with the dimensions in another order."""
+    """Return how a value lies on the ranks (its spread) after its dimensions were put in another order."""
     require_home(x)
     return replace(x, dims=tuple(x.dims[axis] for axis in order))
 
 
 def expand(x: Spread, axis: int) -> Spread:
-    """Return the spread with a new dimension of one element."""
+    """Return how a value lies on the ranks (its spread) after a new dimension of one element was inserted."""
     axis %= len(x.dims) + 1
     require_home(x)
     return replace(x, dims=(*x.dims[:axis], (), *x.dims[axis:]))
 
 
 def tile(x: Spread, counts: Sequence[int]) -> Spread:
-    """Return the spread after each rank has repeated the value along some dimensions, which must not be cut."""
+    """Return how a value lies on the ranks (its spread) after each rank has repeated it along some dimensions; a
+    repeated dimension must not be cut.
+    """
     require_home(x)
     dims = ((),) * (len(counts) - len(x.dims)) + x.dims
     for dim, count in zip(dims, counts, strict=True):
@@ -178,8 +180,8 @@ def tile(x: Spread, counts: Sequence[int]) -> Spread:
 
 
 def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
-    """Return the spread after each rank has repeated its part of the value until the part has this shape; a size of -1
-    keeps the dimension.
+    """Return how a value lies on the ranks (its spread) after each rank has repeated its part until the part has this
+    shape; a size of -1 keeps the dimension.
     """
     dims = ((),) * (len(shape) - len(x.dims)) + x.dims
     counts = [1 if size in (-1, extent(dim)) else size for dim, size in zip(dims, shape, strict=True)]
@@ -187,7 +189,9 @@ def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
 
 
 def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
-    """Return the spreads of the parts into which each rank splits a dimension, which must not be cut."""
+    """Return how the parts lie on the ranks (their spreads) into which each rank splits a dimension; this dimension
+    must not be cut.
+    """
     require_home(x)
     axis %= len(x.dims)
     if any(not isinstance(atom, int) for atom in x.dims[axis]):
@@ -196,7 +200,8 @@ def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
 
 
 def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
-    """Return the spread after dimension `axis` was split into equal parts, and these were joined along dimension `to`.
+    """Return how a value lies on the ranks (its spread) after dimension `axis` was split into equal parts and these
+    parts were joined along dimension `to`.
 
     MindSpore moves pieces in this way: after a gather to the dimension to which they belong, and before a scatter to
     the first dimension.
@@ -243,7 +248,9 @@ def _at_home(block: Block, to: int) -> Block:
 
 
 def concat(given: Sequence[Spread], axis: int) -> Spread:
-    """Return the spread of values joined along a dimension that is whole on each rank."""
+    """Return how the result of joining values along a dimension lies on the ranks (its spread); this dimension must be
+    whole on each rank.
+    """
     require_home(*given)
     both = frozenset[str]().union(*(x.partial for x in given))
     equal = [all(dict(x.powers).get(axis) == -1 for axis in both - x.partial) for x in given]
@@ -275,8 +282,9 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
 
 
 def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return the spread of a sum over the ranks along axes. Pieces of a dimension that a reshape to a vector has left
-    out are parts of the sum over that dimension: a rank with one sample sums the gradient of a bias in this way.
+    """Return how a value lies on the ranks (its spread) after a sum over the ranks along some axes. If a reshape to a
+    vector has removed a cut dimension of one element, the ranks' pieces count as parts of the sum over this dimension:
+    with one sample on each rank, the gradient of a bias is summed in this way.
     """
     for axis in axes:
         x = added_up(x, x.dropped & {axis})
@@ -289,7 +297,9 @@ def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def added_up(x: Spread, axes: frozenset[str]) -> Spread:
-    """Return a vector whose pieces along axes are parts of a sum over the dimension that these axes cut."""
+    """Return how a vector lies on the ranks if its pieces along some axes are treated as parts of a sum over the
+    dimension that these axes cut.
+    """
     if not axes:
         return x
     rest = tuple(atom for atom in x.dims[0] if atom not in axes)
@@ -297,7 +307,7 @@ def added_up(x: Spread, axes: frozenset[str]) -> Spread:
 
 
 def all_largest(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return the spread of the largest value over the ranks along axes."""
+    """Return how a value lies on the ranks (its spread) after an AllReduce along some axes that takes the maximum."""
     for axis in axes:
         if axis in x.holes | x.partial | x.shifted or x.powers:
             raise refusal((x,), f"the maximum over {axis} is computed from a value that is not plain")
@@ -305,7 +315,8 @@ def all_largest(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of a value whose pieces from all ranks are concatenated along dimension 0.
+    """Return how a value lies on the ranks (its spread) after an AllGather, which concatenates the pieces of all ranks
+    along dimension 0.
 
     Args:
         axes: the axes of the group; the last one is the axis along which neighbouring ranks of the group lie.
@@ -330,8 +341,8 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
 
 
 def all_gather_loose(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
-    """Return the result of `all_gather`; if a gathered piece was loose, the result also lists the other places where it
-    may belong.
+    """Return the result of `all_gather`; if it is uncertain to which dimension a gathered piece belongs, the result
+    lists all possible dimensions.
     """
     first, *others = wherever_all(lambda given: all_gather(given, axes, sizes), x)
     lead = [atom for atom in first.dims[0] if isinstance(atom, Block)]
@@ -352,7 +363,8 @@ def _without_blocks(x: Spread) -> tuple[Dim, ...]:
 
 
 def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of a sum over the ranks along axes, of which each rank keeps its own piece along dimension 0.
+    """Return how a value lies on the ranks (its spread) after a ReduceScatter, which sums over the ranks and leaves
+    each rank its own piece of dimension 0.
 
     Args:
         axes: axes as in `all_gather`.
@@ -364,8 +376,8 @@ def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> 
 
 
 def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
-    """Return the dimensions of a value after each rank along an axis has kept its piece of dimension `number`. If
-    gathered pieces lie in front of this dimension, they become the pieces of the dimension to which they belong.
+    """Return the dimensions of a value after each rank along an axis has kept only its own piece of dimension `number`.
+    If pieces of another dimension, which a gather put in front of this one, are scattered, the other dimension is cut.
     """
     dims = list(x.dims)
     lead = dims[number][0] if dims[number] else None
@@ -391,9 +403,9 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
 
 
 def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
-    """Return the spread after an all-to-all along an axis: each rank splits dimension `split` into a part for each
-    rank, and joins the parts that it receives along dimension `join`. The axis then cuts dimension `split`, and its
-    former pieces are gathered in dimension `join`.
+    """Return how a value lies on the ranks (its spread) after an AllToAll along an axis: each rank splits dimension
+    `split` into a part for each rank, and joins the parts that it receives along dimension `join`. The axis then cuts
+    dimension `split`, and its former pieces are gathered in dimension `join`.
     """
     if axis not in x.holes:
         how = "partial over it" if axis in x.partial else "the same on its ranks"
@@ -417,12 +429,16 @@ def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, in
 
 
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
-    """Return the result of `move` for the first placement of the value's loose pieces at which it raises no error."""
+    """Return the result of `move` for the first possible placement of a value's loose pieces (pieces whose dimension is
+    not known yet) for which `move` raises no error.
+    """
     return next(wherever_all(move, x))
 
 
 def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread]:
-    """Yield the result of `move` for each placement of the value's loose pieces at which `move` raises no error."""
+    """Yield the result of `move` for each possible placement of a value's loose pieces (pieces whose dimension is not
+    known yet) for which `move` raises no error.
+    """
     first: Contradiction | None = None
     right = False
     for given in placements(x):
@@ -439,8 +455,8 @@ def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread
 
 
 def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequence[Spread]) -> Spread:
-    """Return the result of `move` for several values, for the first placement of their loose pieces at which it raises
-    no error.
+    """Return the result of `move` on several values, for the first possible placement of their loose pieces (pieces
+    whose dimension is not known yet) for which `move` raises no error.
     """
     first: Contradiction | None = None
     for each in islice(product(*map(placements, given)), _TRIED):

@@ -1,5 +1,5 @@
-"""This module puts the proof together: it finds for each weight of each compiled rank whether its gradient is right,
-wrong or unknown.
+"""This module decides for each weight of each compiled rank whether its gradient is right, wrong or unknown, and makes
+the report of `tc3 prove`.
 
 A weight is *proven* if two conditions hold. The spread of its gradient after the last sum over ranks, which follows
 operator by operator from the layouts of weights and inputs, is that of the weight (cut alike, neither partial nor
@@ -35,14 +35,14 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Weight:
-    """A `Weight` is what is known of one weight on one compiled rank.
+    """A `Weight` holds what was proven about the gradient of one weight on one compiled rank.
 
     Args:
         name: the name of the weight.
         verdict: `PROVEN`, `WRONG` or `UNKNOWN`.
-        why: what is wrong or unknown; "" for a proven weight.
-        spread: the spread of its gradient after the last sum; "" if it is unknown.
-        operator: the operator whose result has no spread; "" if the spreads reach the gradient.
+        why: a description of what is wrong or unknown; "" for a proven weight.
+        spread: the text that says how its gradient lies on the ranks after the last sum; "" if this is unknown.
+        operator: the operator for whose result this could not be found; "" if it was found up to the gradient.
     """
 
     name: str
@@ -53,22 +53,23 @@ class Weight:
 
     @property
     def kind(self) -> str:
-        """Return the name with * in place of the numbers of layers and experts."""
+        """Return the weight's name with * in place of the numbers of layers and experts."""
         return _LAYER.sub("*", self.name)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A `Stage` holds the results for one compiled rank.
+    """A `Stage` holds what was proven about the gradients of one compiled rank, which stands for its pipeline stage.
 
     Args:
         rank, stage: the rank that was compiled, and its pipeline stage.
-        mesh: the axes, with their sizes, as text.
+        mesh: the axes of the device mesh with their sizes, as text.
         weights: the weights that the optimizer updates.
-        contradictions: the operators that do not allow the spreads of their arguments, with the reason.
-        typed, asked: the number of operators on the way to the gradients that have a spread, and the number of all
-            these operators.
-        missing: operator -> the number of places where it has no spread, so that all that follows is unknown.
+        contradictions: the operators whose arguments lie on the ranks in a way that they do not allow, with the reason.
+        typed: the number of operators on the way to the gradients for whose results it was found how they lie on the
+            ranks.
+        asked: the number of all operators on the way to the gradients.
+        missing: for each operator without a result, the number of places where this makes everything behind it unknown.
     """
 
     rank: int
@@ -82,7 +83,8 @@ class Stage:
 
 
 def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[int, ...] | None]:
-    """Return the ranks of each group of a compiled rank; the world's group consists of the stage's devices.
+    """Return a function from the name of a communication group to its ranks, for the graph of one compiled rank; the
+    world group consists of the devices of the pipeline stage.
 
     Args:
         devices: the number of devices of one stage.
@@ -96,7 +98,7 @@ def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[i
 def mesh_for(
     results: Sequence[Mapping[str, Any]], graphs: Sequence[GraphText], degrees: Sequence[tuple[str, int]]
 ) -> Mesh:
-    """Return the mesh of the devices of a stage; all compiled stages have the same mesh.
+    """Return the device mesh of a pipeline stage; all compiled stages have the same mesh.
 
     Args:
         degrees: (name, ranks) of the recipe's tensor, context and data parallelism.
@@ -122,12 +124,12 @@ def typing_of(
     peers: Mapping[str, GraphText],
     received: Mapping[Direction, Spread] | None = None,
 ) -> Typing:
-    """Return the object that finds the spreads of one compiled rank.
+    """Return the `Typing` that finds how each value in the graph of one compiled rank lies on the ranks.
 
     Args:
-        result: the result of its compile, as `tools.dryrun.rank` reports it.
-        peers: axis -> the graph of the next rank along it.
-        received: the spreads of the values that other stages send.
+        result: the result of the rank's compile, as `tools.dryrun.rank` reports it.
+        peers: for each axis of the mesh the graph of the next rank along it.
+        received: how the values that other stages send lie on the ranks (their spreads).
     """
     known, generated = ranks_of(result, mesh.devices), generated_groups(graph)
     for each in (graph, *peers.values()):
@@ -154,8 +156,8 @@ def _without_strategies(graph: GraphText) -> None:
 
 
 def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:
-    """Return the spreads of all compiled stages, and a sentence for each direction in which stages send values of
-    different spreads.
+    """Return a `Typing` for each compiled stage, and a sentence for each direction (forward or backward) in which
+    stages send values that lie differently on the ranks.
 
     One stage receives what another sends. The spreads of the values that the first stage sends in its forward pass, and
     the last stage in its backward pass, are therefore assumed for all stages. Every stage must then send values of
@@ -180,11 +182,12 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
 
 
 def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, str]) -> Stage:
-    """Return the verdicts on the weights of one compiled rank.
+    """Return for each weight of one compiled rank whether its gradient is right, wrong or unknown.
 
     Args:
-        result: the result of its compile.
-        scales: weight -> the fault that the dry run finds in its divisors; weights without a fault are missing.
+        result: the result of the rank's compile.
+        scales: for each weight the fault that the dry run finds in the divisors of its gradient; weights without a
+            fault are left out.
     """
     weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
     ends = last_sums(typing.graph, typing.ranks_of, weights)
@@ -240,8 +243,8 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
 
 
 def against(found: Spread, wanted: Spread) -> str:
-    """Return a sentence that says why the spread of a gradient after its sums over ranks is wrong, and what would be
-    right; "" if the spread is right.
+    """Return a sentence that says why a gradient lies wrongly on the ranks after its sums over ranks, and what is
+    missing; return "" if the gradient lies on the ranks as its weight does.
     """
     if found.partial:
         return f"it must still be summed over {_told(found.partial)}"
@@ -262,7 +265,8 @@ def _told(axes: frozenset[str]) -> str:
 
 
 def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
-    """Return rank -> weight -> why the dry run calls the divisors of the weight's gradient wrong or unknown.
+    """Return rank -> weight -> the reason why `tc3 dryrun` calls the divisors of this weight's gradient wrong or
+    unknown.
 
     Args:
         micro_batches, devices: as in `tools.dryrun.report.scale_report`.
@@ -287,7 +291,7 @@ def report_of(
     per: int,
     all_: int,
 ) -> dict[str, Any]:
-    """Return the whole report as plain data.
+    """Return the report of `tc3 prove` as dicts, lists and numbers that can be written as JSON.
 
     Args:
         recipe: the file of the recipe.

@@ -1,5 +1,5 @@
-"""This module holds the rules of the dispatch of `plugins.hierarchical_ep`, in all of its modes, also if tokens are
-dispatched in chunks.
+"""This module holds the rules for the operators with which `plugins.hierarchical_ep` dispatches tokens, in each of its
+modes, with and without dispatch in chunks.
 
 The rules of `tools.prove.experts` check each step of a dispatch. The rules here assume that the steps of a single rank
 on its own rows are right (which rows it takes, in which order, how often, and which columns share a buffer), and check
@@ -85,7 +85,8 @@ def _entered(x: Spread) -> Dim:
 
 
 def held(x: Spread, shape: Sequence[int]) -> Spread:
-    """Return rows that a rank holds, as a tensor of `shape` on each rank.
+    """Return how dispatched rows that each rank holds lie on the ranks (their spread), as a tensor that has the shape
+    `shape` on each rank.
 
     Raises:
         NotKnown: a dimension after the rows is cut.
@@ -276,7 +277,7 @@ def _on_choices(call: Call) -> Value:
 
 
 def rule_of(call: Call) -> Callable[[Call], Value] | None:
-    """Return the rule of this module for an operator with its arguments; return None outside of the dispatch."""
+    """Return the rule for an operator that belongs to the dispatch of tokens; return None for any other operator."""
     op, values = call.node.op, list(_flat(call.values))
     if op == "Depend" and _TURN in call.node.scope and _grouped(values[0]):
         return _sliced  # whole rows in front of a collective

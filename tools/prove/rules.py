@@ -1,5 +1,5 @@
-"""This module holds a rule for each operator of MindSpore's graph, which returns the spread of its result (`RULES`),
-with the algebra of `tools.prove.spread` and `tools.prove.moves`.
+"""This module holds a rule for each operator of MindSpore's graph (`RULES`). A rule computes from the operator's
+arguments how its result lies on the ranks, with the algebra of `tools.prove.spread` and `tools.prove.moves`.
 
 A rule is a function of one `Call`. An operator that is not in the table has no rule, and what follows it is unknown.
 """
@@ -39,7 +39,7 @@ from tools.prove.spread import (
 
 
 def apply(call: Call) -> Value:
-    """Return the spreads of an operator's results.
+    """Return how the results of an operator lie on the ranks (their spreads), by the rule for this operator.
 
     Raises:
         NotKnown: the operator has no rule, or the rule does not cover these arguments. Contradiction: the operator does
@@ -150,7 +150,7 @@ def _quotient(call: Call) -> Value:
 
 
 def divisor_of(node: Node) -> float | None:
-    """Return the number by which an operator divides, if the graph has it as a constant."""
+    """Return the number by which an operator divides its argument, if the graph has this number as a constant."""
     found = re.search(r"value=\s*\[?\s*([\d.]+(?:e[+-]\d+)?)\s*\]?\)\)$", node.head)
     return float(found[1]) if found else None
 

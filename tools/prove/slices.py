@@ -1,5 +1,5 @@
-"""This module finds the `tools.prove.spread.Spread` of a value after each rank has taken its part of it, put zeros
-around its part, or looked up rows of a table.
+"""This module computes how a value lies on the ranks (its `tools.prove.spread.Spread`) after each rank has taken a
+slice, padded its part with zeros, or looked up rows of a table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.prove.spread import (
 
 
 def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
-    """Return the spread after each rank has taken a slice of its part of the value.
+    """Return how a value lies on the ranks (its spread) after each rank has taken a slice of its part.
 
     Args:
         shape: the shape of the slice on the rank.
@@ -78,7 +78,8 @@ def _same_piece(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
-    """Return the spread after each rank has put zeros around its part of the value, which is the gradient of `take`.
+    """Return how a value lies on the ranks (its spread) after each rank has padded its part with zeros, which is the
+    gradient of `take`.
 
     Args:
         shape, by, sizes: the same as in `take`, for the padded value.
@@ -143,8 +144,8 @@ def _outermost_first(axes: frozenset[str], sizes: Mapping[str, int]) -> Dim:
 
 
 def look_up(indices: Spread, table: Spread, sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of rows of a table. If the table's rows are cut, the indices must count from the first row of
-    the rank's own piece.
+    """Return how rows of a table lie on the ranks (their spread) after they were looked up by indices. If the table's
+    rows are cut over ranks, the indices must count from the first row of the rank's own piece.
     """
     require_home(indices, table)
     by_element(table)
@@ -156,7 +157,9 @@ def look_up(indices: Spread, table: Spread, sizes: Mapping[str, int]) -> Spread:
 
 
 def add_rows(gradient: Spread, indices: Spread, rows: int, sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of the gradient of `look_up`, which adds up the gradients of each row of the table."""
+    """Return how the gradient of a table lies on the ranks (its spread), where `look_up` has read rows of this table:
+    it adds up the gradients of each row.
+    """
     require_home(gradient, indices)
     if indices.shifted - gradient.shifted:
         raise refusal((gradient, indices), "rows of other ranks are added to a rank's own: the gradient has no mask")
@@ -169,8 +172,8 @@ def add_rows(gradient: Spread, indices: Spread, rows: int, sizes: Mapping[str, i
 
 
 def one_hot(indices: Spread, classes: int, sizes: Mapping[str, int]) -> Spread:
-    """Return the spread of one-hot rows (zeros, and a one at each index). If the ranks have shifted the indices by the
-    start of their own piece, the rows are cut.
+    """Return how one-hot rows (zeros, and a one at each index) lie on the ranks (their spread). If each rank has
+    subtracted the start of its own piece from the indices, the rows are cut over ranks.
     """
     require_home(indices)
     by_element(indices)

@@ -1,5 +1,5 @@
-"""This module defines how a value can lie on the ranks of a mesh (its spread), and computes the spread of the result of
-each operation. The module is pure algebra.
+"""This module describes how a value lies on the ranks of a device mesh (its spread), and computes for each operation
+how its result lies on the ranks. The module is pure algebra.
 
 A `Spread` states for one value and for every axis of the mesh whether the ranks along the axis hold the same value
 (replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each
@@ -46,7 +46,7 @@ class Certain(Contradiction):
 
 
 class NotKnown(TC3Error):
-    """This error means that no rule says how the result lies on the ranks."""
+    """This error means that no rule says how the result of an operator lies on the ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Block:
     """A `Block` holds `count` pieces of a dimension that a gather has placed in front of another dimension.
 
     Args:
-        home: the dimension to which they belong.
-        at: the number of atoms in front of them in that dimension.
-        others: (home, at) of the other places to which they may belong, where the place of the pieces was loose.
+        home: the dimension to which these pieces belong.
+        at: the number of atoms in front of these pieces in that dimension.
+        others: (home, at) of each other place to which these pieces may belong, if their place was loose.
     """
 
     home: int
@@ -67,7 +67,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Rows:
-    """A `Rows` holds rows of tokens in an order that routing decides, and that differs from rank to rank.
+    """A `Rows` stands for rows of tokens whose order is decided by routing and differs from rank to rank.
 
     Args:
         origin: the atoms of the dimension before the dispatch. Its axes come before the rows in the dimension.
@@ -89,7 +89,8 @@ Powers = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Spread:
-    """A `Spread` describes how a value lies on the ranks.
+    """A `Spread` describes how a value lies on the ranks of a device mesh: replicated, cut or as partial sums along
+    each axis.
 
     Args:
         dims: the atoms of each dimension, outermost first.
@@ -117,16 +118,16 @@ class Spread:
 
     @property
     def holes(self) -> frozenset[str]:
-        """Return the axes over which a dimension is cut."""
+        """Return the axes of the mesh over which a dimension of the value is cut."""
         return frozenset(atom for dim in self.dims for atom in dim if isinstance(atom, str))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape on one rank."""
+        """Return the shape of the part of the value that one rank holds."""
         return tuple(map(extent, self.dims))
 
     def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the whole value, given the size of each axis."""
+        """Return the shape of the whole value, given the number of ranks along each axis."""
         return tuple(math.prod(_size(atom, sizes) for atom in dim) for dim in logical(self.dims))
 
     def __str__(self) -> str:
@@ -143,7 +144,7 @@ def _told(atom: Atom) -> str:
 
 
 def extent(dim: Iterable[Atom]) -> int:
-    """Return the number of elements of a dimension on one rank."""
+    """Return the number of elements that one rank holds along a dimension."""
     return math.prod(_size(atom, {}) for atom in dim)
 
 
@@ -154,7 +155,9 @@ def _size(atom: Atom, sizes: Mapping[str, int]) -> int:
 
 
 def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
-    """Return the dimensions with each block moved back to the dimension to which it belongs."""
+    """Return the dimensions of a value with each gathered block of pieces moved back to the dimension to which it
+    belongs.
+    """
     found: list[list[Atom]] = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
         found[block.home].insert(block.at, block)
@@ -162,20 +165,23 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """A `Zeros` is the spread of a tensor of zeros on all ranks, which can be added to a value of any spread."""
+    """A `Zeros` describes a tensor of zeros on all ranks; it can be added to a value that lies on the ranks in any way.
+    """
 
 
 class Alike(Spread):
-    """An `Alike` is the spread of a constant tensor whose elements are equal on all ranks; it fits any cut."""
+    """An `Alike` describes a constant tensor whose elements are all equal; it can be combined with a value that is cut
+    over ranks in any way.
+    """
 
 
 def plain(shape: Iterable[int]) -> Spread:
-    """Return the spread of a value that is the same on all ranks."""
+    """Return the spread of a value of this shape of which all ranks hold the same copy."""
     return Spread(tuple(tidy((size,)) for size in shape))
 
 
 def tidy(atoms: Iterable[Atom]) -> Dim:
-    """Return the parts of a dimension without extents of 1, and with neighbouring extents multiplied."""
+    """Return the parts (atoms) of a dimension without those of one element, and with neighbouring sizes multiplied."""
     found: list[Atom] = []
     for atom in atoms:
         if atom == 1:
@@ -188,7 +194,7 @@ def tidy(atoms: Iterable[Atom]) -> Dim:
 
 
 def times(*parts: tuple[Powers, int]) -> Powers:
-    """Return the powers of a product of factors, each (powers, exponent)."""
+    """Return the powers of the axis sizes in a product, where each factor is given as (powers, exponent)."""
     total: Counter[str] = Counter()
     for powers, sign in parts:
         for axis, power in powers:
@@ -197,12 +203,14 @@ def times(*parts: tuple[Powers, int]) -> Powers:
 
 
 def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
-    """Return the spread of a value multiplied by the size of each axis to a power."""
+    """Return how a value lies on the ranks (its spread) after a multiplication by the size of each of `axes` to a
+    power.
+    """
     return replace(x, powers=times((x.powers, 1), (tuple((axis, power) for axis in axes), 1)))
 
 
 def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
-    """Return the dimensions; refuse them if one axis cuts two of them."""
+    """Return the dimensions unchanged; raise an error if one axis of the mesh cuts two of them."""
     cuts = Counter(atom for dim in dims for atom in dim if isinstance(atom, str))
     if twice := [axis for axis, count in cuts.items() if count > 1]:
         raise refusal(given, f"{twice[0]} would cut two dimensions")
@@ -210,7 +218,7 @@ def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
 
 
 def require_home(*given: Spread) -> None:
-    """Refuse values with gathered pieces that are not yet in the dimension to which they belong.
+    """Raise an error for values in which gathered pieces are not yet in the dimension to which they belong.
 
     Raises:
         NotKnown: there are such pieces.
@@ -221,13 +229,14 @@ def require_home(*given: Spread) -> None:
 
 
 def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None) -> Contradiction:
-    """Return a `Contradiction` whose message names the spreads."""
+    """Return a `Contradiction` whose message says how the given values lie on the ranks, and why this is wrong."""
     return Contradiction(f"{' with '.join(map(str, given))}: {why}", over)
 
 
 def placements(x: Spread) -> Iterator[Spread]:
-    """Yield the spread unchanged, then every spread in which its loose pieces lie in other possible dimensions (between
-    the extents around them, in the same order). Dimensions of one element come first, beginning with the last of them.
+    """Yield a value's spread unchanged, and then every spread in which its loose pieces (pieces whose dimension is not
+    known yet) lie in other possible dimensions, between the same neighbours and in the same order. Dimensions of one
+    element are tried first, beginning with the last of them.
     """
     yield x
     atoms = [(number, atom) for number, dim in enumerate(x.dims) for atom in dim]
@@ -249,7 +258,9 @@ def placements(x: Spread) -> Iterator[Spread]:
 
 
 def own_order(dim: Dim) -> Dim:
-    """Return a dimension with its grouped tokens in the order of each rank, which is enough for a sum over them."""
+    """Return a dimension in which each rank's grouped tokens are in the order that they had on this rank; for a sum
+    over the tokens this order is enough.
+    """
     rows = dim[-1] if dim else None
     if not isinstance(rows, Rows) or rows.path != (("group",),):
         return tidy(dim)
@@ -258,7 +269,8 @@ def own_order(dim: Dim) -> Dim:
 
 
 def check_rows(one: Dim, other: Dim) -> None:
-    """Refuse to combine two values whose rows went through the same steps, if their orders may differ.
+    """Raise an error for two values whose dispatched rows went through the same steps, but possibly in different
+    orders.
 
     Raises:
         NotKnown: it is not known whether the orders are the same.
@@ -306,7 +318,9 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
 
 
 def alike(x: Spread, other: Spread) -> Spread:
-    """Return an `Alike` cut like `other`; return any other value unchanged."""
+    """Return a constant tensor of equal elements (`Alike`) with its dimensions cut like those of `other`; return any
+    other value unchanged.
+    """
     if not isinstance(x, (Alike, Zeros)) or len(x.dims) != len(other.dims):
         return x
     fit = (two if extent(one) == extent(two) else one for one, two in zip(x.dims, other.dims, strict=True))
@@ -314,7 +328,9 @@ def alike(x: Spread, other: Spread) -> Spread:
 
 
 def joined(x: Spread, y: Spread) -> Spread:
-    """Return the spread of the result of an elementwise operation on two values, with broadcasting."""
+    """Return how the result of an elementwise operation on two values lies on the ranks (its spread), with
+    broadcasting.
+    """
     count = max(len(x.dims), len(y.dims))
     x, y = alike(x, y), alike(y, x)
     if x.dims != y.dims and any(x.dims) and any(y.dims):
@@ -341,8 +357,8 @@ def joined(x: Spread, y: Spread) -> Spread:
 
 
 def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
-    """Return the spread of the value as a partial sum over more axes, which is possible if the value is replicated with
-    the power -1.
+    """Return the spread of a replicated value, divided by the number of ranks along `axes`, as a partial sum over these
+    axes.
     """
     powers = dict(x.powers)
     for axis in sorted(axes - x.partial):
@@ -355,7 +371,7 @@ def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
 
 
 def add(x: Spread, y: Spread) -> Spread:
-    """Return the spread of a sum or difference by element."""
+    """Return how the elementwise sum or difference of two values lies on the ranks (its spread)."""
     if isinstance(x, Zeros) or isinstance(y, Zeros):
         zeros, other = (x, y) if isinstance(x, Zeros) else (y, x)
         more = len(zeros.dims) - len(other.dims)
@@ -369,7 +385,9 @@ def add(x: Spread, y: Spread) -> Spread:
 
 
 def check_linear(x: Spread, y: Spread) -> None:
-    """Refuse two factors if the products on the ranks are not parts of the product."""
+    """Raise an error for two factors if the products that the ranks compute do not add up to the product of the whole
+    values.
+    """
     if both := x.partial & y.partial:
         raise refusal((x, y), f"both are partial over {', '.join(sorted(both))}")
     if x.partial and y.partial:  # the parts of one may differ along the axes of the other
@@ -380,7 +398,8 @@ def check_linear(x: Spread, y: Spread) -> None:
 
 
 def multiply(x: Spread, y: Spread) -> Spread:
-    """Return the spread of a product by element: linear in each factor, and zero if one factor is."""
+    """Return how the elementwise product of two values lies on the ranks (its spread); the product with zeros is zeros.
+    """
     if isinstance(x, Zeros) or isinstance(y, Zeros):
         return Zeros(joined(Spread(alike(x, y).dims), Spread(alike(y, x).dims)).dims)
     check_linear(x, y)
@@ -390,14 +409,16 @@ def multiply(x: Spread, y: Spread) -> Spread:
 
 
 def divide(x: Spread, y: Spread) -> Spread:
-    """Return the spread of a quotient by element."""
+    """Return how the elementwise quotient of two values lies on the ranks (its spread)."""
     if y.partial:
         raise refusal((x, y), "the divisor is a partial sum")
     return multiply(x, replace(y, powers=times((y.powers, -1))))
 
 
 def by_element(*given: Spread) -> Spread:
-    """Return the spread of any other elementwise function, whose arguments must be neither partial nor scaled."""
+    """Return how the result of an elementwise function that is not linear lies on the ranks (its spread); its arguments
+    must be neither partial sums nor scaled.
+    """
     for x in given:
         if x.partial or x.powers or x.greatest:
             over = x.partial | x.greatest | dict(x.powers).keys()
@@ -409,7 +430,7 @@ def by_element(*given: Spread) -> Spread:
 
 
 def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return the spread of a sum over dimensions (None: all)."""
+    """Return how the sum of a value over dimensions `axes` (None: all dimensions) lies on the ranks (its spread)."""
     require_home(x)
     gone = set(range(len(x.dims))) if axes is None else {axis % len(x.dims) for axis in axes}
 
@@ -426,16 +447,16 @@ def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
 
 def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return the spread of a mean over dimensions; if such a dimension is cut, each rank divides by too few
-    elements.
+    """Return how the mean of a value over some dimensions lies on the ranks (its spread); if such a dimension is cut,
+    each rank divides by too few elements.
     """
     found = reduce_sum(x, axes, keep)
     return scaled(found, found.partial - x.partial, 1)
 
 
 def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return the spread of the largest element over dimensions; if such a dimension is cut, each rank finds the largest
-    element of its piece.
+    """Return how the maximum of a value over some dimensions lies on the ranks (its spread); if such a dimension is
+    cut, each rank finds the maximum of its own piece.
     """
     by_element(x)
     found = reduce_sum(x, axes, keep)
@@ -443,8 +464,8 @@ def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
 
 def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False) -> Spread:
-    """Return the spread of a matrix product over the last two dimensions of both values; the other dimensions are the
-    batch.
+    """Return how a matrix product over the last two dimensions of two values lies on the ranks (its spread); the other
+    dimensions are the batch.
     """
     require_home(x, y)
     check_linear(x, y)

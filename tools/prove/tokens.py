@@ -1,5 +1,5 @@
-"""This module holds the rules by which tokens become rows that a router can dispatch, and back: a rank's tokens are
-grouped, joined with constant rows, and put in the order of the ranks.
+"""This module holds the rules for operators that turn a rank's tokens into rows that a router can dispatch, and back:
+the tokens are grouped, joined with constant rows, and put in the order of the ranks.
 
 The shapes of such a reshape or concatenation are the same as those of any other one; only its counterpart on the way
 back puts the tokens where they belong. `tools.prove.experts` holds the rules of the steps in between.
@@ -16,19 +16,23 @@ from tools.prove.spread import Dim, NotKnown, Rows, Spread, extent, refusal
 
 
 def rows_in(dim: Dim) -> tuple[int, Rows] | None:
-    """Return the position of the dispatched rows in a dimension, and the rows; return None if there are none."""
+    """Return the position of the dispatched rows of tokens in a dimension, and these rows; return None if the dimension
+    has no dispatched rows.
+    """
     return next(((place, atom) for place, atom in enumerate(dim) if isinstance(atom, Rows)), None)
 
 
 def dispatched(dim: Dim) -> tuple[int, Rows] | None:
-    """Return what `rows_in` returns, unless `by_rank` made these rows."""
+    """Return the position of the dispatched rows in a dimension and these rows, as `rows_in` does; return None for rows
+    that `by_rank` made.
+    """
     found = rows_in(dim)
     return None if found is None or found[1].path == (("flat",),) else found
 
 
 def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return a flat value with its axes moved to the front, and the elements of a rank as rows after them, if the axes
-    are not already in front.
+    """Return a vector that is cut over ranks with its elements in the order of the ranks, as a gather puts them; return
+    it unchanged if its elements are already in this order.
 
     A gather puts the ranks' elements one after another, which is not the order of the whole value.
     """
@@ -41,7 +45,9 @@ def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def by_place(x: Spread) -> Spread:
-    """Return a value in the order that it had before `by_rank` changed the order, if each rank has its own elements."""
+    """Return a vector with its elements back in the order that they had before `by_rank`, provided that each rank holds
+    its own elements again.
+    """
     rows = x.dims[0][-1] if len(x.dims) == 1 and x.dims[0] else None
     if not isinstance(rows, Rows) or rows.path != (("flat",),):
         return x
@@ -50,7 +56,9 @@ def by_place(x: Spread) -> Spread:
 
 
 def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
-    """Return a value whose elements are equal along some dimensions; these dimensions then match rows in any order."""
+    """Return a value whose elements are known to be equal along some dimensions; along these dimensions the value can
+    be combined with rows in any order.
+    """
     dims = list(x.dims)
     for number in numbers:
         dims[number] = (Rows((), (("equal",),), extent(dims[number])),)
@@ -58,7 +66,8 @@ def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
 
 
 def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return tokens as MindFormers groups them for its router: [batch, sequence, width] becomes [ranks, tokens, width].
+    """Return how tokens lie on the ranks after MindFormers has grouped them for its router: the shape [batch, sequence,
+    width] becomes [ranks, tokens, width].
 
     The reshape moves each rank's own tokens to other positions of the whole value; only the way back puts them where
     they belong. Return None for any other reshape.
@@ -74,7 +83,9 @@ def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return the tokens in the shape that they had before `grouped`; return None if this reshape does not undo it."""
+    """Return how tokens lie on the ranks after a reshape that undoes `grouped`; return None if the reshape does not
+    undo it.
+    """
     if len(x.dims) != 3 or len(shape) != 3 or len(x.dims[1]) != 1 or not isinstance(rows := x.dims[1][0], Rows):
         return None
     if rows.path != (("group",),) or tuple(map(extent, rows.origin)) != tuple(shape[:2]):
@@ -83,7 +94,8 @@ def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def grouped_rows(x: Spread) -> Spread | None:
-    """Return a matrix of tokens with its rows as `grouped` gives them; return None for any other matrix.
+    """Return a matrix of tokens with its rows in the order into which `grouped` puts tokens; return None for any other
+    matrix.
 
     Where the compiler has made one reshape of two, the graph does not show the tokens between them.
     """
@@ -95,7 +107,7 @@ def grouped_rows(x: Spread) -> Spread | None:
 
 
 def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return the tokens in the shape that they had before `grouped_rows`; return None for any other reshape.
+    """Return how tokens lie on the ranks after a reshape that undoes `grouped_rows`; return None for any other reshape.
 
     If a rank has one sample, [1, tokens, width] is treated as grouped tokens, which the next Transpose ungroups.
     """
@@ -105,7 +117,9 @@ def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def padded(members: Sequence[Value], axis: int) -> Spread | None:
-    """Return grouped tokens with constant rows in front of them; return None if the tokens are not grouped."""
+    """Return how grouped tokens lie on the ranks after constant rows were put in front of them; return None if the
+    tokens are not grouped.
+    """
     if len(members) != 2 or not all(isinstance(each, Spread) for each in members):
         return None
     first, x = members
@@ -116,8 +130,8 @@ def padded(members: Sequence[Value], axis: int) -> Spread | None:
 
 
 def padded_back(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | None:
-    """Return grouped tokens with zeros in front of them, which is the gradient of `unpadded`; return None if the tokens
-    are not grouped.
+    """Return how grouped tokens lie on the ranks after zeros were put in front of them, which is the gradient of
+    `unpadded`; return None if the tokens are not grouped.
     """
     moved = [place for place, at in enumerate(begin) if at and rows_in(x.dims[place])]
     if len(moved) != 1 or shape[moved[0]] != begin[moved[0]] + extent(x.dims[moved[0]]):
@@ -138,7 +152,9 @@ def _with(x: Spread, axis: int, place: int, rows: Rows) -> Spread:
 
 
 def unpadded(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | None:
-    """Return grouped tokens without the constant rows in front of them; return None if the tokens are not grouped."""
+    """Return how grouped tokens lie on the ranks after the constant rows in front of them were removed; return None if
+    the tokens are not grouped.
+    """
     for place, dim in enumerate(x.dims):
         found = rows_in(dim)
         if found is None:

@@ -1,4 +1,4 @@
-"""This module gives every value of a rank's compiled graph its spread over the axes of the stage's mesh.
+"""This module finds for every value of a rank's compiled graph how the value lies on the ranks of the device mesh.
 
 `Typing` follows the operators from the parameters, whose layouts MindSpore states, to a value that is asked for. In a
 pipeline the root calls the forward pass of a micro-batch, which returns its backward pass as a closure; each call is
@@ -37,7 +37,7 @@ _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks o
 
 @dataclass(frozen=True)
 class Failure:
-    """A `Failure` says why a value has no spread.
+    """A `Failure` says why it was not found how a value lies on the ranks.
 
     Args:
         contradicts: whether the operator does not allow the spreads of its arguments; otherwise the spread is unknown.
@@ -52,8 +52,8 @@ class Failure:
 
 
 class Peers:
-    """A `Peers` holds the graphs of one additional rank for each axis, whose operators are matched with those of the
-    rank.
+    """A `Peers` holds for each axis of the mesh the graph of a neighbouring rank, to compare its operators with the
+    rank's.
 
     Args:
         graphs: axis -> the graph of the next rank along it.
@@ -68,8 +68,8 @@ class Peers:
         self.places: dict[tuple[str, int], dict[tuple[Any, ...], list[int]]] = {}
 
     def differs(self, name: str, number: int) -> dict[tuple[int, int], frozenset[str]]:
-        """Return which constants of an operator have different values on different ranks: for each (argument, place in
-        the argument's tuple) the axes of the mesh along which the value differs.
+        """Return which constants of an operator differ between ranks: for each (argument, place in the argument's
+        tuple), the axes of the mesh along which the constant's value differs.
 
         Raises:
             NotKnown: a peer has no such operator.
@@ -77,7 +77,7 @@ class Peers:
         return {key: frozenset(others) for key, (_, others) in self._differing(name, number).items()}
 
     def offsets(self, name: str, number: int) -> dict[tuple[int, int], tuple[int, dict[str, int]]]:
-        """Return `tools.prove.call.Call.offsets` of an operator.
+        """Return how an operator's integer constants grow from rank to rank, in the form of `Call.offsets`.
 
         Raises:
             NotKnown: a peer has no such operator.
@@ -108,8 +108,8 @@ class Peers:
         return found
 
     def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
-        """Return the operator of another rank's graph that has the same position among the operators of the same kind,
-        scope and types.
+        """Return the operator of a neighbouring rank's graph that has the same position among operators of one kind and
+        scope.
         """
         own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
         if len(own) != len(other):
@@ -143,7 +143,7 @@ def _constants(head: str) -> dict[tuple[int, int], str]:
 
 @dataclass(frozen=True)
 class Closure:
-    """A `Closure` identifies a subgraph together with its first arguments."""
+    """A `Closure` is a subgraph of the compiled graph, together with the values of its first arguments."""
 
     graph: str
     values: tuple[Value, ...]
@@ -158,7 +158,7 @@ class Sum:
 
 
 class Frame:
-    """A `Frame` is one run of a subgraph: its arguments, and the spreads that were found in it.
+    """A `Frame` is one call of a subgraph: its arguments, and how the values that it computes lie on the ranks.
 
     Equal operators with equal arguments have equal names, so a recomputed value is recognized in the backward pass.
     """
@@ -171,14 +171,14 @@ class Frame:
         self.origins: dict[str, tuple[Frame, str]] = {}  # of arguments: where the caller has them
 
     def named(self, text: str) -> int:
-        """Return the name of an argument."""
+        """Return the identifier of an argument; arguments with equal identifiers have equal values."""
         if number := re.fullmatch(r"%(\d+)", text):
             return self.names.get(int(number[1]), hash((self.name, text)))
         parameter = _PARAMETER.fullmatch(text)
         return self.given_names.get(parameter[1] if parameter else "", hash(text))
 
     def name_node(self, number: int, node: Node, arguments: Sequence[str]) -> int:
-        """Give an operator its name, and return it."""
+        """Give an operator an identifier, equal for operators that compute the same value, and return it."""
         if node.op in ("Depend", "Load", "TensorMove") and not node.calls:
             self.names[number] = self.named(arguments[0])
         elif node.calls or node.op == "Receive":
@@ -193,7 +193,7 @@ Direction = tuple[str, tuple[int, ...]]  # "forward" or "backward", and the shap
 
 
 class Typing:
-    """A `Typing` finds the spreads of all values of one graph.
+    """A `Typing` finds for all values of one compiled graph how they lie on the ranks (their spreads).
 
     Args:
         parameter: name of a parameter of the root graph -> its spread; it raises `NotKnown` for other names.
@@ -219,7 +219,7 @@ class Typing:
         self.repeats = self._sums_of_the_loss()
 
     def of(self, number: int) -> Value:
-        """Return the spread of a value of the root graph."""
+        """Return how a value of the root graph lies on the ranks (its spread)."""
         return self._total(self._of(self.root, number))
 
     def _total(self, value: Value) -> Value:
@@ -362,8 +362,8 @@ class Typing:
         return self.received[direction]
 
     def sent(self) -> dict[Direction, set[Spread]]:
-        """Return the spreads of the values that the root graph sends, by direction and shape; values without a spread
-        are left out.
+        """Return how the values that the root graph sends to other stages lie on the ranks, by direction and shape;
+        values for which this is not known are left out.
         """
         found: dict[Direction, set[Spread]] = defaultdict(set)
         for number, node in enumerate(self.graph.graphs[self.graph.root]):
@@ -378,8 +378,7 @@ class Typing:
         return found
 
     def summed(self, weight: str) -> Value:
-        """Return the spread of the variable that adds up a weight's gradient over micro-batches, before any sum over
-        ranks.
+        """Return how a weight's gradient, added up over micro-batches, lies on the ranks before any sum over ranks.
 
         Raises:
             NotKnown: no operator adds to the variable. Contradiction: micro-batches add values with different spreads.
@@ -411,17 +410,18 @@ class Typing:
 
     @property
     def asked(self) -> set[tuple[str, int]]:
-        """Return the operators for whose results a spread was sought, found or not."""
+        """Return all operators for which it was asked, with or without success, how their results lie on the ranks."""
         return {(frame.name, number) for frame in self.frames for number in frame.values}
 
     @property
     def failures(self) -> dict[tuple[str, int], Failure]:
-        """Return operator -> why its value has no spread."""
+        """Return for each operator without an answer the reason why it is not known how its result lies on the ranks.
+        """
         values = {(frame.name, n): value for frame in self.frames for n, value in frame.values.items()}
         return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
 
     def axes_of(self, node: Node) -> tuple[str, ...]:
-        """Return the axes of a collective; the last one is the axis along which neighbouring ranks lie."""
+        """Return the mesh axes of a collective's group; along the last of them, neighbouring ranks of the group lie."""
         group = str(attributes_of(node.text).get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
         if ranks is None:
@@ -440,7 +440,7 @@ class Typing:
         return [number for number in sums if f"ref_key={ADDED}{weight}," in nodes[nodes[number].value or 0].types[1]]
 
     def losses(self) -> list[Spread]:
-        """Return the spreads of the reported losses that are not the same on all ranks."""
+        """Return how those reported losses lie on the ranks that are not the same on all ranks."""
         found = []
         for node in self.graph.graphs[self.graph.root]:
             number = re.match(r"AssignAdd\(%para\d+_\w*loss, %(\d+)", node.head.removeprefix("PrimFunc_"))
@@ -450,8 +450,8 @@ class Typing:
         return found
 
     def sums_before(self, number: int) -> set[int]:
-        """Return the collectives that follow each other on the way to a value of the root graph, and the operators that
-        pass the value on.
+        """Return the collectives that directly precede a value of the root graph, and the operators that only pass it
+        on.
         """
         nodes = self.graph.graphs[self.graph.root]
         found: set[int] = set()
@@ -462,8 +462,7 @@ class Typing:
         return found
 
     def name_of(self, graph: str, number: int) -> str:
-        """Return an operator in a form in which a person can find it: its name, its number, and the line of Python or
-        the cell.
+        """Return a text by which a person finds an operator: its name, its number, and its line of Python or its cell.
         """
         node = self.graph.graphs[graph][number]
         return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"

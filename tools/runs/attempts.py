@@ -1,5 +1,5 @@
-"""This module handles the folder of each attempt of a run, `RUN/attempts/0000/` and on: who took part, how it ended,
-what followed.
+"""This module writes and reads the folder of each attempt of a run, `RUN/attempts/0000/` and so on: which hosts took
+part, how the attempt ended, and what happened next.
 
 Launches write these files, and `tc3 runs` reads them. An attempt is one start of a run's workers on all of its nodes.
 Its folder holds
@@ -36,8 +36,8 @@ FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "bea
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` is the plan of one attempt of a run. `hosts` are in the order of node rank; `slots` holds the workers of
-    each; `resume` is a checkpoint's folder.
+    """A `Plan` is the plan of one attempt to train a run. `hosts` are in the order of node rank; `slots` holds the
+    number of workers of each host; `resume` is the folder of a checkpoint.
     """
 
     attempt: int
@@ -57,8 +57,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Beat:
-    """A `Beat` is a node's sign of life: the phase of its workers, since when, and the newest step that any of them has
-    made.
+    """A `Beat` is a node's sign of life: the phase that its workers are in, the time since when, and the newest step
+    that any of its workers has made.
     """
 
     host: str
@@ -70,8 +70,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class End:
-    """An `End` says how a node's part of an attempt ended. `rank` is the worker's rank in the whole run; `code` is
-    negative for a signal.
+    """An `End` says how one node's part of an attempt ended. `rank` is a worker's rank in the whole run; `code` is the
+    worker's exit code, which is negative for a signal.
     """
 
     host: str
@@ -89,7 +89,7 @@ class End:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says which host and worker caused the end of an attempt, and what happens next."""
+    """A `Verdict` says which host and which worker caused the end of an attempt, and what happens next."""
 
     time: float
     decision: Decision
@@ -103,8 +103,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An `Attempt` is the content of one attempt's folder; a file that does not exist (yet), or is broken, is None or
-    missing.
+    """An `Attempt` holds the content of one attempt's folder; the content of a file that does not exist yet, or is
+    broken, is None or missing.
     """
 
     folder: Path
@@ -119,26 +119,26 @@ Form = TypeVar("Form", Plan, Beat, End, Verdict)
 
 
 def folder_of(run_dir: Path, number: int) -> Path:
-    """Return the folder of attempt `number`, counted from 0."""
+    """Return the folder of the attempt of a run with this number, counted from 0."""
     return run_dir / FOLDER / f"{number:04d}"
 
 
 def recipe_file(run_dir: Path, plan: Plan) -> Path:
-    """Return the file that the workers of an attempt read: its recipe, written before its plan is valid, and never
-    changed.
+    """Return the path of the recipe that the workers of an attempt read; this file is written before the attempt's plan
+    is valid, and never changes.
     """
     return folder_of(run_dir, plan.attempt) / f"recipe-{plan.name}.yaml"
 
 
 def file_of(folder: Path, start: str, host: str) -> Path:
-    """Return a host's file in an attempt's folder; `start` is `BEAT` or `END`, and any host's name gives a valid file
-    name.
+    """Return the path of a host's file in an attempt's folder; `start` is `BEAT` or `END`, and characters of the host's
+    name that a file name must not have are escaped.
     """
     return folder / f"{start}{quote(host, safe='')}.json"
 
 
 def numbers(run_dir: Path) -> list[int]:
-    """Return the attempts of which a run has folders, the oldest first."""
+    """Return the numbers of all attempts of which a run has a folder, the oldest first."""
     return sorted(int(path.name) for path in (run_dir / FOLDER).glob("[0-9]*") if path.name.isdecimal())
 
 
@@ -153,8 +153,8 @@ def write(path: Path, form: Plan | Beat | End | Verdict) -> None:
 
 
 def read(path: Path, kind: type[Form]) -> Form | None:
-    """Return one file of an attempt; None if it does not exist, or has another form. Keys of later versions are
-    ignored.
+    """Return the content of one file of an attempt; None if the file does not exist or does not have the wanted form.
+    Keys that later versions write are ignored.
     """
     try:
         return parse(path.read_text(encoding="utf-8"), kind)
@@ -163,12 +163,14 @@ def read(path: Path, kind: type[Form]) -> Form | None:
 
 
 def text_of(form: Plan | Beat | End | Verdict) -> str:
-    """Return the text of a file of an attempt: a line of JSON."""
+    """Return the content of a file of an attempt as text, in one line of JSON."""
     return json.dumps(asdict(form)) + "\n"
 
 
 def parse(text: str, kind: type[Form]) -> Form | None:
-    """Return the inverse of `text_of`; None if the text has another form. Keys of later versions are ignored."""
+    """Return the object from which `text_of` made a text; None if the text does not have the wanted form. Keys that
+    later versions write are ignored.
+    """
     try:
         content: Any = json.loads(text)
         known = {each.name: each.type for each in fields(kind)}
@@ -193,7 +195,7 @@ def _fits(value: object, wanted: str) -> bool:
 
 
 def read_attempt(run_dir: Path, number: int) -> Attempt:
-    """Return the content of the folder of attempt `number`."""
+    """Return the content of the folder of the attempt with this number."""
     folder = folder_of(run_dir, number)
     beats, ends = _by_host(folder, BEAT, Beat), _by_host(folder, END, End)
     return Attempt(folder, number, read(folder / PLAN, Plan), beats, ends, read(folder / VERDICT, Verdict))

@@ -57,8 +57,8 @@ _LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
 
 
 def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
-    """Call `look` every `every` seconds and show the status that it returns, until the run has ended; return the exit
-    code.
+    """Call `look` every `every` seconds and show the run's status that it returns, until the run has ended; return the
+    exit code.
     """
     if as_json or not console.is_terminal:
         return _print_lines(look, console, every, as_json)
@@ -92,7 +92,9 @@ def json_line(status: Status) -> str:
 
 
 def rows(status: Status) -> list[tuple[str, str]]:
-    """Return pairs of a name and its value; values that a run does not have are left out."""
+    """Return the status of a run as pairs of a name and a value in words; values that the run does not have are left
+    out.
+    """
     total = f" of {status.total_steps:,}" if status.total_steps else ""
     known = (
         share(status.goodput)
@@ -169,7 +171,7 @@ def _failures(status: Status) -> str | None:
 
 
 def table(status: Status) -> Table:
-    """Return the status as a table for a terminal."""
+    """Return the status of a run as a table for a terminal."""
     made = Table(box=None, show_header=False, pad_edge=False)
     made.add_column()
     made.add_column(overflow="fold")  # an error is never cut off
@@ -179,13 +181,14 @@ def table(status: Status) -> Table:
 
 
 def line(status: Status) -> str:
-    """Return the status as a line for a log."""
+    """Return the status of a run as one line for a log."""
     (_, name), *rest = rows(status)
     return f"{name}: " + ", ".join(f"{what} {text}" for what, text in rest)
 
 
 class Scalars:
-    """A `Scalars` writes TensorBoard's scalars of each step, and replaces what an earlier process wrote for that step.
+    """A `Scalars` writes the metrics of each step as TensorBoard scalars, and replaces the scalars that an earlier
+    process wrote for the same step.
 
     Raises:
         DataError: tensorboard is not installed, or the folder cannot be written.
@@ -209,14 +212,17 @@ class Scalars:
         self.event, self.summary = Event, Summary
 
     def add(self, record: dict[str, Any]) -> None:
-        """Write the scalars of one step's record of metrics/."""
+        """Write the metrics of one step, as a line in the run's folder metrics/ holds them, as scalars for TensorBoard.
+        """
         values = [(name, record.get(name)) for name in SCALARS]
         tokens, seconds = record.get("tokens"), record.get("seconds")
         values.append(("tokens_per_second", tokens / seconds if tokens and seconds else None))
         self._write(record, values)
 
     def add_routers(self, record: dict[str, Any]) -> None:
-        """Write one step's line of metrics/routers.jsonl: the value of each measure for the worst layer."""
+        """Write one step's line of metrics/routers.jsonl as scalars for TensorBoard; of each measure, the value of the
+        worst layer is written.
+        """
         worst = {"fullest": max, "entropy": min, "similarity": min, "idle": max, "streak": max}
         known = {name: [value for value in record.get(name) or () if value is not None] for name in worst}
         if type(record.get("step")) is int:
@@ -229,7 +235,8 @@ class Scalars:
 
 
 class Exporter:
-    """An `Exporter` writes the file `path` again for each status.
+    """An `Exporter` writes the status of a run into the file `path` in the form of Prometheus, and replaces the file
+    for each new status.
 
     Raises:
         DataError: prometheus-client is not installed, or `path` cannot be written or ends in something else than .prom.
@@ -247,7 +254,7 @@ class Exporter:
         self.path, self.client = path, prometheus_client
 
     def write(self, status: Status) -> None:
-        """Write the whole file again; values that are not known are left out."""
+        """Write the whole file anew for a status of the run; values that are not known are left out."""
         registry: Any = self.client.CollectorRegistry()
 
         def gauge(name: str, words: str, value: float, **labels: str) -> None:

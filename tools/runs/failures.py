@@ -1,5 +1,5 @@
-"""This module lists the failures of a run, one for each attempt: which worker caused it, by what, and which workers
-only followed.
+"""This module lists the failures of a run, one for each failed attempt: the worker that caused it, the cause, and the
+workers that failed only as a consequence.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Pyth
 
 @dataclass(frozen=True)
 class Signature:
-    """A `Signature` is an entry of signatures.yaml: how a cause of failure shows in a log, what it is called, and what
-    to do.
+    """A `Signature` is an entry of signatures.yaml, about one cause of failures: how the cause shows in a log, its
+    name, and what to do.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Signature:
 
 @dataclass(frozen=True)
 class Found:
-    """A `Found` is the cause that a log shows: the matching entry and its line, or `UNKNOWN` and the most informative
-    lines.
+    """A `Found` is the cause of a failure according to a log: the matching entry of signatures.yaml and the matching
+    line, or `UNKNOWN` and the most informative lines.
 
     `victim`: others that fail bring such a line about, too; by itself it does not say who began.
     """
@@ -70,8 +70,8 @@ def without_noise(lines: Sequence[str]) -> list[str]:
 
 
 def diagnose(lines: Sequence[str]) -> Found:
-    """Return the cause that the lines of one log show. Entries for failures that a worker can only cause itself take
-    precedence over entries for consequences of other workers' failures.
+    """Return the cause of a failure that the lines of one worker's log show. Entries of signatures.yaml for failures
+    that a worker can only cause itself take precedence over entries for consequences of other workers' failures.
     """
     loud = without_noise(lines)
     for victim in (False, True):
@@ -96,12 +96,14 @@ _NO_MACHINE = (_OF_THE_USER, "spike")  # causes that say nothing of the machines
 
 @dataclass(frozen=True)
 class Failure:
-    """A `Failure` describes how an attempt failed.
+    """A `Failure` describes how one attempt of a run failed.
 
     Args:
-        time: seconds since 1970; None: nobody wrote it. host, rank: who began it; None: not known. cause: as the
-            launch saw it (a form of `attempts.Cause`). found: what the log of who began it says. victims: host or
-            worker -> what its log says, for those that fell with it.
+        time: the time of the failure in seconds since 1970; None if no record has it.
+        host, rank: the host and the rank of the worker that caused the failure; None if they are not known.
+        cause: the cause that the launching process saw (a form of `attempts.Cause`).
+        found: the cause that the log of this worker shows.
+        victims: for each host or worker that failed as a consequence, the cause that its log shows.
     """
 
     attempt: int
@@ -118,22 +120,24 @@ class Failure:
 
     @property
     def counts(self) -> bool:
-        """Return whether the machines caused the failure; a recipe that must be changed and a loss spike do not
-        count.
+        """Return whether the failure counts as one of the machines; a recipe that must be changed and a loss spike do
+        not count.
         """
         return self.name not in _NO_MACHINE
 
     @property
     def name(self) -> str:
-        """Return the cause in one or two words: the one that the log shows or, if the log shows none, the one that the
-        launch saw.
+        """Return the cause of the failure in one or two words: the cause that the log shows or, if the log shows none,
+        the cause that the launching process saw.
         """
         own = not self.found.victim and self.found.name not in (UNKNOWN, _OF_THE_USER)
         return self.found.name if own else self.cause or self.found.name
 
 
 def failures(run: Run) -> list[Failure]:
-    """Return the failures of all attempts, the oldest first; for a run without attempts, what its last logs say."""
+    """Return the failures of all attempts of a run, the oldest first; for a run without attempts, return the failure
+    that its last logs show.
+    """
     if run.attempts:
         return [failure_of(one) for one in run.attempts if has_failed(one)]
     logs = sorted((run.folder / "logs").glob("worker_*.log"))
@@ -144,15 +148,15 @@ def failures(run: Run) -> list[Failure]:
 
 
 def has_failed(attempt: Attempt) -> bool:
-    """Return whether an attempt ended badly, according to its nodes or its verdict."""
+    """Return whether an attempt of a run failed, according to its nodes or its verdict."""
     outcomes = {end.outcome for end in attempt.ends.values()}
     went_on = attempt.verdict is not None and attempt.verdict.decision in _WENT_ON
     return "failed" in outcomes or (went_on and "preempted" not in outcomes)
 
 
 def failure_of(attempt: Attempt) -> Failure:
-    """Return the failure that the verdict names; without a verdict, the first bad end; if neither names a worker, the
-    failure that the logs show.
+    """Return the failure of an attempt: the failure that its verdict names; without a verdict, that of the first node
+    that ended badly; if neither names a worker, the failure that the logs show.
     """
     bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
     verdict = attempt.verdict

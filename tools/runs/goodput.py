@@ -1,5 +1,5 @@
-"""This module finds where a run's time went: it divides the wall time into pieces without gap or overlap, each of one
-kind.
+"""This module finds where a run's time went: it divides the wall time into consecutive spans, each with one kind of
+work (such as training, saving or waiting).
 
     1. Each attempt is a frame, from its plan to its end; a run without attempts has a frame for each start.
     2. Within a frame, steps, saves and evaluations follow each other as they were written. What lies before the
@@ -41,8 +41,9 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Piece:
-    """A `Piece` is a span of a run's time in which it did one kind of work, from `begin` to `end` in microseconds since
-    1970. If the work is consecutive steps, `between` microseconds of the span lie between the steps.
+    """A `Piece` is a span of a run's time with one kind of work, from `begin` to `end` in microseconds since 1970. If
+    this work is a series of training steps, `between` is the number of microseconds of the span that lie between the
+    steps.
     """
 
     begin: int
@@ -54,7 +55,7 @@ class Piece:
 
 @dataclass
 class Frame:
-    """A `Frame` is one attempt on the time line: from its plan to its end, in microseconds since 1970."""
+    """A `Frame` is the time of one attempt of a run, from its plan to its end, in microseconds since 1970."""
 
     number: int
     begin: int
@@ -66,7 +67,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A `Ledger` is the whole time of a run, divided into `pieces` without gap or overlap."""
+    """A `Ledger` is the whole time of a run, divided into consecutive spans (`pieces`) with one kind of work each."""
 
     frames: list[Frame]
     pieces: list[Piece]
@@ -76,11 +77,13 @@ class Ledger:
 
     @property
     def wall(self) -> int:
-        """Return the microseconds from the first attempt's plan to the end."""
+        """Return the number of microseconds from the plan of the run's first attempt to the end of its last attempt."""
         return self.frames[-1].end - self.frames[0].begin
 
     def totals(self, attempt: int | None = None) -> dict[Kind, int]:
-        """Return kind of work -> microseconds, of one attempt or of all attempts."""
+        """Return for each kind of work the number of microseconds that one attempt, or all attempts together, spent on
+        it.
+        """
         found: Counter[Kind] = Counter()
         for piece in self.pieces:
             if attempt is None or piece.attempt == attempt:
@@ -90,17 +93,21 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """Return kept time divided by all time; None for a run without time."""
+        """Return the share of the run's time that was spent on steps which no later attempt repeated; None for a run
+        without time.
+        """
         return self.totals()["kept"] / self.wall if self.wall else None
 
 
 def micro(seconds: float) -> int:
-    """Return whole microseconds."""
+    """Return a number of seconds as whole microseconds."""
     return round(seconds * 1_000_000)
 
 
 def ledger(run: Run) -> Ledger | str:
-    """Return the time of a run by kind of work, or a sentence that says why its records do not determine it."""
+    """Return the time of a run divided by kind of work, or a sentence that says why the run's records do not determine
+    this.
+    """
     timed = [part for part in run.parts if part.timed]
     notes = []
     if old := sum(len(part) for part in run.parts if not part.timed):
@@ -183,7 +190,9 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
     now, seen = frame.begin, False
 
     def until(end: int, kind: Kind) -> None:
-        """Add a piece of `kind` from now to `end`; consecutive steps become one piece."""
+        """Add a span of time with the work `kind` from the end of the last span to `end`; a span of further steps is
+        joined with the steps before it.
+        """
         nonlocal now
         end = min(max(end, now), frame.end)
         last = pieces[-1] if pieces else None
@@ -194,7 +203,9 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
         now = end
 
     def gap(end: int) -> None:
-        """Add the time up to the end of the next event, which is a series of consecutive steps or a single event."""
+        """Add the time up to the end of the next event, which is a series of training steps or a single event such as a
+        save.
+        """
         nonlocal now
         end = min(end, frame.end)
         if end <= now:

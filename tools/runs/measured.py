@@ -1,5 +1,6 @@
-"""This module puts the usual step of a run beside the step that the estimator predicts for the cluster of a first hour
-(`tc3 runs report RUN --measured BUNDLE`): the cluster whose efficiencies the hour fitted to a measured stage.
+"""This module compares the usual step of a run with the step that the estimator predicts for a measured cluster (`tc3
+runs report RUN --measured BUNDLE`). BUNDLE holds measurements of `tc3 firsthour`, to which the efficiencies of this
+cluster were fitted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SLOWER = 1.25  # times the predicted seconds: more than that is worth a look (as
 
 
 def hardware_of(bundle: Bundle) -> Hardware:
-    """Return the cluster that a first hour calibrated.
+    """Return the description of the cluster that `tc3 firsthour` has measured and calibrated.
 
     Raises:
         DataError: the hour did not come so far.
@@ -33,7 +34,9 @@ def hardware_of(bundle: Bundle) -> Hardware:
 
 
 def beside(found: Study, hardware: Hardware) -> Study:
-    """Return the study of a run with its usual step beside the predicted one, or with a note that says why not."""
+    """Return the study of a run with its usual and its predicted step time added, or with a note that says why these
+    cannot be compared.
+    """
     usual = found.run.usual()
     if found.run.recipe is None or usual is None:
         what = "recipe" if found.run.recipe is None else "usual step"

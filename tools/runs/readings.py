@@ -40,7 +40,7 @@ _MOST_LOSS = 700.0  # whose exponential a number can hold
 
 
 def loss_rank(recipe: Recipe) -> int:
-    """Return a rank that has the loss of the run; with pipeline stages it is one of the last stage, as in
+    """Return a rank that has the loss of the run; with several pipeline stages it is a rank of the last stage, as in
     MFLossMonitor.
 
     Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
@@ -61,7 +61,7 @@ class Readings:
     world_size: int = 1
 
     def add(self, record: dict[str, Any]) -> None:
-        """Read one line: the header of a (resumed) part, or a step."""
+        """Add one line of a metrics file: the header that each start of the workers writes, or the record of a step."""
         if "total_steps" in record:
             self.total_steps = record["total_steps"]
             self.start_step = record.get("start_step", 0)
@@ -72,11 +72,13 @@ class Readings:
 
     @property
     def last(self) -> dict[str, Any]:
-        """Return the newest step's record; empty before the first."""
+        """Return the record of the newest step; return an empty dict before the first step."""
         return self.steps[max(self.steps)] if self.steps else {}
 
     def tokens_per_second(self) -> float | None:
-        """Return the median speed of the steps of the last part, without its first step, which compiles."""
+        """Return the median number of tokens per second over the steps since the last start of the workers, without the
+        first of these steps, in which the graph is compiled.
+        """
         numbers = [step for step in sorted(self.steps) if step > self.start_step][1:]
         speeds = [
             self.steps[n]["tokens"] / self.steps[n]["seconds"] for n in numbers if self.steps[n].get("seconds", 0) > 0
@@ -85,7 +87,7 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return the whole content of one rank's metrics file; nothing if there is none."""
+    """Return everything in the metrics file of one rank; return empty readings if the file does not exist."""
     readings = Readings()
     for record in Follower(file).new_records():
         readings.add(record)
@@ -93,13 +95,15 @@ def read_metrics(file: Path) -> Readings:
 
 
 def read_held_out(run_dir: Path) -> dict[int, float]:
-    """Return step -> loss on the held-out documents, see `read_evaluations`."""
+    """Return the held-out losses of a run by training step, from the records that `read_evaluations` returns."""
     return {step: evaluation.loss for step, evaluation in read_evaluations(run_dir).items()}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An `Evaluation` is the loss on held-out documents after a step: the mean, and the loss of each listed corpus."""
+    """An `Evaluation` is the loss on held-out documents after a training step: the mean loss, and the loss of each
+    listed corpus.
+    """
 
     step: int
     loss: float
@@ -107,8 +111,9 @@ class Evaluation:
 
 
 def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
-    """Return step -> evaluation by `plugins.held_out_loss`. A resumed part evaluates the step from which it goes on
-    first, so a record replaces all records of its own step and of later steps, which the run has left behind.
+    """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. A resumed
+    run evaluates the step of its checkpoint first, and this record replaces all records of the same and of later steps,
+    because the run repeats those steps.
     """
     kept: dict[int, Evaluation] = {}
     for one in filter(None, map(evaluation_of, Follower(held_out_file(run_dir)).records())):
@@ -117,7 +122,7 @@ def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
 
 
 def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
-    """Return the losses that a line holds; None if no run writes such a line."""
+    """Return the held-out losses in one record of an evaluation file; None if no run writes a record of this form."""
     corpora = record.get("corpora", {})
     if type(record.get("step")) is not int or not _is_number(record.get("held_out_loss")):
         return None
@@ -133,7 +138,7 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def loss_in_words(loss: float | None) -> str:
-    """Return a text with a loss and its perplexity."""
+    """Return a loss and its perplexity as text."""
     known = perplexity(loss)
     if loss is None or known is None or loss == math.inf:
         return "not finite"
@@ -150,11 +155,15 @@ class Follower:
         self.offset = max(0, skipped)
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Return new records; a line that is not JSON (the last line of a killed run) is left out."""
+        """Return the records that were added since the last call; a line that is not JSON (the last line of a killed
+        run) is left out.
+        """
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the same records one after the other, for files that are too large for memory."""
+        """Yield the records that were added since the last call, each when it is read, for files that are too large for
+        memory.
+        """
         if not self.file.exists():
             return
         with self.file.open("rb") as lines:
@@ -169,7 +178,8 @@ class Follower:
 
 
 class Steps(Follower):
-    """A `Steps` follows a metrics file; lines of a form that no run writes are left out and listed in `faults`.
+    """A `Steps` reads the new lines of a metrics file at each call; lines of a form that no run writes are left out and
+    listed in `faults`.
 
     A number that is text, a negative time or one in the future would make confident tables of nothing.
     """
@@ -179,7 +189,9 @@ class Steps(Follower):
         self.faults: list[str] = []
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield new records that have the form of a run's records."""
+        """Yield the records that were added to the metrics file since the last call and that have the form of a run's
+        records.
+        """
         for record in super().records():
             if fault := _fault_of(record):
                 self.faults.append(fault)
@@ -223,8 +235,8 @@ def _parse(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` is what the probes of a run show: sentences about slow ranks, and sentences about what the probes cannot
-    show; `compared` is the number of ranks, None without probes.
+    """A `Slow` holds what the straggler probes of a run show: sentences about slow ranks, and sentences about what
+    these probes cannot show; `compared` is the number of compared ranks, or None without probes.
     """
 
     compared: int | None
@@ -233,7 +245,7 @@ class Slow:
 
 
 def slow_of(folder: Path, recipe: Recipe | None) -> Slow:
-    """Return the results of all probes of a run."""
+    """Return what all straggler probes of a run show about slow ranks."""
     try:
         records = read_run(folder)
     except DataError as error:
@@ -256,8 +268,8 @@ def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
 
 
 class Probes:
-    """A `Probes` follows the probes of a run that is in progress: it judges the newest `NEWEST` probes of each rank,
-    and reads new ones every `LOOK` seconds.
+    """A `Probes` reads the straggler probes of a run that is in progress: it judges the newest `NEWEST` probes of each
+    rank, and reads new probes every `LOOK` seconds.
     """
 
     def __init__(self, folder: Path, recipe: Recipe | None):
@@ -267,7 +279,9 @@ class Probes:
         self.found = Slow(None, [], [])
 
     def look(self) -> Slow:
-        """Read new probes if they are due, and return the newest results."""
+        """Read new straggler probes if `LOOK` seconds have passed, and return what the newest probes show about slow
+        ranks.
+        """
         if time.monotonic() - self.looked >= LOOK:
             self.looked = time.monotonic()
             for path in sorted((self.folder / "metrics").glob("probe_*.jsonl")):
@@ -284,12 +298,13 @@ class Probes:
 
 @dataclass
 class Part:
-    """A part is the steps of one start of the workers, with the columns of `COLUMNS` as arrays of one value for each
-    step.
+    """A `Part` holds the steps since one start of a run's workers; each column of `COLUMNS` is an array with one value
+    for each step.
 
     Args:
-        start_step: steps done before it.
-        began: when its training began, in seconds since 1970 (None for runs of older versions, which did not write it).
+        start_step: the number of steps that were done before this part.
+        began: the time at which its training began, in seconds since 1970 (None for runs of older versions, which did
+            not write it).
     """
 
     start_step: int
@@ -311,23 +326,25 @@ class Part:
 
     @property
     def timed(self) -> bool:
-        """Return whether the part records when its steps were made."""
+        """Return whether this part of the run records the times at which its steps were made."""
         return bool(self["time"]) and not any(math.isnan(time) for time in self["time"])
 
     @property
     def moment(self) -> float | None:
-        """Return when the part's training began, if it is recorded."""
+        """Return the time at which this part of the run began to train, if it is recorded."""
         return self.began if self.began is not None else self["time"][0] - self["seconds"][0] if self.timed else None
 
     def usual(self) -> float | None:
-        """Return the median seconds of the part's steps, without its first step, which compiles."""
+        """Return the median number of seconds of a step in this part of the run, without its first step, in which the
+        graph is compiled.
+        """
         seconds = [value for value in self["seconds"][1 : USUAL_OF + 1] if value > 0]
         return median(seconds) if seconds else None
 
 
 @dataclass
 class Run:
-    """A `Run` is the content of a run's folder; what does not exist is empty or None."""
+    """A `Run` holds the content of a run's folder; the content of a file that does not exist is empty or None."""
 
     folder: Path
     recipe: Recipe | None
@@ -337,21 +354,21 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what of its records cannot be used
 
     def usual(self, part: Part | None = None) -> float | None:
-        """Return the seconds of a usual step of `part`, or of the newest part with enough steps if `part` has too
-        few.
+        """Return the median number of seconds of a step in one part of the run, or in the newest part with enough steps
+        if this part has too few.
         """
         own = part.usual() if part else None
         return own if own else next((found for one in reversed(self.parts) if (found := one.usual())), None)
 
 
 def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
-    """Return the metrics file of a rank that has the run's loss."""
+    """Return the path of the metrics file of a rank that has the run's loss."""
     own = folder / "metrics" / f"rank_{loss_rank(recipe) if recipe else 0}.jsonl"
     return own if own.exists() or recipe else next(iter(sorted((folder / "metrics").glob("rank_*.jsonl"))), own)
 
 
 def recipe_of(folder: Path) -> Recipe | None:
-    """Return RUN/recipe.yaml; None if it does not exist or cannot be read."""
+    """Return the recipe in RUN/recipe.yaml; None if the file does not exist or cannot be read."""
     try:
         return load_recipe(folder / "recipe.yaml")
     except (TC3Error, OSError):
@@ -359,7 +376,7 @@ def recipe_of(folder: Path) -> Recipe | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise DataError for a folder that is not a run.
+    """Raise DataError for a folder that is not the folder of a run.
 
     Raises:
         DataError: there is no such folder, or nothing in it that a run writes.
@@ -373,7 +390,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return all data of a run's folder that the reports need.
+    """Return everything in a run's folder that the reports about the run need.
 
     Raises:
         DataError: as in `check_folder`.
@@ -386,22 +403,26 @@ def load_run(folder: Path) -> Run:
 
 
 def number(value: Any) -> float | None:
-    """Return a number from JSON, including NaN and infinity; None for anything else."""
+    """Return a number that was read from JSON, including NaN and infinity; return None for a value that is not a
+    number.
+    """
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return (steps done before, when training began, total steps) from the line that begins a part."""
+    """Return (number of steps done before, time at which training began, total number of steps) from the header that a
+    start of the workers writes into a metrics file.
+    """
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None
 
 
 def read_parts(file: Path, notes: list[str] | None = None) -> list[Part]:
-    """Return the parts of a metrics file (one for each start of the workers), the oldest first; parts that made no step
-    are left out.
+    """Return the parts of a metrics file, one for each start of the workers, the oldest first; a part without any step
+    is left out.
 
     Args:
-        notes: is told of lines that no run writes.
+        notes: a list to which sentences about lines that no run writes are added.
     """
     parts: list[Part] = []
     steps = Steps(file)

@@ -1,4 +1,4 @@
-"""This module shows the report of `tc3 runs report`: as a picture, as text for a terminal, and as a page.
+"""This module shows the report of `tc3 runs report` as a picture, as text for a terminal, and as an HTML page.
 
 `draw` draws runs: what each attempt did over time, and the step over time, in which lost steps fall back. `head`,
 `time_rows`, `attempt_rows`, `failure_rows` and `findings` are the words and tables of a report. `print_text` prints
@@ -162,12 +162,12 @@ def duration(seconds: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share as a percentage."""
+    """Return a share of the time as text in per cent."""
     return "not known" if value is None else f"{100 * value:.1f} %"
 
 
 def head(found: Study) -> Rows:
-    """Return the summary of a run as pairs of a name and its value."""
+    """Return the summary of a run as pairs of a name and a value in words."""
     time = found.ledger
     if isinstance(time, str):
         usual = ["usual step", duration(found.run.usual())]
@@ -196,7 +196,9 @@ def _held_out_rows(found: Study) -> Rows:
 
 
 def time_rows(studies: Sequence[Study]) -> Rows:
-    """Return where the time went: a row for each kind on which any run spent time, and a column for each run."""
+    """Return the rows of a table of the time that runs spent: a row for each kind of work on which any run spent time,
+    and a column for each run.
+    """
     known = [one.ledger.totals() for one in studies if isinstance(one.ledger, Ledger)]
     rows = [
         [words, *(_time_cell(one, kind) for one in studies)]
@@ -215,7 +217,9 @@ def _time_cell(found: Study, kind: Kind) -> str:
 
 
 def attempt_rows(found: Study) -> Rows:
-    """Return a row for each attempt; begins are in seconds after the first attempt's begin."""
+    """Return the rows of a table with a row for each attempt of a run; the begin of an attempt is given in seconds
+    after the begin of the first attempt.
+    """
     if isinstance(found.ledger, str):
         return []
     rows, first = [], found.ledger.frames[0].begin / SECOND
@@ -230,12 +234,14 @@ def attempt_rows(found: Study) -> Rows:
 
 
 def failure_rows(found: Study) -> Rows:
-    """Return a row for each failure: which worker caused it, and by what; its victims are listed separately."""
+    """Return the rows of a table with a row for each failure: the worker that caused it, and the cause; workers that
+    failed as a consequence are listed separately.
+    """
     return [[str(one.attempt), who(one), one.name, _where(one), _says(one), _fell(one)] for one in found.failures]
 
 
 def failure_line(one: Failure) -> str:
-    """Return sentences that describe a failure."""
+    """Return sentences that describe one failure of a run."""
     where, fell = _where(one), _fell(one)
     began = f"{who(one)} began it" if one.host or one.rank is not None else "it is unknown which worker failed first"
     says = _says(one).removeprefix(f"{one.name}: ")
@@ -265,7 +271,7 @@ def _fell(one: Failure) -> str:
 
 
 def findings(found: Study) -> list[str]:
-    """Return sentences about how often a run fails, how often it should save, and what to look at."""
+    """Return sentences about how often a run fails, how often it should save checkpoints, and what to look at."""
     lines = [_mtbf_line(found), *_saving_lines(found)]
     first_of_each = {one.found.name: one for one in reversed(found.failures)}
     lines += [f"{one.found.mend[0].upper()}{one.found.mend[1:]} ({one.name}, attempt {one.attempt})."
@@ -329,7 +335,7 @@ def _saving_lines(found: Study) -> list[str]:
 
 
 def print_text(studies: Sequence[Study], console: Console) -> None:
-    """Print the report of one run or of several side by side."""
+    """Print the report about one run, or about several runs side by side, to `console`."""
     console.print(_text_table(["", *(one.name for one in studies)], side_by_side(studies)))
     console.print(_text_table(["where the time went", *(one.name for one in studies)], time_rows(studies)))
     for one in studies:
@@ -341,7 +347,7 @@ def print_text(studies: Sequence[Study], console: Console) -> None:
 
 
 def side_by_side(studies: Sequence[Study]) -> Rows:
-    """Return the summaries of several runs, with a column for each run."""
+    """Return a table with the summaries of several runs, with a column for each run."""
     heads = [head(one) for one in studies]
     names = list(dict.fromkeys(row[0] for rows in heads for row in rows))
     tables = [{row[0]: row[1] for row in rows} for rows in heads]
@@ -358,7 +364,7 @@ def _text_table(heads: Sequence[str], rows: Rows, title: str = "") -> Table:
 
 
 def page(studies: Sequence[Study]) -> str:
-    """Return the text of the HTML file."""
+    """Return the report about runs as the text of an HTML file."""
     title = f"Report of {', '.join(one.name for one in studies)}"
     heads = ["", *(one.name for one in studies)]
     body = [

@@ -35,8 +35,8 @@ JUDGED = ("loss", "global_norm")
 
 @dataclass(frozen=True)
 class Spike:
-    """A `Spike` is a sudden high value of a metric: at `step`, the metric `name` had this `value`, which lies `above`
-    standard deviations above the steps before (None if it is not finite).
+    """A `Spike` is a sudden high value of a metric: at `step`, the metric `name` had the value `value`, which is
+    `above` standard deviations higher than in the steps before (None if the value is not finite).
     """
 
     step: int
@@ -47,10 +47,11 @@ class Spike:
 
 
 def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
-    """Return the spikes of all parts, in the order in which their steps were made.
+    """Return the spikes of all parts of a run (a part begins at each start of the workers), in the order in which the
+    steps were made.
 
     Args:
-        cuts: for each part, the last step that was not trained again.
+        cuts: for each part of the run, the number of its last step that no later part repeated.
     """
     found = []
     for at, part in enumerate(parts):
@@ -105,8 +106,8 @@ CONFIDENCE = 0.9
 
 @dataclass(frozen=True)
 class Mtbf:
-    """An `Mtbf` is the estimated mean time between failures in seconds (None without a failure) with its confidence
-    interval; `high` is None if there is no upper bound.
+    """An `Mtbf` is a run's estimated mean time between failures in seconds (None if there was no failure) with its
+    confidence interval; `high` is None if there is no upper bound.
     """
 
     failures: int
@@ -118,8 +119,8 @@ class Mtbf:
 
 @dataclass(frozen=True)
 class Saving:
-    """A `Saving` compares the interval between checkpoint saves that a run used with the best one, in seconds of
-    training, and says what share of the time each costs.
+    """A `Saving` compares the interval between checkpoint saves that a run used with the best interval, in seconds of
+    training, and says which share of the time each of the two intervals costs.
     """
 
     cost: float
@@ -132,7 +133,9 @@ class Saving:
 
 
 def mtbf(failures: int, running: float) -> Mtbf | None:
-    """Return the mean time between `failures` in `running` seconds; None if nothing ran."""
+    """Return the mean time between failures of a run that had this number of failures in `running` seconds; None if the
+    run did not train.
+    """
     if running <= 0:
         return None
     tail = (1 - CONFIDENCE) / 2
@@ -155,12 +158,14 @@ def _mean_with(count: int, probability: float) -> float:
 
 
 def young(cost: float, between: float) -> float:
-    """Return Young's interval, in seconds of training between two saves."""
+    """Return the best interval between checkpoint saves by Young's formula, in seconds of training."""
     return math.sqrt(2 * cost * between)
 
 
 def daly(cost: float, between: float) -> float:
-    """Return Daly's interval; if a save costs more than twice the time between failures, the interval is that time."""
+    """Return the best interval between checkpoint saves by Daly's formula, in seconds of training; if a save costs at
+    least twice the mean time between failures, return that mean time.
+    """
     if cost >= 2 * between:
         return between
     share = math.sqrt(cost / (2 * between))
@@ -168,15 +173,15 @@ def daly(cost: float, between: float) -> float:
 
 
 def overhead(cost: float, interval: float, between: float) -> float:
-    """Return the share of the time that is lost by saving every `interval` seconds and by repeating steps after
-    failures (to first order).
+    """Return the share of the time that is lost if a checkpoint is saved every `interval` seconds: by the saves, and by
+    repeating steps after failures (to first order).
     """
     return cost / interval + interval / (2 * between)
 
 
 def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
-    """Return the best interval between saves and the interval that the run used; None if no failure was seen or nothing
-    was measured.
+    """Return a comparison of the interval between checkpoint saves that the run used with the best interval; None if
+    the run had no failure or the cost of a save was not measured.
     """
     if found.estimate is None or cost <= 0 or used <= 0:
         return None
@@ -199,7 +204,7 @@ GOES_ON = "between attempts"
 @dataclass(frozen=True)
 class Checkpoints:
     """A `Checkpoints` holds the time that saving checkpoints costs a run. `seconds` is the median time for which
-    training stops for a save; `every` is the seconds of steps between two saves.
+    training stops for a save; `every` is the number of seconds of training between two saves.
     """
 
     saves: int
@@ -214,7 +219,9 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Beside:
-    """A `Beside` holds a run's usual step in seconds, the step predicted for a measured cluster, and their ratio."""
+    """A `Beside` holds the usual step time of a run in seconds, the step time that is predicted for a measured cluster,
+    and the ratio of the two times.
+    """
 
     usual: float
     predicted: float
@@ -283,7 +290,7 @@ def _state(run: Run) -> str:
 
 
 def state_of(attempt: Attempt) -> str:
-    """Return the state of an attempt in one or two words, such as "done", "failed" or "given up"."""
+    """Return the state of an attempt of a run in one or two words, such as "done", "failed" or "given up"."""
     decision = attempt.verdict.decision if attempt.verdict else None
     if decision:
         return {"done": "done", "give up": "given up", "leave": "left"}.get(decision, GOES_ON)
@@ -347,7 +354,7 @@ def _skipped(folder: Path) -> tuple[list[Entry], list[str]]:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Return plain values, fit for JSON: seconds, steps, words; null for unknown values."""
+    """Return the study of a run as values fit for JSON: seconds, steps, words, and null for unknown values."""
     time = found.ledger if isinstance(found.ledger, Ledger) else None
     checkpoints = asdict(found.checkpoints)
     return {

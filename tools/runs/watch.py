@@ -56,7 +56,7 @@ class _Part:
         self.some: list[float] = []  # seconds of the first `USUAL_OF` others
 
     def add(self, record: dict[str, Any], cut: int) -> None:
-        """Add the record of a step; a step beyond `cut` does not count, because a later attempt makes it again."""
+        """Add the record of a step; a step after `cut` does not count, because a later attempt makes it again."""
         seconds, stands = _number(record, "seconds"), record["step"] <= cut
         if not self.last:
             self.first = seconds if stands else 0.0
@@ -81,10 +81,11 @@ def _part(record: dict[str, Any]) -> _Part:
 
 
 class Kept:
-    """A `Kept` follows the steps of a run and counts those that no later attempt has made again.
+    """A `Kept` reads the steps of a run while it trains, and counts the steps that no later attempt has repeated.
 
     Args:
-        file: metrics of the rank that stands for the run. sink: gets every record of a step, once, in order.
+        file: the metrics file of the rank that has the run's loss.
+        sink: a function that is called once with the record of each step, in order.
     """
 
     def __init__(self, file: Path, sink: Sink = lambda record: None):
@@ -99,7 +100,7 @@ class Kept:
         self.speeds: deque[float] = deque(maxlen=_SPEED_OF)
 
     def look(self) -> None:
-        """Read the records that were written since the last call."""
+        """Read the records of steps that the run has written since the last call."""
         again = False
         for record in self.follower.records():
             if _opens(record, self.parts):
@@ -116,8 +117,8 @@ class Kept:
             self._count()
 
     def begin_at(self, step: int | None) -> None:
-        """Stop counting the steps beyond `step`, because an attempt that has not trained yet will repeat them; None
-        means that there is no such attempt.
+        """Stop counting the steps after `step`, because an attempt that has not trained yet will repeat these steps;
+        None means that there is no such attempt.
         """
         cut = NEVER if step is None else step
         if cut != self.cut:
@@ -149,17 +150,19 @@ class Kept:
 
     @property
     def step(self) -> int:
-        """Return the newest step that was trained."""
+        """Return the number of the newest step that the run has trained."""
         return self.last.get("step", 0)
 
     @property
     def usual(self) -> float | None:
-        """Return the seconds of a usual step, from the newest part that has enough steps."""
+        """Return the usual number of seconds of a step, from the newest start of the workers with enough steps."""
         return next((median(part.some) for part in reversed(self.parts) if part.some), None)
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all steps that count; the first step of a part counts as a usual step."""
+        """Return the total number of seconds of all steps that count; for the first step after each start of the
+        workers, which includes compiling, the usual step time is counted.
+        """
         whole = 0.0
         for part in self.parts:
             usual = median(part.some) if part.some else self.usual
@@ -168,7 +171,7 @@ class Kept:
 
     @property
     def speed(self) -> float | None:
-        """Return the tokens per second, as the median over the newest steps."""
+        """Return the number of tokens per second, as the median over the newest steps."""
         return median(self.speeds) if self.speeds else None
 
 
@@ -221,12 +224,12 @@ class Status:
 
     @property
     def over(self) -> int | None:
-        """Return the exit code of a run that has ended; None if it goes on."""
+        """Return the exit code of a run that has ended; None if the run is still in progress."""
         return OVER.get(self.state)
 
 
 class Watch:
-    """A `Watch` follows one run, and reads each line of its files only once.
+    """A `Watch` reads the folder of one run again and again, and reads each line of its files only once.
 
     Raises:
         DataError: the folder is not a run's.
@@ -256,7 +259,7 @@ class Watch:
         self.changed = time.monotonic()
 
     def look(self) -> Status:
-        """Read the data that was written since the last call, and return the state of the run."""
+        """Read what the run has written since the last call, and return the status of the run."""
         self._attempts()
         self.kept.look()
         plan = self.attempt.plan if self.attempt else None
@@ -360,8 +363,8 @@ class Watch:
 
 
 def routers_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a status that come from a line of `metrics/routers.jsonl`; return no fields for a line of a
-    form that no run writes.
+    """Return the fields of a run's status that a line of `metrics/routers.jsonl` gives; return no fields for a line of
+    a form that no run writes.
     """
     try:
         layer, fullest = max(zip(record["layers"], record["fullest"], strict=True), key=lambda pair: pair[1])

@@ -27,18 +27,19 @@ def average(
     progress: Callable[[str], None] = lambda name: None,
     damaged: Sequence[str] = (),
 ) -> int:
-    """Write the sum of share x weights over all `sources` to `target`, in the layout of the sources. Return the
-    number of averaged tensors.
+    """Write the weighted sum of the weights of all checkpoints in `sources` to `target`, in the layout of these
+    checkpoints. Return the number of averaged tensors.
 
     Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out: an average
     has none. Counters are those of the last source. A tensor of each source is in memory at a time, and the file that
     is written.
 
     Args:
-        sources: two or more of `Form` MindFormers, saved in one layout. target: a folder that is not there yet.
-        shares: the share of each checkpoint, which add up to 1; by default all are equal. progress: is called with each
-            file's name.
-        damaged: the faults of `sources` that are accepted (`inventory.salvaged`); `target` records them.
+        sources: two or more checkpoints in MindFormers' form that were saved in one layout.
+        target: the path of a folder that does not exist yet.
+        shares: the share of each checkpoint, which add up to 1; by default all shares are equal.
+        progress: a function that is called with the name of each file.
+        damaged: descriptions of the damage in `sources` that is accepted (`inventory.salvaged`); `target` records them.
 
     Raises:
         CheckpointError: the sources do not fit together, a number is not finite, or `target` exists.
@@ -67,7 +68,8 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """Return the shares with which `average` would weigh the sources. The function reads only the headers of the files.
+    """Return the share with which `average` would weigh each of the checkpoints in `sources`. The function reads only
+    the headers of the files.
 
     Raises:
         CheckpointError: as `average`, but for numbers that are not finite.

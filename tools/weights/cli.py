@@ -1,5 +1,5 @@
-"""This module is the command `tc3 weights`. The group shows what a checkpoint holds, and compares, averages, merges,
-converts (to and from Hugging Face) and reshards checkpoints.
+"""This module is the command `tc3 weights`. The commands of this group show what a checkpoint holds, and compare,
+average, merge, convert (to and from Hugging Face) and reshard checkpoints.
 """
 
 from __future__ import annotations

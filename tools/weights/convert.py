@@ -1,5 +1,5 @@
-"""This module runs a conversion from its first file to the complete folder. An interrupted conversion continues
-where it stopped.
+"""This module converts weights between MindFormers' and Hugging Face's form, file by file. A conversion that was
+interrupted continues where it stopped.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ DONE = ".done.json"  # behind the name of a file that is whole
 
 
 def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Callable[[Shard], str]:
-    """Return a function that writes one shard into `folder`. Each worker process builds this function once.
+    """Return a function that writes one file (shard) of a conversion into `folder`. Each worker process builds this
+    function once.
 
     Args:
-        known: Hugging Face name -> CRC-32 of its bits, where the source says.
+        known: the CRC-32 of the bits of each Hugging Face tensor by name, if the source lists it.
     """
     return partial(write_shard, open_source(source), folder, plan, known)
 
 
 def write_shard(source: Source, folder: Path, plan: Plan, known: dict[str, int], shard: Shard) -> str:
-    """Write `shard`, and beside it a file that lists its content; return the name of the shard's file.
+    """Write one file (shard) of a conversion, and next to it a file that lists its content; return the name of the
+    shard's file.
 
     Raises:
         CheckpointError: a tensor of the source is not what its checksum or its twin says, or has several values.
@@ -95,7 +97,7 @@ class _Parts:
         self.left: dict[str, int] = {}
 
     def of(self, entry: Entry) -> dict[str, Made]:
-        """Return the tensors to be written for an entry."""
+        """Return the tensors of Hugging Face that are made from one tensor of MindFormers, by name."""
         dtype = _written(self.source, self.plan, entry, entry.mindformers)
         self.left[entry.mindformers] = len(entry.parts)
         return {
@@ -175,9 +177,10 @@ def convert(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write `target`, a folder that does not exist yet. `progress` is called with the bytes written and the file. A
-    folder for Hugging Face says that the token `ends` ends a document. Tensors of `source` that are `damaged` and
-    are taken unchanged (`inventory.salvaged`) are recorded in `target`.
+    """Write the converted weights to `target`, a folder that does not exist yet. `progress` is called with the number
+    of bytes written so far and the name of the file. A folder for Hugging Face says that the token `ends` ends a
+    document. Tensors of `source` that are `damaged` and are copied unchanged (`inventory.salvaged`) are recorded in
+    `target`.
 
     What is written stands in a hidden folder beside `target` until all of it is there; run again after an interrupt or
     a full disk, a conversion of the same source keeps the files that are whole.
@@ -303,10 +306,12 @@ def _finish_hugging_face(part: Path, records: dict[str, Any], sizes: Sizes, plan
 
 
 def finish_mindformers(part: Path, records: dict[str, Any]) -> None:
-    """Write metadata.json (without it every rank would read every file to learn its shapes), and a seal for each file.
+    """Write metadata.json for converted weights in MindFormers' form, and a seal (a file with its checksum) for each
+    file. Without metadata.json, every rank would read every file to learn the shapes of the tensors.
 
     Args:
-        records: by file: its "sha256", and its "tensors", name -> (NumPy's name of the type, shape).
+        records: for each file its "sha256" and its "tensors", which maps a tensor's name to (NumPy's name of its type,
+            shape).
     """
     described, storage = {}, {}
     for file, record in records.items():

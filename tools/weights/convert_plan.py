@@ -1,5 +1,5 @@
-"""This module plans what a conversion reads and writes. The plan reads only the headers of files. Every tensor of
-MindFormers and of Hugging Face is used once, or listed as unused.
+"""This module plans what a conversion of weights reads and writes. Planning reads only the headers of files. Each
+tensor of MindFormers and of Hugging Face is used once, or listed as unused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
 @dataclass(frozen=True)
 class Shard:
-    """A `Shard` is a file to write: its `entries`, in the order of the forward pass, and their bytes."""
+    """A `Shard` is one file that a conversion writes: its tensors (`entries`) in the order of the forward pass, and its
+    size in bytes.
+    """
 
     file: str
     entries: tuple[Entry, ...]
@@ -45,13 +47,16 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` is a conversion that has not begun.
+    """A `Plan` says which files a conversion writes, and from which tensors.
 
     Args:
-        dtype: safetensors' type of trained weights; None: each as it is. The routers' biases keep theirs.
-        copies: Hugging Face tensor -> the one whose bits it must have: DeepSeek's MTP layer repeats embedding and head.
-        stands_for: Hugging Face tensor that is not read -> the one that it is tied to.
-        left_out: what of the source has no place in the target -> how many tensors.
+        dtype: the type of trained weights as safetensors writes it; None: each weight keeps its type. The routers'
+            biases always keep their type.
+        copies: for each Hugging Face tensor that repeats another one, the name of that tensor, whose bits it must have:
+            DeepSeek's MTP layer repeats the embedding and the output layer.
+        stands_for: for each Hugging Face tensor that is not read, the name of the tensor to which it is tied.
+        left_out: the number of tensors of the source that have no place in the target, by a description of these
+            tensors.
     """
 
     to: Target
@@ -63,12 +68,12 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all elements to be written."""
+        """Return the number of bytes of all tensors that the conversion writes."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def tensors(self) -> int:
-        """Return the number of tensors to be written."""
+        """Return the number of tensors that the conversion writes."""
         entries = [entry for shard in self.shards for entry in shard.entries]
         return sum(len(entry.parts) for entry in entries) if self.to == "Hugging Face" else len(entries)
 
@@ -76,11 +81,13 @@ class Plan:
 def plan_conversion(
     headers: Mapping[str, Header], sizes: Sizes, to: Target, dtype: str | None, limit: int, tied: bool = False
 ) -> Plan:
-    """Return the plan that converts a model of `sizes`.
+    """Return the plan for converting the weights of a model with these sizes.
 
     Args:
-        headers: of the source's tensors; dtype: see `Plan`; limit: bytes of a file, which a single tensor may exceed.
-        tied: whether the head of a Hugging Face source is its embedding, whatever its files hold.
+        headers: the headers of the source's tensors.
+        dtype: the type of the written weights, see `Plan`.
+        limit: the largest size of a file in bytes; a file with a single tensor may be larger.
+        tied: whether the output layer of a Hugging Face source is its embedding, whatever its files hold.
 
     Raises:
         CheckpointError: tensors are missing, unknown, of another shape or of a type that no weights have.
@@ -175,7 +182,9 @@ def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: i
 
 
 def file_of(to: Target, number: int, count: int) -> str:
-    """Return a file's name; for MindFormers, which numbers files by ranks, it is the name of one of `count` ranks."""
+    """Return the name of the file with this number that a conversion writes; for MindFormers, which numbers files by
+    ranks, it is the name of the file of one of `count` ranks.
+    """
     if to == "MindFormers":
         return f"weights-model-{number:07d}-{count:07d}.safetensors"
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
@@ -188,8 +197,8 @@ DTYPES = {"bf16": "BF16", "fp32": "F32"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """A `Conversion` holds a plan with its model and recipe, whether a config.json was compared, and the id that
-    ends a document in the recipe's data.
+    """A `Conversion` holds a plan with the sizes of its model and its recipe, whether a config.json was compared with
+    the recipe, and the id of the token that ends a document in the recipe's data.
     """
 
     plan: Plan
@@ -199,7 +208,7 @@ class Conversion:
     ends: int | None
 
     def lines(self, source: Path, target: Path, dry_run: bool, tokenizer: bool) -> list[str]:
-        """Return lines to print that say what the conversion did or would do."""
+        """Return lines of text that say what the conversion did, or would do if it is only planned."""
         plan = self.plan
         files = f"{len(plan.shards)} file{'s' * (len(plan.shards) > 1)}"
         verb = "would hold" if dry_run else "holds"
@@ -234,7 +243,7 @@ class Conversion:
         return found
 
     def as_dict(self, source: Path, target: Path) -> dict[str, Any]:
-        """Return the facts of `lines` as values for programs."""
+        """Return the facts about the conversion as values fit for JSON."""
         plan = self.plan
         return {
             "from": str(source),
@@ -250,10 +259,11 @@ class Conversion:
 
 
 def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) -> Conversion:
-    """Compare `source` with the recipe's model by headers, and plan the conversion of `source`.
+    """Compare the headers of the weights in `source` with the recipe's model, and return a plan for their conversion.
 
     Args:
-        recipe: None for that of the run that saved `source`; dtype, limit: see `plan_conversion`.
+        recipe: the path of the recipe; None for the recipe of the run that saved `source`.
+        dtype, limit: the arguments of `plan_conversion` with these names.
 
     Raises:
         CheckpointError: the checkpoint is not complete, or belongs to another model. RecipeError: there is no recipe,
@@ -278,7 +288,9 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
 
 
 def recipe_beside(source: Source) -> Path:
-    """Return RUN/recipe.yaml of RUN/checkpoint/iteration_*; raise RecipeError if there is none."""
+    """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*; raise RecipeError if this file
+    does not exist.
+    """
     file = source.path.absolute().parent.parent / "recipe.yaml"
     if not file.exists():
         raise RecipeError(
@@ -288,7 +300,7 @@ def recipe_beside(source: Source) -> Path:
 
 
 def model_of(recipe: Recipe) -> Sizes:
-    """Return the model of a recipe in Hugging Face's words.
+    """Return the sizes of the Hugging Face model that corresponds to the model of a recipe.
 
     Raises:
         RecipeError: DeepseekV3, and Llama, have no such thing.

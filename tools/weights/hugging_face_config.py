@@ -1,4 +1,5 @@
-"""This module writes the config.json of a Hugging Face folder, and compares a given one with the recipe's model.
+"""This module writes the config.json of a Hugging Face folder, and compares an existing config.json with the model of a
+recipe.
 
 It is what transformers' DeepseekV3ForCausalLM, of a dense model LlamaForCausalLM, and vLLM's TeleChat3ForCausalLM and
 TeleChat2ForCausalLM build the model from.
@@ -28,7 +29,9 @@ _UNCOMPARED = ("pad_token_id", "max_position_embeddings", "attention_dropout", "
 
 
 def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for a model whose weights are of type `dtype` (float32, bfloat16)."""
+    """Return the content of config.json for a model with these sizes whose weights have the type `dtype` (float32,
+    bfloat16).
+    """
     if sizes.telechat2:
         return _telechat2_config(sizes, dtype)
     if sizes.is_dense and stretched_as_telechat3(sizes):
@@ -44,15 +47,15 @@ def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
 
 
 def stretched_as_telechat3(sizes: Sizes) -> bool:
-    """Return whether RoPE is stretched in the way of TeleChat3's public weights, which Llama's classes cannot
-    compute.
+    """Return whether the model's RoPE is scaled in the same way as that of TeleChat3's public weights, which Hugging
+    Face's Llama classes cannot compute.
     """
     scaling = sizes.hf.get("rope_scaling") or {}
     return bool(scaling.get("rope_type") == yarn_plan.ROPE_TYPES[yarn_plan.TELECHAT3])
 
 
 def check_config(folder: Path, sizes: Sizes) -> bool:
-    """Compare the config.json of a Hugging Face folder with the recipe's model. Return whether the folder has a
+    """Compare the config.json of a Hugging Face folder with the model of a recipe. Return whether the folder has a
     config.json.
 
     Raises:
@@ -169,7 +172,7 @@ def _same(given: Any, wanted: Any) -> bool:
 
 
 def tied(folder: Path) -> bool:
-    """Return whether config.json says that the output layer and the embedding are one weight."""
+    """Return whether the config.json in a folder says that the output layer and the embedding share one weight."""
     try:
         return bool(json.loads((folder / FILE).read_text("utf-8")).get("tie_word_embeddings"))
     except (OSError, ValueError, AttributeError, RecursionError):

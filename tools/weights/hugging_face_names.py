@@ -31,14 +31,16 @@ class Entry:
     """An `Entry` is one tensor of MindFormers with the Hugging Face tensors that hold its elements.
 
     Args:
-        mindformers: the name in MindFormers. shape: the shape of the weight.
-        parts: Hugging Face's names; several for `gate_up` (gate, up), `experts_in` (gate, up of expert 0, of 1, ...)
-            `experts_out` (down of each expert) and `qkv` (query, key, value; or query, key_value).
-        how: `same`, `gate_up` [2F, h] with `interleaved` rows or halves, `experts_in` [E * h, 2H],
-            `experts_out` [E * H, h], `qkv` [(N + 2 G) * D, h]: of each of `groups` its queries, its key, its value,
-            which `key_value` [2 G * D, h] has in the same order.
-        queries: heads in a group of `qkv`, N / G.
-        decayed: whether AdamW decays it: MindFormers leaves out what has one dimension.
+        mindformers: the name of the tensor in MindFormers.
+        shape: the shape of the tensor in MindFormers.
+        parts: the names of the Hugging Face tensors; there are several for `gate_up` (gate, up), `experts_in` (gate, up
+            of expert 0, of 1, ...), `experts_out` (down of each expert) and `qkv` (query, key, value; or query,
+            key_value).
+        how: the form of MindFormers' tensor: `same`, `gate_up` [2F, h] with `interleaved` rows or halves, `experts_in`
+            [E * h, 2H], `experts_out` [E * H, h], or `qkv` [(N + 2 G) * D, h]: for each of `groups` its queries, its
+            key, its value; `key_value` [2 G * D, h] has keys and values in the same order.
+        groups: the number G of groups of query heads in `qkv`.
+        queries: the number of query heads in a group of `qkv`, N / G.
     """
 
     mindformers: str
@@ -52,20 +54,24 @@ class Entry:
 
     @property
     def decayed(self) -> bool:
-        """Return whether weight decay applies (mindformers/trainer/optimizer_grouped_parameters.py)."""
+        """Return whether the optimizer applies weight decay to this weight; MindFormers leaves out weights of one
+        dimension (mindformers/trainer/optimizer_grouped_parameters.py).
+        """
         return self.trained and len(self.shape) > 1
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """Return how many heads of a group of `qkv` each part has."""
+        """Return for each part of a joint `qkv` weight the number of its heads in one group (a group has one key and
+        one value head).
+        """
         return (self.queries, *[2 // (len(self.parts) - 1)] * (len(self.parts) - 1))
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return the tensor as Hugging Face's parts, in their order."""
+        """Return the tensors of Hugging Face into which a tensor of MindFormers is split, in their order."""
         return [self.part(array, index) for index in range(len(self.parts))]
 
     def part(self, array: np.ndarray, index: int) -> np.ndarray:
-        """Return one of Hugging Face's parts of the tensor."""
+        """Return one of the tensors of Hugging Face into which a tensor of MindFormers is split."""
         if self.how == "gate_up":
             halves = array.reshape(-1, 2, array.shape[1]).swapaxes(0, 1) if self.interleaved else np.split(array, 2)
             return np.ascontiguousarray(halves[index])
@@ -82,12 +88,16 @@ class Entry:
         return array
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Return the tensor that `split` would cut into `parts`."""
+        """Return the tensor of MindFormers that is made of these tensors of Hugging Face; this is the inverse of
+        `split`.
+        """
         pieces = list(self.pieces(parts.__getitem__))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def pieces(self, part: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the result of `join` expert by expert. `part(i)` is called once for each i."""
+        """Yield the tensor that `join` returns in pieces, one for each expert. The function `part(i)` is called once
+        for each tensor i of Hugging Face.
+        """
         if self.how == "gate_up":
             both = [part(0), part(1)]
             yield np.stack(both, axis=1).reshape(self.shape) if self.interleaved else np.concatenate(both)
@@ -109,15 +119,15 @@ class Entry:
 
 
 def table(sizes: Sizes) -> list[Entry]:
-    """Return every weight of the model in the order of the forward pass. Among these weights, only the routers' biases
-    are not trained.
+    """Return an entry for every weight of a model, in the order of the forward pass. Among these weights, only the
+    routers' biases are not trained.
     """
     shapes = _shapes(sizes)
     return [_entry(sizes, row, shapes) for row in rows(names_of(sizes))]
 
 
 def names_of(sizes: Sizes) -> Model:
-    """Return the sizes that determine the names of the weights."""
+    """Return those properties of a model that determine the names of its weights, such as the number of layers."""
     hf = sizes.hf
     if sizes.is_dense:
         return Model(sizes.layers, 0, sizes.layers, 0, latent_query=False, grouped=True, telechat2=sizes.telechat2)
@@ -127,7 +137,7 @@ def names_of(sizes: Sizes) -> Model:
 
 
 def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """Return MindFormers' tensors under Hugging Face's names.
+    """Return MindFormers' tensors, split and named as in Hugging Face's model.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or belongs to no weight.
@@ -143,18 +153,20 @@ def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
 
 
 def to_mindformers(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """Return Hugging Face's tensors under MindFormers' names. This raises the errors that `to_hugging_face` raises."""
+    """Return Hugging Face's tensors, joined and named as in MindFormers' model. This raises the errors that
+    `to_hugging_face` raises.
+    """
     _check(arrays, hugging_face_shapes(sizes))
     return {entry.mindformers: entry.join([arrays[name] for name in entry.parts]) for entry in table(sizes)}
 
 
 def hugging_face_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of Hugging Face's tensors, in the order of the forward pass."""
+    """Return the shapes of all tensors of Hugging Face's model by name, in the order of the forward pass."""
     return {name: part_shape(entry, index) for entry in table(sizes) for index, name in enumerate(entry.parts)}
 
 
 def part_shape(entry: Entry, index: int) -> tuple[int, ...]:
-    """Return the shape of one of Hugging Face's parts of an entry."""
+    """Return the shape of one of the tensors of Hugging Face into which a tensor of MindFormers is split."""
     if entry.how == "qkv":
         return (entry.shape[0] // (entry.queries + 2) * entry.heads[index], entry.shape[1])
     rows = entry.shape[0] // (len(entry.parts) // 2 if entry.how == "experts_in" else len(entry.parts))

@@ -21,20 +21,21 @@ LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, w
 
 @dataclass(frozen=True)
 class Sizes:
-    """A `Sizes` holds the sizes of the reference's model.
+    """A `Sizes` holds the sizes and settings of a model in Hugging Face's terms.
 
     Args:
-        hf: keyword arguments of DeepseekV3Config; of LlamaConfig for a model that `is_dense`.
-        latent_eps: epsilon of the two norms inside latent attention. DeepseekV3Config cannot say it: Hugging Face
-            builds them with LATENT_EPS, MindFormers with rms_norm_eps.
+        hf: the keyword arguments of DeepseekV3Config, or of LlamaConfig for a model that `is_dense`.
+        latent_eps: the epsilon of the two norms inside latent attention. DeepseekV3Config cannot express it: Hugging
+            Face builds these norms with LATENT_EPS, MindFormers with rms_norm_eps.
         interleaved: whether the rows of a dense `linear_fc1` alternate between gate and up.
-        mtp_layers: MTP layers; the class has none, `model.Reference` adds them from its decoder layer.
-        mtp_factor: weight of the MTP loss.
+        mtp_layers: the number of MTP layers; Hugging Face's class has none, and the reference model adds them.
+        mtp_factor: the weight of the MTP loss.
         aux_coefficient: the coefficient of the sequence-wise balance loss (DeepSeek-V3 technical report, section
             2.1.2).
-        bias_rate: step of the aux-free bias after each training step; 0 leaves the bias unchanged.
-        telechat2: Llama with a bias behind attention's output and behind the MLP's, under TeleChat2's names; `hf` has
-            LlamaConfig's words all the same.
+        bias_rate: the amount by which aux-free balancing moves a router's bias after each training step; 0 leaves the
+            bias unchanged.
+        telechat2: whether the model is TeleChat2: Llama with biases on the outputs of attention and of the MLP, under
+            TeleChat2's names of weights; `hf` nevertheless holds arguments of LlamaConfig.
     """
 
     hf: dict[str, Any]
@@ -47,28 +48,30 @@ class Sizes:
     telechat2: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data from which `Sizes(**data)` rebuilds this object; golden files keep it as text, so that a
-        field that is off is left out.
+        """Return the fields as a dict from which `Sizes(**data)` rebuilds this object. The field `telechat2` is left
+        out if it is False, because golden files keep this dict as text.
         """
         return {name: value for name, value in asdict(self).items() if name != "telechat2" or value}
 
     @property
     def layers(self) -> int:
-        """Return the number of decoder layers, without MTP."""
+        """Return the number of decoder layers, not counting the layers of MTP."""
         return int(self.hf["num_hidden_layers"])
 
     def is_moe(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0 with the MTP layers last, has experts."""
+        """Return whether the layer with this number has experts; layers are counted from 0, and the MTP layers come
+        last.
+        """
         return not self.is_dense and layer >= int(self.hf["first_k_dense_replace"])
 
     @property
     def streams(self) -> int:
-        """Return the number of residual streams, in Xing4.0 several."""
+        """Return the number of residual streams of the model: 1, or several with hyper-connections (as in Xing4.0)."""
         return int(self.hf.get("hc_mult", 1))
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the model is Llama: without experts, and with grouped queries."""
+        """Return whether the model has Llama's architecture, without experts and with grouped-query attention."""
         return "n_routed_experts" not in self.hf
 
 
@@ -97,7 +100,7 @@ _SAME = {
 
 
 def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
-    """Return the sizes of Hugging Face's model that corresponds to a TransformerConfig.
+    """Return the sizes of the Hugging Face model that corresponds to MindFormers' TransformerConfig with these fields.
 
     Args:
         fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
@@ -158,7 +161,8 @@ def _rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def one_stream(fields: Mapping[str, Any], what: str) -> None:
-    """Refuse several residual streams where `what`, a model of Hugging Face, has one.
+    """Raise RecipeError if a recipe's model has several residual streams, because `what` (a model of Hugging Face) has
+    only one residual stream.
 
     Raises:
         RecipeError: the recipe has several.
@@ -251,8 +255,8 @@ _DENSE_SAME = {
 
 
 def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
-    """Return the sizes of a TransformerConfig that has neither experts nor latent attention: Llama's, or with biases on
-    outputs TeleChat2's.
+    """Return the sizes of the Hugging Face model for a TransformerConfig with neither experts nor latent attention:
+    those of Llama or, if linear layers have biases, those of TeleChat2.
 
     Args:
         fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.

@@ -27,11 +27,14 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Values:
-    """A `Values` holds the results of reading a group's tensors.
+    """A `Values` holds what reading the elements of a group of tensors has shown: their norm, values that are not
+    finite, and copies that differ.
 
     Args:
-        norm: L2, in float64. not_finite: numbers that are NaN or infinite; where: the first tensor that has one.
-        differing: tensor -> ranks whose copy is another.
+        norm: the L2 norm of all elements, in float64.
+        not_finite: the number of elements that are NaN or infinite.
+        where: the name of the first tensor with such an element.
+        differing: for each tensor the ranks whose copy differs from that of the first rank.
     """
 
     norm: float
@@ -42,11 +45,12 @@ class Values:
 
 @dataclass(frozen=True)
 class Group:
-    """A `Group` holds the tensors of one kind, type and shape whose names differ only in numbers.
+    """A `Group` holds tensors of one kind, type and shape whose names differ only in numbers, such as those of layers.
 
     Args:
-        pattern: their name, `*` for each number. numbers: those that stand there, such as "0-44" of layers.
-        cuts: into how many parts each axis is cut; empty where the checkpoint does not say.
+        pattern: the name of the tensors, with `*` in place of each number.
+        numbers: the numbers in the names, such as "0-44" for layers.
+        cuts: the number of parts into which each axis is cut; empty if the checkpoint does not say this.
     """
 
     kind: Kind
@@ -66,11 +70,12 @@ class Group:
 
 
 def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
-    """Return the groups of `source`: first weights, then the optimizer's state, then the rest. Within each kind, the
-    order is that of the files.
+    """Return the tensors of `source` in groups: first the groups of weights, then those of the optimizer's state, then
+    all others. Within each kind, the groups are in the order of the files.
 
     Args:
-        values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.
+        values: whether all tensors are read, one at a time, to compute norms and to find values that are not finite.
+        progress: a function that is called with the name of each tensor that is read.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, header in source.headers.items():
@@ -116,11 +121,12 @@ def _values(source: Source, names: list[str], progress: Callable[[str], None]) -
 def salvaged(
     sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
 ) -> list[str]:
-    """Return the damaged tensors among weights that are about to be rewritten and sealed. The function reads every file
-    completely.
+    """Return a line of text for each kind of damage in weights that are about to be rewritten. The function reads every
+    file completely.
 
     Args:
-        allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.
+        allowed: whether damaged tensors are accepted (`--salvage`).
+        progress: a function that is called with the name of each tensor that is read.
 
     Raises:
         CheckpointError: something is, and that is not allowed.
@@ -136,7 +142,9 @@ def salvaged(
 
 
 def damage(source: Source, progress: Callable[[str], None] = lambda name: None) -> list[str]:
-    """Return a line for each way in which the elements of `source` differ from what was saved, or are not finite."""
+    """Return a line of text for each way in which the elements of the weights in `source` differ from what was saved,
+    or are not finite.
+    """
     found = []
     if reason := source.seal_fault(checksums=True):
         found.append(reason)
@@ -170,7 +178,9 @@ def _finite(source: Source, file: str, name: str, progress: Callable[[str], None
 
 
 def mark(folder: Path, damaged: Sequence[str]) -> None:
-    """Record in `folder` from which damaged tensors its weights were written, if there were any."""
+    """Write a file into `folder` that lists the damaged tensors from which its weights were made; write no file if no
+    tensor was damaged.
+    """
     if damaged:
         (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")
 
@@ -180,11 +190,12 @@ def mark(folder: Path, damaged: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is a tensor whose elements differ.
+    """A `Change` describes a tensor whose elements differ between two compared checkpoints.
 
     Args:
-        relative: L2 of the difference over L2 of A's; inf where A's is zero. largest: of the absolute differences.
-            Both are nan where a number is not finite on one side.
+        relative: the L2 norm of the difference divided by the L2 norm of A's tensor; inf if A's tensor is zero.
+        largest: the largest absolute difference of two elements. Both numbers are nan if an element of A or B is not
+            finite.
     """
 
     name: str
@@ -194,11 +205,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the differences between the tensors of two sides A and B.
+    """A `Comparison` holds the differences between the tensors of two checkpoints A and B.
 
     Args:
-        only: names that only one side has, (of A, of B). other: (name, A's type and shape, B's).
-        same: names whose bits are equal. changes: the others, the largest relative difference first.
+        only: the names of the tensors that only A has, and of those that only B has.
+        other: (name, type and shape in A, type and shape in B) for tensors whose type or shape differs.
+        same: the names of the tensors whose bits are equal.
+        changes: all other tensors, the largest relative difference first.
     """
 
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -208,15 +221,16 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Return whether both sides hold the same tensors, bit by bit."""
+        """Return whether both checkpoints hold the same tensors with the same bits."""
         return not (any(self.only) or self.other or self.changes)
 
 
 def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name: None) -> Comparison:
-    """Compare two sources tensor by tensor. Experts that have moved are compared in their logical order.
+    """Compare the weights of two checkpoints tensor by tensor. Experts that plugins.expert_balance has moved are
+    compared in their logical order.
 
     Args:
-        progress: is called with the name of each tensor that is read.
+        progress: a function that is called with the name of each tensor that is read.
     """
     left, right = _compared_names(a), _compared_names(b)
     other: list[tuple[str, str, str]] = []
@@ -261,7 +275,7 @@ _TITLES = {"weights": "weights", "optimizer": "optimizer's state", "other": "cou
 
 
 def summary_lines(source: Source, groups: list[Group], fault: str | None, values: bool) -> Iterator[str]:
-    """Yield lines about the weights as a whole."""
+    """Yield lines of text about all weights of a checkpoint together."""
     step = "step unknown" if source.step is None else f"step {source.step:,}"
     yield f"{source.path}: {source.form}, {step}, files of {source.ranks} rank{'s' * (source.ranks > 1)}"
     for kind in KINDS:
@@ -288,8 +302,8 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
 
 
 def inventory_table(groups: list[Group]) -> Table:
-    """Return a table with a row for each group. The optimizer has the same groups as the weights, so it has rows only
-    if values were read.
+    """Return a table with a row for each group of tensors. The optimizer's state has the same groups as the weights, so
+    it has rows only if the values of tensors were read.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("tensor", overflow="fold")
@@ -307,7 +321,7 @@ def inventory_table(groups: list[Group]) -> Table:
 
 
 def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
-    """Yield the differences of both sides, or one line that says that they are equal."""
+    """Yield a line of text for each difference between two checkpoints, or one line that says that they are equal."""
     yield f"A {a}"
     yield f"B {b}"
     if comparison.equal:

@@ -1,5 +1,5 @@
-"""This module adds the adapters of a checkpoint (`plugins.lora`) to the weights beside them, and writes the result as
-weights of the model without adapters.
+"""This module adds the adapters of a checkpoint (`plugins.lora`) to the weights that they adapt, and writes the result
+as the weights of the model without adapters.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ _BALANCE = ".expert_bias"  # of a router: no gradient trains it, and it belongs 
 
 @dataclass(frozen=True)
 class Merge:
-    """A `Merge` is a merge that has not begun.
+    """A `Merge` says what merging adapters into weights reads and writes.
 
     Args:
-        files: the names of the tensors of each file to write. headers: of these tensors, by name.
-        scale: alpha / rank. adapted: weights that get an adapter's product. recipe: the file that says so.
+        files: the names of the tensors of each file to write.
+        headers: the headers of these tensors, by name.
+        scale: the factor of the adapters' products, alpha / rank.
+        adapted: the names of the weights to which an adapter's product is added.
+        recipe: the path of the recipe that has these settings.
     """
 
     files: tuple[tuple[str, ...], ...]
@@ -50,15 +53,17 @@ class Merge:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all elements to be written."""
+        """Return the number of bytes of all tensors that the merge writes."""
         return sum(self.headers[name].bytes for names in self.files for name in names)
 
 
 def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
-    """Return what a merge of `source` reads and writes. The function reads only the headers of the files.
+    """Return what merging the adapters of `source` into its weights would read and write. The function reads only the
+    headers of the files.
 
     Args:
-        recipe: None for that of the run that saved `source`. limit: bytes of a file, which one tensor may exceed.
+        recipe: the path of the recipe; None for the recipe of the run that saved `source`.
+        limit: the largest size of a file in bytes; a file with a single tensor may be larger.
 
     Raises:
         CheckpointError: there is no iteration, it is not complete, or its adapters differ from those of the recipe.
@@ -118,14 +123,15 @@ def merge(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write `target`, a folder that does not exist yet: whole weights, which a run in any layout can begin with and
-    `tc3 weights convert` can read.
+    """Write the merged weights to `target`, a folder that does not exist yet. The tensors are whole, so a run in any
+    layout can start from them, and `tc3 weights convert` can read them.
 
     W + scale x B A is summed in float64 and rounded once to the type of W. The optimizer's state is left out.
 
     Args:
-        progress: is called with the bytes written and the file. damaged: what is wrong with `source` and taken all the
-            same (`inventory.salvaged`), to be recorded in `target`.
+        progress: a function that is called with the number of bytes written so far and the name of the file.
+        damaged: descriptions of the damage in `source` that is accepted (`inventory.salvaged`), to be recorded in
+            `target`.
 
     Raises:
         CheckpointError: `target` exists, or ranks hold different copies of a tensor. DataError: it cannot be written.

@@ -1,4 +1,6 @@
-"""This module runs a resharding from its first file to the complete folder."""
+"""This module reshards a checkpoint: it writes the files of the checkpoint's new layout, and the files that make the
+folder complete.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ from tools.weights.source import Source, refuse_target, require_room
 
 @dataclass(frozen=True)
 class Piece:
-    """A `Piece` is a box of elements that goes from one slice to another.
+    """A `Piece` is a box of elements that is copied from a slice of the old layout to a slice of the new layout.
 
     Args:
-        place: the place of the old slice, in row-major order. source, target: where the box begins in either slice;
-            size: its size.
+        place: the number of the old slice, counted in row-major order.
+        source, target: the position at which the box begins in the old slice and in the new slice.
+        size: the number of elements of the box along each axis.
     """
 
     place: int
@@ -46,12 +49,13 @@ class Piece:
 
 @lru_cache(maxsize=65536)
 def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...]:
-    """Return the boxes that make up slice `place` of a tensor cut into `new` parts, taken from the tensor cut into
-    `old` parts. Each element occurs in exactly one box.
+    """Return the boxes of elements that make up slice `place` of a tensor cut into `new` parts, each taken from a slice
+    of the tensor cut into `old` parts. Each element of the new slice is in exactly one of these boxes.
 
     Args:
-        shape: the shape of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major
-            order.
+        shape: the shape of the whole tensor.
+        old, new: the number of equal parts into which each axis is cut in the old and in the new layout.
+        place: the number of the new slice, counted in row-major order.
     """
     index = np.unravel_index(place, new) if new else ()
     by_axis = [_spans(*axis) for axis in zip(shape, old, new, map(int, index), strict=True)]
@@ -78,7 +82,7 @@ def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, 
 
 
 def metadata_of(plan: Plan) -> dict[str, Any]:
-    """Return the content of the metadata.json that belongs to a plan.
+    """Return the content of the metadata.json of a resharded checkpoint.
 
     A slice is in one file. MindFormers looks for it at its first holder, and finds the file of another by `rank_group`.
     """
@@ -121,7 +125,9 @@ _OPEN = 64  # files mapped at once
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` is a complete file: its name, its size in bytes, and its SHA-256 in hexadecimal."""
+    """A `Written` describes a file that was written completely: its name, its size in bytes, and its SHA-256 in
+    hexadecimal.
+    """
 
     file: str
     bytes: int
@@ -129,14 +135,14 @@ class Written:
 
 
 def writer(source: Path, folder: Path, plan: Plan) -> Callable[[tuple[int, Kind]], Written]:
-    """Return a function that writes the file of a rank and kind into `folder`. Each worker process builds this function
-    once.
+    """Return a function that writes the file of one rank with one kind of tensors (weights or optimizer state) into
+    `folder`. Each worker process builds this function once.
     """
     return partial(write_file, Mapped(open_stored(source)), folder, plan)
 
 
 def write_file(old: Mapped, folder: Path, plan: Plan, job: tuple[int, Kind]) -> Written:
-    """Write the file of (rank, kind), and flush the file to the disk.
+    """Write the file of one rank with one kind of tensors (weights or optimizer state), and flush the file to the disk.
 
     Raises:
         DataError: it cannot be written. CheckpointError: an old file cannot be read.
@@ -200,23 +206,31 @@ def _bits(dtype: str) -> str:
 
 @dataclass
 class Mapped:
-    """A `Mapped` maps the old files when they are needed. The last `_OPEN` of these files stay mapped."""
+    """A `Mapped` maps the files of the old checkpoint into memory when they are needed. The `_OPEN` files that were
+    used last stay mapped.
+    """
 
     stored: Stored
     maps: dict[str, mmap.mmap] = field(default_factory=dict)
 
     def part(self, move: Move, place: int) -> np.ndarray:
-        """Return an old slice as integers of its elements' width. The bytes are not read yet."""
+        """Return a slice of the old layout as integers as wide as its elements. The bytes are not read from the disk
+        yet.
+        """
         return self.slice(self._file(move, place), move.name, move.dtype, move.old.part)
 
     def slice(self, file: str, name: str, dtype: str, shape: Shape) -> np.ndarray:
-        """Return a file's part of a tensor. The bytes are not read yet."""
+        """Return the part of a tensor that one file of the old checkpoint holds, as integers as wide as its elements.
+        The bytes are not read from the disk yet.
+        """
         start = self.stored.files[file][name].start
         flat = np.frombuffer(self._map(file), _bits(dtype), math.prod(shape), start)
         return flat.reshape(shape)
 
     def give_back(self, move: Move, found: tuple[Piece, ...]) -> None:
-        """Release the pages of old slices, which would count as memory of this process."""
+        """Release the memory pages of slices of the old layout that are no longer needed; these pages would otherwise
+        count as memory of this process.
+        """
         for place in {piece.place for piece in found}:
             file = self._file(move, place)
             if file in self.maps:
@@ -248,8 +262,8 @@ BESIDE = ("recipe.yaml", "data.json")  # of the run: a resume compares the order
 
 
 def folder_in(target: Path, source: Source) -> Path:
-    """Return the folder of the iteration in `target`. A resume looks for the run's recipe two folders above this
-    folder.
+    """Return the folder in `target` into which the resharded checkpoint is written. A resumed run looks for the recipe
+    two folders above this folder.
     """
     return target / "checkpoint" / f"iteration_{source.step or 0:08d}"
 
@@ -262,8 +276,8 @@ def reshard(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write `target`, a folder that does not exist yet, completely or not at all. `progress` is called with the
-    bytes written and the file.
+    """Write the resharded checkpoint to `target`, a folder that does not exist yet, completely or not at all.
+    `progress` is called with the number of bytes written so far and the name of the file.
 
     What is `damaged` in `source` and taken all the same (`inventory.salvaged`) is said beside the weights.
 

@@ -1,5 +1,5 @@
-"""This module finds which rank writes which slice of a new layout, and the cost of reading and writing. Planning reads
-only the headers of files.
+"""This module plans a resharding: which rank writes which slice of the new layout, and how many bytes are read and
+written. Planning reads only the headers of files.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ Kind = Literal["model", "opt"]
 
 @dataclass(frozen=True)
 class Move:
-    """A `Move` is a tensor that goes from one layout to another.
+    """A `Move` is a tensor that a resharding takes from the old layout to the new layout.
 
     Args:
-        dtype: as safetensors writes it; kind: the kind of its file: weights, or the optimizer's state.
-        writers: by new slice, the rank whose file has it: one of its holders, so that nothing is written twice.
-        layout: the layout of the new slices, in MindSpore's words.
+        dtype: the type of the tensor as safetensors writes it.
+        kind: the kind of the tensor's file: weights, or the optimizer's state.
+        old, new: the slices of the tensor in the old and in the new layout.
+        writers: for each new slice the rank whose file holds it; only one of the ranks that hold a slice writes it.
+        layout: the new layout of the tensor in MindSpore's form.
     """
 
     name: str
@@ -45,17 +47,18 @@ class Move:
 
     @property
     def part_bytes(self) -> int:
-        """Return the number of bytes of a new slice."""
+        """Return the number of bytes of one slice of the tensor in the new layout."""
         return math.prod(self.new.part) * TYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A `Copied` is a small tensor that the checkpoint does not list, such as a counter. Each of `ranks` gets the
-    tensor that one rank wrote.
+    """A `Copied` is a small tensor whose layout the checkpoint does not list, such as a counter. Each of `ranks` of the
+    new layout gets the tensor that one rank of the old layout wrote.
 
     Args:
-        file: the file of the old checkpoint that holds the slice.
+        file: the file of the old checkpoint from which the tensor is read.
+        ranks: the ranks of the new layout that get the tensor.
     """
 
     name: str
@@ -68,10 +71,11 @@ class Copied:
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` is a new layout of a checkpoint that is not written yet.
+    """A `Plan` says which tensors a resharding writes, and in which layout.
 
     Args:
-        world: the number of ranks of the new layout; prefix: the prefix of its files' names.
+        world: the number of ranks of the new layout.
+        prefix: the text with which the names of the new files begin.
     """
 
     moves: tuple[Move, ...]
@@ -80,33 +84,37 @@ class Plan:
     prefix: str
 
     def file(self, rank: int, kind: Kind) -> str:
-        """Return the name of a rank's file, as MindFormers names it."""
+        """Return the name of the file of one rank with one kind of tensors, as MindFormers names it."""
         return f"{self.prefix}-{kind}-{rank:07d}-{self.world:07d}.safetensors"
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """Return (rank, kind) of every file to be written. Each rank has a file of weights, and also a file of states
-        if any rank has one.
+        """Return (rank, kind of tensors) for every file that the resharding writes. Each rank has a file of weights,
+        and also a file of optimizer state if any rank has one.
         """
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all listed elements. A resharding reads and writes each element once."""
+        """Return the number of bytes of all listed tensors. A resharding reads and writes each of their elements once.
+        """
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A `Numbers` holds the cost of a plan, in bytes.
+    """A `Numbers` holds the numbers of bytes that a resharding reads and writes, and that later loading reads.
 
     Args:
-        changing: written to another rank's file than those that had them.
-        largest_rank: the most that a rank's files hold; largest_slice: of one tensor.
-        online, online_rank: read in all, and by the busiest rank, where MindFormers loads the old files in the new
-            layout; it reads each old slice whole that has a number of the new one.
-        loading, loading_rank: the same where it loads the new files.
+        changing: the number of bytes that are written to the file of another rank than the rank that had them.
+        largest_rank: the largest number of bytes in the files of one rank.
+        largest_slice: the largest number of bytes in a slice of a tensor.
+        online, online_rank: the number of bytes that all ranks, and that the busiest rank, would read if MindFormers
+            loaded the old files in the new layout; it reads each old slice completely that has an element of the new
+            slice.
+        loading, loading_rank: the number of bytes that all ranks, and that the busiest rank, read if MindFormers loads
+            the new files.
     """
 
     bytes: int
@@ -123,8 +131,8 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return for every tensor which slices go from which rank to which rank. Among the ranks that hold a new slice, the
-    rank with the fewest bytes to write so far writes it.
+    """Return for each tensor the rank that writes each slice of its new layout. Among the ranks that hold a slice, it
+    is the rank that has the fewest bytes to write so far.
     """
     load = np.zeros(world, np.int64)
     found = []
@@ -159,7 +167,7 @@ def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int,
 
 
 def numbers(plan: Plan) -> Numbers:
-    """Return how many bytes a plan reads, writes and moves."""
+    """Return how many bytes a resharding reads and writes, and how many of them move to another rank's file."""
     written, online, loading = (np.zeros(plan.world, np.int64) for _ in range(3))
     stays = largest = 0
     for move in plan.moves:
@@ -232,14 +240,15 @@ _PREFIX = "reshard"
 
 @dataclass(frozen=True)
 class Resharding:
-    """A `Resharding` holds a plan with its cost and the number of ranks of the old layout."""
+    """A `Resharding` holds the plan of a resharding, its numbers of bytes, and the number of ranks of the old layout.
+    """
 
     plan: Plan
     numbers: Numbers
     ranks: int
 
     def lines(self, given: Path, written: Path, recipe: Path, dry_run: bool) -> list[str]:
-        """Return lines to print that say what the resharding did or would do."""
+        """Return lines of text that say what the resharding did, or would do if it is only planned."""
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"
         files = len(plan.files)
@@ -261,7 +270,7 @@ class Resharding:
         return found
 
     def as_dict(self, given: Path, written: Path, recipe: Path) -> dict[str, Any]:
-        """Return the facts of `lines` as values for programs."""
+        """Return the facts about the resharding as values fit for JSON."""
         return {
             "from": str(given),
             "to": str(written),
@@ -274,7 +283,7 @@ class Resharding:
 
 
 def plan_stored(source: Source, recipe: Recipe) -> Resharding:
-    """Return the plan for a checkpoint on disk.
+    """Return the plan for resharding a checkpoint on disk to the layout of a recipe.
 
     Raises:
         CheckpointError: it is not whole, of another model, or has experts that have moved where `recipe` has none.
@@ -311,7 +320,8 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
 
 
 def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
-    """Return the plan for the checkpoint that a run of `old` would save. The function reads no file of a checkpoint.
+    """Return the plan for resharding the checkpoint that a run of the recipe `old` would save to the layout of the
+    recipe `new`. The function reads no file of a checkpoint.
 
     Raises:
         CheckpointError: the two are not one model. RecipeError: see `target_of`.

@@ -38,11 +38,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Lying:
-    """A `Lying` is a tensor cut into equal slices, which are counted in row-major order.
+    """A `Lying` says how a tensor is cut into equal slices, and which ranks hold each slice. Slices are counted in
+    row-major order.
 
     Args:
-        shape: the shape of the whole tensor; cuts: into how many parts each axis is cut; holders: by slice, the ranks
-            that have it.
+        shape: the shape of the whole tensor.
+        cuts: the number of parts into which each axis is cut.
+        holders: for each slice the ranks that hold it.
     """
 
     shape: Shape
@@ -56,18 +58,18 @@ class Lying:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return all ranks that hold a given slice."""
+        """Return the ranks that hold any slice of the tensor."""
         return tuple(sorted({rank for ranks in self.holders for rank in ranks}))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A `Layout` describes in MindSpore's terms how a tensor is split over ranks.
+    """A `Layout` describes, in the form that MindSpore uses, how a tensor is split over ranks.
 
     Args:
-        devices: the ranks of a pipeline stage as a matrix, in row-major order: its shape.
-        axes: for each axis of the tensor, the axes of that matrix that cut it, the outermost first.
-        first: the first rank of that stage.
+        devices: the shape of the matrix in which the ranks of a pipeline stage are arranged in row-major order.
+        axes: for each axis of the tensor the axes of this matrix that cut it, the outermost axis first.
+        first: the first rank of the pipeline stage.
     """
 
     devices: Shape
@@ -80,15 +82,17 @@ class Layout:
         return tuple(math.prod(self.devices[axis] for axis in own) for own in self.axes)
 
     def places(self) -> np.ndarray:
-        """Return the slice that each rank of a stage has, as int [ranks of a stage]."""
+        """Return for each rank of a pipeline stage the number of the slice that it holds, as int [ranks of a stage]."""
         return _places(self.devices, self.axes)
 
     def lying(self, shape: Shape) -> Lying:
-        """Return the slices of a tensor of `shape`."""
+        """Return how a tensor of this shape is cut into slices by the layout, and which ranks hold each slice."""
         return Lying(shape, self.cuts, _holders(self.devices, self.axes, self.first))
 
     def as_metadata(self) -> dict[str, Any]:
-        """Return the layout as MindFormers 1.9.0 writes it (`checkpoint/metadata.py`)."""
+        """Return the layout in the form in which MindFormers 1.9.0 writes it into metadata.json
+        (`checkpoint/metadata.py`).
+        """
         count = len(self.devices)
         maps: list[Any] = [[count - 1 - axis for axis in own] for own in self.axes]
         ranks = math.prod(self.devices)
@@ -146,24 +150,27 @@ _MTP = {"projection": "eh_proj", "mtp_norm_0": "enorm", "mtp_norm_1": "hnorm", "
 
 @dataclass(frozen=True)
 class Placed:
-    """A `Placed` is a tensor of the new checkpoint: the shape of the whole, and its layout."""
+    """A `Placed` holds the shape of a whole tensor of the new checkpoint, and its layout."""
 
     shape: Shape
     layout: Layout
 
     @property
     def lying(self) -> Lying:
-        """Return how a tensor of the new checkpoint is cut into slices."""
+        """Return how this tensor of the new checkpoint is cut into slices, and which ranks hold each slice."""
         return self.layout.lying(self.shape)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A `Target` describes the state that a run of a recipe holds.
+    """A `Target` holds the layout of every tensor in a run of a recipe.
 
     Args:
-        weights: by name; states: of routers and experts, which are copies on each rank of a stage.
-        world: ranks; stage: ranks of a stage.
+        weights: the shape and layout of each weight, by name.
+        states: the shape and layout of each state of routers and experts, by name; each rank of a stage holds a copy of
+            them.
+        world: the number of ranks of the run.
+        stage: the number of ranks of a pipeline stage.
     """
 
     weights: dict[str, Placed]
@@ -172,8 +179,8 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Return the place of a checkpoint's tensor: the place of the weight with whose name the tensor's name ends, or
-        otherwise the whole tensor on all ranks.
+        """Return the shape and layout that a checkpoint's tensor has in the run: those of the weight with whose name
+        the tensor's name ends; if there is no such weight, the whole tensor is held by all ranks.
         """
         if name in self.states:
             return Placed(shape, self.states[name].layout)
@@ -186,7 +193,7 @@ class Target:
 
 
 def target_of(recipe: Recipe) -> Target:
-    """Return the state that a run of `recipe` holds, rank by rank.
+    """Return the layout of every tensor in a run of a recipe.
 
     Raises:
         RecipeError: it has no model, or one whose weights' names are not known here (fused projections of MLA).
@@ -212,8 +219,8 @@ def target_of(recipe: Recipe) -> Target:
 
 
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
-    """Return what a run of `recipe` would save: name -> type and layout. Weights and moments are kept in fp32. Weights
-    that stay frozen beside adapters have no moments.
+    """Return the type and layout of each tensor that a run of a recipe would save, by name. Weights and moments are
+    saved in fp32. Weights that stay frozen because the run trains adapters have no moments.
     """
     target, optimizer = target_of(recipe), str((recipe.get("optimizer") or {}).get("type"))
     adapters = any(map(is_adapter, target.weights))

@@ -1,5 +1,5 @@
-"""This module reads weights from any source: an iteration of a run, a Hugging Face folder, or one safetensors file.
-The module also refuses targets that cannot be written.
+"""This module reads weights from a checkpoint of a run, from a Hugging Face folder, or from one safetensors file. The
+module also refuses to write to folders that exist or disks that are too full.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Form = Literal["MindFormers", "Hugging Face", "one file"]
 
 @dataclass(frozen=True)
 class Source:
-    """A `Source` holds weights that the headers of their files describe, and reads them tensor by tensor.
+    """A `Source` holds the headers of weights in any form, and reads their values tensor by tensor.
 
     Args:
         path: the path as the user gave it. form: how the weights are stored.
@@ -45,7 +45,9 @@ class Source:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """Return name -> header for every tensor: its type, whole shape, and bytes without copies."""
+        """Return for each tensor its type, the shape of the whole tensor, and its number of bytes without copies, by
+        name.
+        """
         found = {}
         for name, tensor in self.stored.tensors.items():
             size = sum(self.stored.files[copies[0][1]][name].bytes for copies in tensor.copies)
@@ -56,18 +58,20 @@ class Source:
 
     @cached_property
     def ranks(self) -> int:
-        """Return the number of ranks that wrote this source."""
+        """Return the number of ranks that wrote these weights."""
         return len({rank_of(file) for file in self.stored.files})
 
     @cached_property
     def placements(self) -> Mapping[str, np.ndarray]:
-        """Return the modules whose experts have moved, with the slot of each logical expert (int [E])."""
+        """Return the modules in which plugins.expert_balance has moved experts, with the slot of each logical expert
+        (int [E]).
+        """
         found = read_placements(self.stored.folder) if self.form == "MindFormers" else {}
         return {module: found[module] for module in moved(found)}
 
     @cached_property
     def step(self) -> int | None:
-        """Return the training step; return None if it is not known."""
+        """Return the training step after which the weights were saved; return None if it is not known."""
         folder = self.stored.folder
         try:
             return (
@@ -79,21 +83,29 @@ class Source:
             return None
 
     def seal_fault(self, checksums: bool) -> str | None:
-        """Return why the seals of a run's checkpoint do not match. Return None if they match, or if there are none."""
+        """Return the reason why the files of a checkpoint differ from what its seals (files with sizes and checksums)
+        say. Return None if all files agree with their seals, or if there are no seals.
+        """
         return fault(self.stored.folder, checksums=checksums) if self.sealed else None
 
     def require_whole(self) -> None:
-        """Raise CheckpointError if the seals do not match; checksums are not compared."""
+        """Raise CheckpointError if a checkpoint's files differ from what its seals (files with sizes and checksums)
+        say; checksums are not compared.
+        """
         if reason := self.seal_fault(checksums=False):
             raise CheckpointError(f"{self.path}: this is not a complete checkpoint: {reason}")
 
     @cached_property
     def sealed(self) -> bool:
-        """Return whether any rank has sealed its part of the checkpoint."""
+        """Return whether any rank has written a seal (a file that says that the rank's part is complete) into the
+        checkpoint.
+        """
         return self.form == "MindFormers" and is_sealed(self.stored.folder)
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor with its experts in logical order, and the ranks whose copy differs."""
+        """Return one whole tensor with its experts in logical order, and the ranks whose copy differs from that of the
+        first rank.
+        """
         if name not in self.stored.tensors:
             by_rank = {rank: self.stored.read_from(file, name) for rank, file in self.stored.unlisted[name].items()}
             first = by_rank[min(by_rank)]
@@ -106,7 +118,9 @@ class Source:
         return array, differing
 
     def bits(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return what `read` returns, as integers of the same width."""
+        """Return the tensor and the ranks that `read` returns, with the tensor's elements as integers of the same
+        width.
+        """
         tensor = self.stored.tensors.get(name)
         if tensor is None or len(tensor.copies) > 1 or len(tensor.copies[0]) > 1 or self.placements:
             array, differing = self.read(name)
@@ -120,7 +134,7 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """Return the weights that lie at `path`.
+    """Return the weights in the folder or file `path`.
 
     Raises:
         CheckpointError: nothing there, nothing of a known form, a damaged file, or files that are not as their index
@@ -146,7 +160,7 @@ def open_source(path: Path) -> Source:
 
 
 def refuse_target(target: Path) -> None:
-    """Raise CheckpointError if the folder that weights are to be written into exists."""
+    """Raise CheckpointError if the folder to which weights are to be written exists already."""
     if target.exists():
         raise CheckpointError(f"{target}: the folder exists; remove it, or name another one")
 
@@ -155,10 +169,10 @@ _MARGIN = 1.02  # headers, indices, metadata, seals, checksums
 
 
 def require_room(folder: Path, target: Path, size: int, written: int = 0) -> None:
-    """Refuse to write tensors of `size` bytes to `target` if the disk of `folder` has no room for them.
+    """Raise an error if the disk of `folder` has no room for the `size` bytes that are to be written to `target`.
 
     Args:
-        written: bytes of these that are on the disk already.
+        written: the number of these bytes that are on the disk already.
 
     Raises:
         DataError: there is too little room, or the disk cannot be asked.

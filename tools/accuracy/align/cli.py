@@ -1,5 +1,5 @@
-"""This module is `tc3 accuracy align`: its exit code is 0 if everything agrees, 1 if a stage of the comparison
-fails or nothing ran, and 2 for a wrong input.
+"""This module is the command `tc3 accuracy align`. The exit code of the command is 0 if the recipe agrees with the
+reference, 1 if a stage of the comparison fails or nothing ran, and 2 for a wrong input.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This module is the first stage of `tc3 accuracy align`: before anything runs, it compares two configurations key by
-key, and classifies the differences as the report does (section 3.2.1).
+"""This module makes the first comparison of `tc3 accuracy align`: before any training runs, the module compares the
+configurations of two recipes key by key, and classifies the differences as the report does (section 3.2.1).
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ _PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` is one difference between the settings of two recipes.
+    """A `Setting` is one key that has different values in two recipes.
 
     Args:
-        ours, theirs: both values as text. group: the class of the report. kind: MUST and UNKNOWN fail; LAYOUT may
-            change only rounding, which a run has to show; MAY is any other difference.
+        ours, theirs: the values of the key in the two recipes, as text.
+        kind: the severity of the difference: MUST and UNKNOWN make the comparison fail; LAYOUT may change only
+            rounding, which the training runs have to show; MAY is any other difference.
+        group: the class to which the report assigns the difference.
     """
 
     path: str
@@ -55,8 +57,8 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Return every difference of two flat recipes, those that must match first. Corpora are compared by their content
-    and not by their paths.
+    """Return every difference between two flat recipes, beginning with the settings that must be equal. Corpora are
+    compared by their content and not by their paths.
 
     Raises:
         DataError: the corpus of a recipe for CPU does not exist. The corpus of a recipe for Ascend may be on another
@@ -83,7 +85,8 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """Return the report's class of difference for a key path."""
+    """Return the class to which the report would assign a difference at this key path, such as "precision" or "layout".
+    """
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 
@@ -118,13 +121,13 @@ def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mappin
 
 
 def has_corpus(recipe: Mapping[str, Any]) -> bool:
-    """Return whether all files of a recipe's corpus are on this machine."""
+    """Return whether this machine has all files of the corpus that a recipe names."""
     return all(Path(f"{prefix}{end}").is_file() for prefix in _blend(recipe)[1] for end in (".idx", ".bin"))
 
 
 def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Return the CRC-32 of a Megatron corpus's index, of its first 64 MiB of tokens and of its tokenizer, each over all
-    its prefixes, and the shares in which the prefixes are blended.
+    """Return the CRC-32 of a Megatron corpus's index, of the first 64 MiB of its tokens and of its tokenizer, each
+    computed over all prefixes of the corpus, and the shares in which these prefixes are blended.
 
     With equal checksums and equal `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; a later
     stage compares the batches themselves. The checksum of the tokenizer is empty if `tc3 data prepare` did not write

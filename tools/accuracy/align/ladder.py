@@ -1,5 +1,5 @@
-"""This module compares two recipes stage by stage, as Figure 1 of the report does (section 3.2.1). The stages are:
-configuration, forward, backward, optimizer, training steps, more devices.
+"""This module compares two recipes in six stages, as Figure 1 of the report does (section 3.2.1). The six stages of the
+comparison are: configuration, forward, backward, optimizer, training steps, more devices.
 
 `climb` runs both sides and stops at the first stage that fails. On the last stage each side trains with its own
 workers, and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU
@@ -58,8 +58,8 @@ MOST = 8  # rows of a failed stage that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """A `Sides` holds the recipes of the two sides that are trained; `about` says in one sentence how these differ from
-    the given recipes, and is empty if they do not.
+    """A `Sides` holds the two recipes that are trained for a comparison; `about` says in one sentence how these two
+    recipes differ from the recipes that the user gave, and is empty if they do not differ.
     """
 
     recipes: list[Recipe]
@@ -67,8 +67,8 @@ class Sides:
 
 
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Return the recipes for a sharded run on CPU; a recipe for Ascend becomes the mini recipe that keeps its strategy.
-    Return None if no recipe splits the model.
+    """Return two recipes that train as a sharded graph on CPU; a recipe for Ascend becomes the mini recipe that keeps
+    its parallel strategy. Return None if no recipe splits its model over ranks.
 
     A recipe is compared with one process that runs the same graph. Features that MindFormers computes differently in
     other layouts are switched off on both sides (docs/stock-differences.md).
@@ -120,7 +120,7 @@ def _sharded(recipe: Recipe) -> Recipe:
 
 
 def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Stage:
-    """Train both sides by `tc3 train`, and return the stage that compares their losses.
+    """Train two recipes by `tc3 train`, and return the stage of the comparison that judges whether their losses agree.
 
     Raises:
         SideFailedError: a side failed, or was refused. The results of the five stages before are kept.
@@ -162,8 +162,8 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Ladder:
-    """A `Ladder` is the result of an alignment: its stages, the differences of settings that the first of them
-    found, and in `about` what ran, with versions.
+    """A `Ladder` is the result of comparing two recipes: the stages of the comparison, the settings in which the
+    recipes differ, and in `about` a description of what ran, with software versions.
     """
 
     ours: str
@@ -174,7 +174,8 @@ class Ladder:
 
     @property
     def verdict(self) -> str:
-        """Return NOT_ALIGNED if a stage of the comparison failed, and ALIGNED if at least one ran and none failed.
+        """Return NOT_ALIGNED if a stage of the comparison failed, and ALIGNED if at least one stage ran and no stage
+        failed.
 
         If nothing ran, return SAME_NUMBERS if no setting differs that could change a number, and NOT_COMPARED
         otherwise.
@@ -188,18 +189,18 @@ class Ladder:
 
     @property
     def passed(self) -> bool:
-        """Return True if no stage failed and all required comparisons were made. A stage that was
-        not run is reported but does not count as failed.
+        """Return True if no stage of the comparison failed and all required comparisons were made. A stage that was not
+        run is reported but does not count as failed.
         """
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
     def broken(self) -> bool:
-        """Return whether a run did not finish, so that its stage has no rows."""
+        """Return whether a training run of the comparison did not finish, so that there are no results to compare."""
         return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the result of the comparison as dicts, lists, texts and numbers that can be written as JSON."""
         names = ("ours", "theirs", "passed", "verdict", "about")
         stages = [
             {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
@@ -212,14 +213,18 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A `Wanted` holds the arguments of an alignment: the recipe, the reference, the number of steps, the data and the
-    seed.
+    """A `Wanted` holds the arguments of `tc3 accuracy align`: the recipe, the reference, the number of steps, the data
+    and the seed.
 
     Args:
-        path: the recipe. against: `hf`, or the path of another recipe. steps: the number of steps in stages 5 and 6.
-        overrides: overrides for both recipes. data: a Megatron prefix that replaces the recipe's corpus; folder: the
-            folder of the runs. python: the interpreter that runs the reference. seed: the seed of the weights that both
-            sides start from.
+        path: the path of the recipe.
+        against: `hf`, or the path of another recipe.
+        steps: the number of steps in stages 5 and 6 of the comparison.
+        overrides: overrides for both recipes.
+        data: the path prefix of a Megatron corpus that replaces the recipe's corpus.
+        folder: the folder of the training runs.
+        python: the path of the Python interpreter that runs the reference.
+        seed: the seed of the weights with which both trainings start.
     """
 
     path: Path
@@ -233,7 +238,8 @@ class Wanted:
 
 
 def climb(wanted: Wanted, say: Say) -> Ladder:
-    """Run all stages of the comparison; `say` is called with sentences about the progress.
+    """Compare a recipe with its reference stage by stage, up to the first stage that fails; `say` is called with
+    sentences about the progress.
 
     Raises:
         TC3Error: an input is wrong. If a run fails, its stage fails, and no error is raised.
@@ -321,7 +327,9 @@ def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> 
 def compare_records(
     ladder: Ladder, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Run the stages 2 to 5 of the comparison, up to the first that fails."""
+    """Compare the forward pass, the backward pass, the optimizer's update and the losses of two runs (stages 2 to 5),
+    and stop after the first stage that fails.
+    """
     for compare, explain in (
         (align_stages.forward, lambda stage: align_stages.explain_forward(stage, ours, theirs, rope)),
         (align_stages.backward, lambda stage: align_stages.explain_backward(stage, ours, theirs)),
@@ -345,8 +353,8 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def failed_text(row: Row) -> str:
-    """Return one line about a failed row: the error of a value, the number of things that differ, or the values of a
-    setting on both sides.
+    """Return one line of text about a failed comparison: the error of a value, the number of things that differ, or the
+    two values of a setting.
     """
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"

@@ -1,5 +1,5 @@
-"""This module is MindFormers' side of `tc3 accuracy align`: a callback of its trainer loads weights and records the
-values that are compared.
+"""This module is the part of `tc3 accuracy align` that runs in MindFormers' trainer: a callback loads weights and
+records the values that are compared with the reference.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """An `AlignRecorder` is a callback that sets given weights and records the values that the other side of the
-    comparison has to match.
+    """An `AlignRecorder` is a callback of MindFormers' trainer that loads given weights into the model and records the
+    values that are compared with the reference.
 
     Args:
-        weights: an .npz file of parameters by MindFormers' names, all of which must exist in the model. None: the model
-            keeps its own weights.
-        record: the file to write.
-        columns: `train_dataset.input_columns`.
+        weights: the path of an .npz file of parameters by MindFormers' names, all of which must exist in the model;
+            None: the model keeps its own weights.
+        record: the path of the file to write.
+        columns: the names of the columns of a batch (`train_dataset.input_columns`).
     """
 
     def __init__(self, weights, record, columns, **kwargs):
@@ -39,7 +39,7 @@ class AlignRecorder(Callback):
         self.steps = 0
 
     def on_train_begin(self, run_context):
-        """Set the given weights before anything is compiled."""
+        """Load the given weights into the model before the graph is compiled."""
         network = run_context.original_args().train_network.network
         parameters = {param.name: param for param in network.get_parameters()}
         if self.weights:
@@ -48,7 +48,9 @@ class AlignRecorder(Callback):
                     parameters[name].set_data(Tensor(file[name]))
 
     def on_train_step_begin(self, run_context):
-        """Record the batch of the step; before the first step, also run the batch forward and record the outputs."""
+        """Record the batch of the step; before the first step, also run a forward pass of its batch and record the
+        outputs of the modules.
+        """
         arguments = run_context.original_args()
         self._after_step(arguments)
         batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))
@@ -59,7 +61,7 @@ class AlignRecorder(Callback):
         self.steps += 1
 
     def on_train_end(self, run_context):
-        """Write the record of this side when training ends."""
+        """Write everything that this callback recorded into an .npz file when training ends."""
         self._after_step(run_context.original_args())
         self.out.update({f"batch/{name}": np.stack(values) for name, values in self.batches.items()})
         np.savez(self.record, **self.out)
@@ -81,13 +83,13 @@ class AlignRecorder(Callback):
 
 
 def copy(parameter):
-    """Return a copy of a parameter's values, because `asnumpy` returns a view on CPU."""
+    """Return a copy of a parameter's values, because on CPU `asnumpy` returns a view that later steps would change."""
     return parameter.asnumpy().copy()
 
 
 def forward(network, batch):
-    """Record the logits of a batch, computed by the compiled graph, and the output of every module of interest,
-    computed in PyNative.
+    """Return the logits of a batch, computed by the compiled graph, and the output of every traced module, computed in
+    PyNative.
 
     The forward pass counts the experts' load; those counters are put back.
     """
@@ -104,8 +106,8 @@ def forward(network, batch):
 
 
 def enable(config, settings) -> None:
-    """Add the recorder to the callbacks of `config` (a MindFormerConfig), and replace the callback that moves biases by
-    one that also records the experts' counters.
+    """Add an `AlignRecorder` to the callbacks of `config` (a MindFormerConfig), and replace the callback that moves the
+    routers' biases by a callback that also records how many tokens chose each expert.
     """
     columns = list(config.train_dataset.input_columns)
     for callback in config.callbacks:

@@ -1,5 +1,5 @@
-"""This module holds the two sides of an alignment: the recipe that is aligned, the processes that run it, and their
-records.
+"""This module prepares and runs the two trainings that `tc3 accuracy align` compares, one by MindFormers and one by the
+reference, and reads the records that they write.
 
 A recipe is reduced to one CPU worker and a few steps, without monitoring. MindFormers' trainer with the recorder and
 the reference run as separate processes, which exchange .npz files. A `Record` holds the results of one side as named
@@ -52,8 +52,9 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """A `Record` holds what one side of an alignment computed, in the form that the module describes; `single` is the
-    result of `reference.train.single_steps`, started from the other side's states, and `about` holds versions.
+    """A `Record` holds the values that one of the two compared trainings computed, as named arrays; `single` is the
+    result of `reference.train.single_steps`, started from the states of the other training, and `about` holds software
+    versions.
     """
 
     trace: Arrays
@@ -69,7 +70,9 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """Return the record of `tools.accuracy.reference.run`, with its inputs."""
+    """Return what `tools.accuracy.reference.run` computed as a `Record`, together with the initial weights and the
+    batches that it was given.
+    """
     parts: dict[str, Any] = {
         kind: below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
     }
@@ -79,7 +82,8 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 
 
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
-    """Return the record of `recorder` and the steps of `launch.workers.metrics`, under MindFormers' names.
+    """Return what a MindFormers training recorded (its `AlignRecorder` and its metrics file) as a `Record` whose
+    weights have MindFormers' names.
 
     Gradients are computed from Adam's first moments after one step, which are (1 - beta1) times the clipped gradient.
     They are the gradients that the trainer used, and no second graph has to be compiled.
@@ -109,12 +113,12 @@ def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping],
 
 
 def in_hugging_face_names(record: Record, sizes: Sizes) -> Record:
-    """Return the record with every weight split and named as Hugging Face does."""
+    """Return a training's record in which every weight of MindFormers is split and named as in Hugging Face's model."""
     untrained = {entry.mindformers: entry.shape for entry in table(sizes) if not entry.trained}
     biases = [part for entry in table(sizes) if not entry.trained for part in entry.parts]
 
     def named(arrays: Arrays) -> Arrays:
-        """Return the record of trained weights only, without the biases."""
+        """Return arrays of trained weights under Hugging Face's names, without the routers' biases."""
         full = to_hugging_face({**{name: np.zeros(shape) for name, shape in untrained.items()}, **arrays}, sizes)
         return {name: array for name, array in full.items() if name not in biases}
 
@@ -138,13 +142,13 @@ def _layer(router: str, sizes: Sizes) -> str:
 
 
 def read_metrics(run_dir: Path, rank: int = 0) -> list[dict]:
-    """Return the steps that a rank of a run wrote, in order."""
+    """Return the records of all steps in the metrics file of one rank of a run, in the order of the file."""
     lines = (run_dir / "metrics" / f"rank_{rank}.jsonl").read_text("utf-8").splitlines()
     return [record for record in map(json.loads, lines) if "step" in record]
 
 
 def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    """Return the recipe at its own size, with overrides applied and `data` as its corpus.
+    """Return the recipe in `path` at its full size, with overrides applied and `data` as its corpus.
 
     Raises:
         RecipeError: the file or an override is wrong.
@@ -153,10 +157,12 @@ def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe as written, or its CPU mini if the recipe is for Ascend.
+    """Return the recipe in `path` unchanged if it is for CPU, or its mini recipe for CPU if it is for Ascend; then
+    apply the overrides and the corpus `data`.
 
     Args:
-        workers: the number of workers of a mini recipe that keeps its parallel strategy; None for one that does not.
+        workers: the number of workers of a mini recipe that keeps its parallel strategy; None for a mini recipe that
+            does not.
     """
     return _changed(
         load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path), overrides, data
@@ -177,12 +183,13 @@ def _corpus(recipe: Recipe, data: str | None) -> list[str]:
 
 
 def is_mini(path: Path) -> bool:
-    """Return whether `load` makes a CPU mini of the recipe instead of taking it unchanged."""
+    """Return whether `load` makes a mini recipe for CPU instead of returning the recipe unchanged."""
     return not View(load_recipe(path)).on_cpu
 
 
 def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return the recipe on one worker with the same global batch; the sections that it shares with `recipe` are copies.
+    """Return the recipe changed so that one worker trains `steps` steps with the same global batch; sections that it
+    would share with `recipe` are copied.
 
     Raises:
         RecipeError: the recipe has a plugin without which the computation would be different.
@@ -221,7 +228,9 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return the recipe with its own workers and schedule, but only `steps` steps."""
+    """Return the recipe with only `steps` training steps, but with the same number of workers and the same
+    learning-rate schedule.
+    """
     short = copy.deepcopy(dict(recipe))
     look(short, LOADER)["sizes"] = [steps * View(recipe).global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
@@ -230,7 +239,9 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
-    """Return the reference's model for a recipe; raise RecipeError for settings that Hugging Face does not have."""
+    """Return the sizes of the Hugging Face model that corresponds to a recipe; raise RecipeError for settings that
+    Hugging Face does not have.
+    """
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
@@ -250,7 +261,7 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
 
 
 def rope_dimensions(recipe: Mapping[str, Any]) -> int:
-    """Return the number of rotated dimensions of a head."""
+    """Return the number of dimensions of an attention head that RoPE rotates."""
     return int(look(recipe, (*MODEL, "qk_pos_emb_head_dim"), 0) or 0)
 
 
@@ -265,13 +276,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """This error means that one side of the comparison did not finish; the message holds the last lines of its output
-    and names its log.
+    """This error means that one of the two compared trainings did not finish; the message holds the last lines of its
+    output and names its log file.
     """
 
 
 def find_torch(python: str) -> None:
-    """Raise ClusterError if `python` cannot run the reference; this imports nothing, so it is quick."""
+    """Raise ClusterError if the Python interpreter `python` lacks torch or transformers; the check is quick because it
+    imports neither of the two packages.
+    """
     try:
         done = subprocess.run([python, "-c", _FIND], capture_output=True, check=False)
     except OSError as error:
@@ -288,10 +301,11 @@ def _no_torch(python: str) -> str:
 
 
 def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weights: Arrays | None) -> Record:
-    """Train `recipe` (of one worker) in `folder` and return the record, under MindFormers' names.
+    """Train `recipe`, which is for one worker, with MindFormers in `folder`, and return what the training recorded,
+    under MindFormers' names.
 
     Args:
-        weights: the starting weights by MindFormers' names; None for the recipe's own.
+        weights: the initial weights by MindFormers' names; None: the recipe's own initial weights.
 
     Raises:
         RecipeError: the recipe is refused. SideFailedError: the run failed; the end of its log is in the message.
@@ -312,12 +326,14 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
 def run_reference(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, batch: Arrays, other: Record | None = None
 ) -> Record:
-    """Run the reference on the batches that the other side recorded.
+    """Train the reference model in PyTorch on the batches that a MindFormers training recorded, and return the
+    reference's record.
 
     Args:
-        weights: Hugging Face name -> array. batch: a batch in the form of a record.
-        other: the record of the other side, in Hugging Face's names: the reference also computes each of its steps from
-            the state before that step.
+        weights: the initial weights, by Hugging Face's names.
+        batch: the batches in the form of a `Record`.
+        other: the record of the MindFormers training, in Hugging Face's names; if it is given, the reference also
+            computes each step separately from the state that this training had before the step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = json.dumps({"sizes": sizes.as_json(), "hyper": hyper.as_json()})
@@ -333,8 +349,8 @@ def run_reference(
 def reference_and_floor(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, other: Record
 ) -> tuple[Record, Record]:
-    """Return the reference's record, and a second record from weights that differ in their last bit, which shows the
-    effect of rounding.
+    """Return two records of the reference: one from the given weights, and one from weights that differ from them only
+    in the last bit. The distance of the two records shows the effect of rounding.
     """
     exact = run_reference(python, folder / "reference", sizes, hyper, weights, other.batch, other)
     return exact, run_reference(python, folder / "rounding", sizes, hyper, nudged(weights), other.batch)
@@ -350,7 +366,7 @@ def _states(record: Record) -> Arrays:
 
 
 def start(command: list[str], log: Path, run: Path) -> None:
-    """Run one side until it ends, with its output in `log`.
+    """Run a training in a separate process until it ends, and write the output of the process to the file `log`.
 
     Raises:
         RecipeError: the process refused its input. ClusterError: torch is missing. SideFailedError: the process failed.

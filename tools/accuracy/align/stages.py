@@ -1,5 +1,5 @@
-"""This module defines the comparisons of each stage of an alignment, and finds the first difference of a failed stage.
-The module uses only NumPy.
+"""This module defines the comparisons in each stage of `tc3 accuracy align`, and finds the first module, gradient or
+parameter group that differs in a failed stage. The module uses only NumPy.
 
 Two records are compared stage by stage (report, Figure 1): forward, backward, one update, the losses of all steps. Each
 stage has a fixed tolerance. The tolerance is compared with the effect of rounding on the reference: the distance
@@ -52,11 +52,12 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one compared number.
+    """A `Row` is one comparison between two trainings: the error, or the number of differences, with its tolerance.
 
     Args:
-        error, floor: the error, and the error of rounding in the reference, both in the measure that `measure` names.
-        excuse: up to where an error is undecided for a reason that `detail` names.
+        error: the error between the two trainings, in the measure that `measure` names.
+        floor: the error that rounding causes in the reference, in the same measure.
+        excuse: the largest error that counts as undecided for the reason that `detail` names.
     """
 
     name: str
@@ -69,8 +70,8 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Return whether the comparison passed within the tolerance, is undecided because rounding or the excuse
-        explains the error, or failed.
+        """Return whether this comparison passed within its tolerance, failed, or is undecided because rounding or
+        another known reason may explain the error.
         """
         if not (np.isfinite(self.error) and np.isfinite(self.floor)):
             return FAILED
@@ -80,22 +81,24 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Return whether `error` counts differences, of which none is allowed, instead of measuring the size of one
-        difference.
+        """Return whether `error` counts differences, of which even one is a failure, instead of measuring the size of
+        one difference.
         """
         return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
         """Return whether rounding explains the error: the error is at most `FLOOR_FACTOR` times the difference between
-        two runs of the reference.
+        two runs of the reference whose weights differ in the last bit.
         """
         return self.error <= FLOOR_FACTOR * self.floor
 
 
 @dataclass
 class Stage:
-    """A `Stage` is one stage of the comparison; `reason` says why it did not run, or what a failure means."""
+    """A `Stage` holds all comparisons of one stage, such as the forward pass; `reason` says why the stage did not run,
+    or what its failure means.
+    """
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -104,7 +107,9 @@ class Stage:
 
     @property
     def status(self) -> str:
-        """Return `state` if it is set (the stage was not run), else the worst state of the rows."""
+        """Return the status of the stage: `state` if it is set, because the stage was not run, and otherwise the worst
+        status among its comparisons.
+        """
         if self.state:
             return self.state
         found = {row.status for row in self.rows}
@@ -112,15 +117,17 @@ class Stage:
 
     @property
     def worst(self) -> Row | None:
-        """Return the row whose error is largest relative to its tolerance, among the rows with the stage's status; None
-        without rows.
+        """Return the comparison whose error is largest relative to its tolerance, among the comparisons that have the
+        status of the whole stage; return None if the stage has no comparisons.
         """
         rows = [row for row in self.rows if row.status == self.status] or self.rows
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
 
 def forward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
-    """Compare the logits and then the first losses for the same weights and tokens (stage 2)."""
+    """Compare the logits and the losses of the first batch, which both trainings compute from the same weights and
+    tokens (stage 2).
+    """
 
     def given(kind: str, one: Arrays, other: Arrays) -> list[Row]:
         return [Row(f"{kind} {name}", _different(one.get(name), other.get(name)), NONE, "elements that differ")
@@ -151,7 +158,7 @@ def _first_of(side: Record, name: str) -> np.ndarray | None:
 
 
 def backward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
-    """Compare the gradient of every weight, and the global norm (stage 3)."""
+    """Compare the first step's gradient of every weight, and the global norm of all gradients (stage 3)."""
     sides = ours, theirs, floor
     rows = []
     if "global_norm" in ours.curve or "global_norm" in theirs.curve:
@@ -164,7 +171,8 @@ def backward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def update(ours: Record, theirs: Record, floor: Record | None) -> Stage:
-    """Compare how the first step that moves weights changed each weight, relative to the size of the change (stage 4).
+    """Compare how much each weight changed in the first step with a learning rate above 0, relative to the size of the
+    change (stage 4).
 
     Adam divides a gradient by its own size: where that is only rounding, an element moves by a full step either way. A
     weight that differs only in its last place does not count as different: a norm's weight near 1 moves by few such
@@ -182,7 +190,8 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
-    """Compare every single step of the reference, the loss of every step, and the learning rates (stage 5).
+    """Compare the losses and learning rates of all steps, and also every step that the reference computed from
+    MindFormers' state before that step (stage 5).
 
     In a mixture of experts a token at a tie goes to another expert for the last bit of a sum, and from there on two
     right runs drift apart. Such a curve is undecided, up to DRIFT, when every single step, taken from our own state,
@@ -229,7 +238,7 @@ def _single_steps(ours: Record, theirs: Record) -> list[Row]:
 
 
 def moved(record: Record) -> Arrays:
-    """Return for each weight its updated minus its initial value, in float64."""
+    """Return for each weight the difference between its updated and its initial value, in float64."""
     return {
         name: record.updated[name].astype(np.float64) - record.initial[name]
         for name in record.initial
@@ -238,7 +247,9 @@ def moved(record: Record) -> Arrays:
 
 
 def largest(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the largest absolute difference of two arrays; inf if it is NaN or the shapes differ."""
+    """Return the largest absolute difference between the elements of two arrays; inf if a difference is NaN or the
+    shapes differ.
+    """
     if got.shape != want.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):
@@ -247,7 +258,9 @@ def largest(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Return |got - want| / |want| in the L2 norm; 0 if both are zero, inf for NaN or different shapes."""
+    """Return the relative error |got - want| / |want| of an array in the L2 norm: 0 if both arrays are zero, inf for
+    NaN or different shapes.
+    """
     if got.shape != want.shape:
         return float("inf")
     return _share(float(np.linalg.norm(got.astype(np.float64) - want)), want)
@@ -269,8 +282,8 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the relative error as `relative` does, but without the worst thousandth of the elements; of fewer than a
-    thousand elements none is left out.
+    """Return the relative error that `relative` computes, but without the worst thousandth of the elements; of arrays
+    with fewer than a thousand elements, no element is left out.
     """
     if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
         return float("inf")
@@ -310,16 +323,16 @@ def _different(one: np.ndarray | None, other: np.ndarray | None) -> float:
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
-    """Return a row with the relative error of each traced module that both sides have, in the given order; these rows
-    explain why the forward comparison failed.
+    """Return a row with the relative error of each traced module that both trainings recorded, in the given order, so
+    that the first module with a large error explains why the forward comparison failed.
     """
     both = [name for name in order if name in ours and name in theirs]
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 
 def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> str:
-    """Return a sentence that names the first module whose output differs; `rope` is how many dimensions at the end of a
-    head are rotated.
+    """Return a sentence that names the first module whose output differs; `rope` is the number of dimensions at the end
+    of an attention head that RoPE rotates.
     """
     bad = [row.name for row in stage.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
@@ -341,8 +354,8 @@ def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> st
 
 
 def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
-    """Return a sentence that names the failed gradient that the backward pass reaches first, and how many gradients
-    failed.
+    """Return a sentence that names the first wrong gradient in the order of the backward pass, and says how many
+    gradients are wrong.
     """
     bad = [row for row in stage.rows if row.status == FAILED]
     weights = [row for row in bad if row.name != "global norm"]
@@ -357,8 +370,8 @@ def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
 
 
 def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> str:
-    """Return a sentence that names the parameter group whose update differs, and says whether weight decay or the
-    learning rate explains it.
+    """Return a sentence that names the group of parameters whose update differs, and says whether weight decay or the
+    learning rate explains the difference.
     """
     bad = [row.name for row in stage.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
@@ -381,7 +394,9 @@ def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> 
 
 
 def explain_curve(stage: Stage) -> str:
-    """Return a sentence with the first step that differs, the size of the difference, and its usual cause."""
+    """Return a sentence that names the first training step whose loss differs, the size of the difference, and its
+    usual cause.
+    """
     first = next(row for row in stage.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:

@@ -1,5 +1,5 @@
-"""This module is `launch/train.py` with the recorder of `tc3 accuracy align` as an additional plugin, in a separate
-process.
+"""This module is the training process that `tc3 accuracy align` starts: it runs `launch/train.py` with one more plugin,
+which records the values to compare.
 """
 
 from __future__ import annotations

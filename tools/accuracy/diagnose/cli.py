@@ -1,5 +1,6 @@
-"""This module is `tc3 accuracy diagnose`: it finds the step, the stage of the comparison and the module in which
-two runs differ first, or the law (a relation that holds in every correct run) that one run breaks.
+"""This module is the command `tc3 accuracy diagnose`. For two runs the command finds the training step, the kind of
+value and the module in which they first differ; for one run it finds the laws (relations that hold in every correct
+run) that the run breaks.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
 
 
 def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> list[str]:
-    """Return the lines of text that the command prints."""
+    """Return the lines of text that `tc3 accuracy diagnose` prints about its verdict."""
     from tools.accuracy.diagnose.evidence import RECORD
     from tools.accuracy.diagnose.laws import USUAL, WORST
 

@@ -26,13 +26,13 @@ RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a ru
 
 @dataclass
 class State:
-    """A `State` holds the lines that the ranks recorded for one step, or for a start of the run."""
+    """A `State` holds the tensor statistics that all ranks recorded in one training step, or at a start of the run."""
 
     step: int
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the tensors of the state, put together from the parts of all ranks.
+        """Return name -> tensor, where each tensor is assembled from the parts that the ranks recorded.
 
         Args:
             parts: rank -> name -> (shape of the whole tensor, offset of the rank's part in it).
@@ -54,37 +54,39 @@ class State:
 
 @dataclass
 class Tensor:
-    """A `Tensor` is one tensor with the parts of all ranks: `parts` is offset -> {rank: (digest, sum of squares)}."""
+    """A `Tensor` holds what all ranks recorded of one tensor: `parts` maps the offset of each part to {rank: (digest,
+    sum of squares)}.
+    """
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
     elements: int = 0  # of the distinct parts
 
     def add(self, rank: int, offset: tuple[int, ...], digest: str, square: float, elements: int) -> None:
-        """Add the part of the tensor that one rank recorded."""
+        """Add what one rank recorded of its part of this tensor."""
         if offset not in self.parts:
             self.elements += elements
         self.parts.setdefault(offset, {})[rank] = digest, square
 
     @property
     def complete(self) -> bool:
-        """Return whether the recorded parts make the whole tensor."""
+        """Return whether the recorded parts cover all elements of the tensor."""
         return self.elements == prod(self.shape)
 
     @property
     def norm(self) -> float:
-        """Return the norm of the whole tensor."""
+        """Return the L2 norm of the whole tensor, computed from the sums of squares of its parts."""
         return sum(next(iter(copies.values()))[1] for copies in self.parts.values()) ** 0.5
 
     @property
     def not_finite(self) -> tuple[int, ...]:
-        """Return the ranks whose copy of a part has a NaN or an infinity."""
+        """Return the ranks whose copy of a part of this tensor has a NaN or an infinity."""
         copies = [each for part in self.parts.values() for each in part.items()]
         return tuple(sorted(rank for rank, (_, square) in copies if not isfinite(square)))
 
     @property
     def differing(self) -> tuple[int, ...]:
-        """Return the ranks whose copy of a part differs from the first copy."""
+        """Return the ranks whose copy of a part of this tensor differs from the first rank's copy of that part."""
         wrong = []
         for copies in self.parts.values():
             first = next(iter(copies.values()))[0]
@@ -93,24 +95,24 @@ class Tensor:
 
     @property
     def digests(self) -> dict[int, str]:
-        """Return for each rank the digest of its part."""
+        """Return for each rank the digest of the part of this tensor that the rank holds."""
         return {rank: digest for copies in self.parts.values() for rank, (digest, _) in copies.items()}
 
 
 @dataclass
 class Side:
-    """A `Side` is one of the runs that are compared.
+    """A `Side` holds everything that one of the compared runs recorded.
 
     Attributes:
-        steps: step -> the metrics of the rank that knows the loss.
-        samples: step -> rank -> column -> digests.
-        software: package -> version, in the last part of the run (after its last resume).
-        starts, states: the recorded states, by step.
+        steps: for each step the metrics of the rank that knows the loss.
+        samples: the digests of samples: step -> rank -> column -> digests.
+        software: the versions of software packages since the last resume of the run.
+        starts, states: the recorded states at starts of the run, and after steps.
         folder: the folder of the record.
-        first: the first step that its metrics should have.
-        gaps: what its records lack, one sentence for each gap.
-        held: whether the outputs of its modules were compared with a forward pass in NumPy.
-        end: module -> sketch of its output with the final weights; empty if it was not recorded.
+        first: the number of the first step that the metrics of the run should have.
+        gaps: a sentence for each gap in the records of the run.
+        held: whether the outputs of the run's modules were compared with a forward pass in NumPy.
+        end: for each module the sketch of its output with the final weights; empty if the run did not record it.
     """
 
     name: str
@@ -131,19 +133,21 @@ class Side:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Return the settings of the built model and optimizer, as the first start recorded them."""
+        """Return the settings with which MindFormers built the model and the optimizer, as the run's first start
+        recorded them.
+        """
         return next((line.get("effective") or {} for start in self.starts for line in start.lines.values()), {})
 
     @property
     def starts_known(self) -> bool:
-        """Return whether the weights that the run started from are recorded."""
+        """Return whether the run recorded the weights with which its training began."""
         names = [name for start in self.starts for line in start.lines.values() for name in line["state"]]
         return any(name.endswith(".weight") for name in names)
 
     @property
     def unmoved(self) -> State | None:
-        """Return the weights that the run started from, read after its first step; this is possible only if the
-        learning rate of that step was 0.
+        """Return the weights with which the training began, taken from the record of step 1, or None if the learning
+        rate of step 1 was not 0 and the weights have therefore changed.
         """
         if 1 not in self.states or self.steps.get(1, {}).get("learning_rate") != 0:
             return None
@@ -154,18 +158,22 @@ class Side:
         return kept
 
     def modules(self, step: int) -> dict[str, list[Any]]:
-        """Return module -> sketch of its output in a step, in the order of the forward pass; empty if not recorded."""
+        """Return for each module of the model, in the order of the forward pass, the sketch of its output that the run
+        recorded in a step; return {} if the run recorded none.
+        """
         lines = self.states[step].lines.values() if step in self.states else ()
         return next((line["modules"] for line in lines if line.get("modules")), {})
 
     def parts(self) -> dict[int, dict[str, Any]]:
-        """Return rank -> name -> [whole shape, offset] of the first recorded step."""
+        """Return rank -> tensor name -> [shape of the whole tensor, offset of the rank's part], from the first step
+        whose state was recorded.
+        """
         first = next(iter(self.states.values()), None)
         return {rank: line.get("parts") or {} for rank, line in first.lines.items()} if first else {}
 
     def ids(self, step: int) -> list[str] | None:
-        """Return, for each rank, the digests of the samples of a step in sorted order, each once; return None if the
-        ranks did not record them.
+        """Return the distinct digests of the samples of a step, rank by rank in the order of the ranks; return None if
+        a rank did not record the digests of its samples.
         """
         ranks = self.samples.get(step, {})
         if not ranks or any(IDS not in columns for columns in ranks.values()):
@@ -173,7 +181,9 @@ class Side:
         return list(dict.fromkeys(each for rank in sorted(ranks) for each in ranks[rank][IDS]))
 
     def columns(self, step: int) -> dict[str, frozenset[tuple[str, str]]]:
-        """Return, for each column of a batch, the pairs (sample, digest of this column of the sample) of a step."""
+        """Return for each column of a step's batch (such as the labels) the pairs (digest of a sample, digest of this
+        column of the sample).
+        """
         found: dict[str, set[tuple[str, str]]] = {}
         for columns in self.samples.get(step, {}).values():
             ids = columns[IDS]
@@ -184,7 +194,9 @@ class Side:
         return {name: frozenset(pairs) for name, pairs in found.items()}
 
     def updates(self, step: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield (weight, rank, recorded update) for the distinct parts of each weight."""
+        """Yield (weight, rank, recorded update of the weight) in a step; of a part that several ranks hold, only the
+        first rank's record is yielded.
+        """
         state, parts, seen = self.states[step], self.parts(), set()
         for rank, line in sorted(state.lines.items()):
             for name, told in line["weights"].items():
@@ -197,11 +209,11 @@ class Side:
                     yield name, rank, told
 
     def gradients(self, step: int) -> dict[str, float]:
-        """Return weight -> norm of its whole gradient, after clipping."""
+        """Return for each weight the L2 norm of its whole gradient in a step, after clipping."""
         return self._norms(step, "gradient")
 
     def moves(self, step: int) -> dict[str, float]:
-        """Return weight -> norm of its update, over all of its parts."""
+        """Return for each weight the L2 norm of its change in a step, over all parts of the weight."""
         return self._norms(step, "square")
 
     def _norms(self, step: int, key: str) -> dict[str, float]:
@@ -224,7 +236,7 @@ def _trained(name: str) -> str:
 
 
 def read_side(folder: Path) -> Side:
-    """Return all that a run has recorded of its steps.
+    """Return everything that a run has recorded of its training steps, read from the run's folder.
 
     Raises:
         DataError: the folder is not a run or has no step, or a rank's record is missing or damaged; the message says

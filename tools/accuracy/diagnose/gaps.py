@@ -1,5 +1,5 @@
-"""This module finds what the records of a run lack: steps that its metrics skip, ranks that recorded less than others,
-and recorded states that are missing. Two runs are called equal only if neither has such a gap.
+"""This module finds gaps in the records of a run: steps that its metrics skip, ranks that recorded less than others,
+and recorded states that are missing. Two runs are called equal only if the records of both runs have no gap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ STATE = "weights, gradients and routers"
 
 
 class Side(Protocol):
-    """A `Side` has the attributes of `evidence.Side` that a gap shows in."""
+    """A `Side` is the type of a run's records here: it has those attributes of `evidence.Side` in which a gap can be
+    found.
+    """
 
     recipe: Recipe
     steps: dict[int, dict[str, Any]]
@@ -31,11 +33,12 @@ class Side(Protocol):
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings]) -> list[str]:
-    """Remove from `side` what not all ranks have recorded, and return a sentence for each gap.
+    """Remove from a run's records the steps and values that not all ranks recorded, and return a sentence for each such
+    gap.
 
     Args:
-        side: what was read of the run.
-        metrics: rank -> its metrics.
+        side: the records of the run.
+        metrics: the metrics of each rank.
     """
     return [
         *_steps(side),
@@ -47,7 +50,7 @@ def take_out(side: Side, metrics: Mapping[int, Readings]) -> list[str]:
 
 
 def printed_every(recipe: Recipe) -> int:
-    """Return how many steps lie between two that a run writes into its metrics."""
+    """Return the interval, in steps, at which a run of this recipe writes a step into its metrics file."""
     monitors = [each for each in recipe.get("callbacks") or [] if each.get("type") == "MFLossMonitor"]
     runner = recipe.get("runner_config") or {}
     sunk = runner.get("sink_size", 1) if runner.get("sink_mode") else 1

@@ -1,5 +1,5 @@
-"""This module finds where two runs first differ, or where one run breaks a law that needs no second run (`laws`). The
-module compares the records that `evidence.read_side` has read.
+"""This module finds where two runs first differ, or where one run breaks a law, which is a relation that holds in every
+correct run (`laws`). The module works on the records that `evidence.read_side` has read.
 
 The stages, in the order in which a difference arises: versions of the software; the configuration, as written and as
 built; the state from which a new or resumed run starts; then for each step its samples, the outputs of its modules, its
@@ -63,16 +63,18 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` is the result of `tc3 accuracy diagnose`.
+    """A `Verdict` is the result of `tc3 accuracy diagnose`: the differences between two runs, or the laws that one run
+    breaks.
 
     Args:
-        findings: the findings in order. changes: the changes of keys that affect results; layout: the changes of the
-            layout.
+        findings: the differences, in the order of steps and stages.
+        changes: the changed keys of the recipes that affect results.
+        layout: the changed keys of the recipes that affect the parallel layout.
         software: the packages whose versions differ between the runs, with both versions.
-        compared: the stages that could be compared; unknown: the stages that could not, with the records that they
-            need.
+        compared: the stages that could be compared.
+        unknown: the stages that could not be compared, with the records that they would need.
         bits: whether the runs had to agree to the last bit.
-        gaps: what the records of the runs lack; runs with gaps are not called equal.
+        gaps: sentences about what the records of the runs lack; runs with gaps are not called equal.
     """
 
     findings: tuple[Finding, ...]
@@ -86,8 +88,8 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings of the first stage that differs by more than rounding; if no stage does, return those of
-        the first stage.
+        """Return the findings at the first step and stage with a difference that is larger than rounding; if rounding
+        explains all differences, return the findings at the first step and stage.
 
         Another order of summation changes the last bits at an earlier stage than a fault, and does not explain a larger
         difference.
@@ -97,12 +99,12 @@ class Verdict:
 
     @property
     def before(self) -> int:
-        """Return the number of findings before those of `first` that differ only by rounding."""
+        """Return the number of findings that come before those of `first`; rounding explains each of them."""
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property
     def word(self) -> str:
-        """Return the verdict on the runs in words."""
+        """Return the verdict in a few words, such as "equal" or "differs: loss, step 3"."""
         if self.findings:
             word = f"differs: {self.first[0].stage}, step {self.first[0].step}"
             return f"{word}; the configuration was changed" if self.changes else word
@@ -114,11 +116,11 @@ class Verdict:
 
 
 class OtherModelError(ValueError):
-    """This error means that the two runs have different models."""
+    """This error means that the two runs train models of different sizes."""
 
 
 def diagnose(a: Side, b: Side | None = None) -> Verdict:
-    """Return the verdict on one run, or on the comparison of two runs.
+    """Return the verdict on one run by itself, or on the comparison of two runs.
 
     Raises:
         OtherModelError: the runs' models have other sizes.
@@ -251,7 +253,7 @@ class _Pair:
 
     @property
     def clips(self) -> bool:
-        """Return whether one of the runs clips gradients."""
+        """Return whether at least one of the two runs clips gradients."""
         return any(math.isfinite(limit_of(side)) for side in (self.a, self.b))
 
     def findings(self) -> Iterator[Finding]:
@@ -270,7 +272,7 @@ class _Pair:
             yield from self._routers(step)
 
     def tell_partial(self) -> None:
-        """Note how many tensors are not whole in the records of each run."""
+        """Add to each run's gaps the number of tensors of which some ranks have not recorded their part."""
         for side in (self.a, self.b):
             if names := sorted({name for run, name in self.partial if run == side.name}):
                 what = f"{len(names)} tensors are not recorded by all ranks that have a part, such as {names[0]}"
@@ -455,8 +457,8 @@ class _Pair:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the factor between the two numbers of each pair if it is the same for all pairs and not 1; otherwise
-    return None.
+    """Return the second number of a pair divided by the first if this ratio is the same for all pairs and is not 1;
+    otherwise return None.
     """
     factors = [two / one for one, two in pairs if one and two]
     if (

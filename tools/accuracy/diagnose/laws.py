@@ -1,5 +1,5 @@
-"""This module checks the records of one run against laws, which are relations that hold in every correct run; it also
-defines findings and the stages of a comparison.
+"""This module checks the records of one run against laws, which are relations that hold in every correct run; the
+module also defines findings and the stages in which two runs are compared.
 
 The laws are these. The built model and optimizer have the settings of the recipe. Each module's output, in the first
 step and at the end, is that of a forward pass in NumPy. The global norm is that of the gradients. AdamW explains the
@@ -55,9 +55,9 @@ WORST = 3  # findings shown of a stage
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one difference between two runs, or one law that a run breaks. `side` names the run that breaks a
-    law, and is empty for a difference between two runs. If `late` is true, the check was made only at the end of the
-    run, so any earlier step may have caused the difference.
+    """A `Finding` is one difference between two runs, or one law (a relation that holds in every correct run) that a
+    run breaks. `side` names the run that breaks a law, and is empty for a difference between two runs. If `late` is
+    true, the difference was found only after the last step, so any earlier step may have caused it.
     """
 
     step: int
@@ -76,17 +76,23 @@ class Finding:
 
     @property
     def rounding(self) -> bool:
-        """Return whether this difference is so small that another order of addition can explain it."""
+        """Return whether the difference between the two runs is so small that another order of summation can explain
+        it.
+        """
         return self.error < ROUNDING
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return the key by which findings are sorted: step, then stage, then severity, the most severe first."""
+        """Return the key by which findings are sorted: by step, then by stage, then by severity with the most severe
+        finding first.
+        """
         return self.step, STAGES.index(self.stage), -self.error
 
 
 def laws(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each law that one run breaks, as far as the law needs no second run."""
+    """Yield a finding for each law (a relation that holds in every correct run) that a run breaks, for all laws that
+    can be checked without a second run.
+    """
     for start in side.starts:
         yield from _copies_law(side, start, RESUME if start.step else START)
         if start.step in side.states:  # this run had been here itself before it was resumed
@@ -201,8 +207,8 @@ def _finite_law(side: Side, state: State) -> Iterator[Finding]:
 
 
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
-    """Yield a finding if the norm of a step's clipped gradients is not the smaller of the recorded global norm and the
-    limit to which gradients are clipped.
+    """Yield a finding if the norm of a step's clipped gradients is wrong: the right norm is the recorded global norm or
+    the clipping limit, whichever is smaller.
     """
     record, view = side.steps.get(step, {}), View(side.recipe)
     norm, gradients = record.get("global_norm"), side.gradients(step)
@@ -297,7 +303,8 @@ def _passes(side: Side, step: int) -> float:
 
 
 def loads_of(side: Side, step: int) -> dict[str, list[float]]:
-    """Return for each router the load of each expert, averaged over the ranks that counted the expert's tokens.
+    """Return for each router the load of each expert in a step, averaged over the ranks that counted tokens for this
+    expert.
 
     In a data-parallel graph each rank counts its own tokens, and the bias moves by their mean; in a sharded graph all
     ranks of a stage have the same counts, and the others have none.
@@ -311,13 +318,15 @@ def loads_of(side: Side, step: int) -> dict[str, list[float]]:
 
 
 def limit_of(side: Side) -> float:
-    """Return the norm to which gradients are clipped."""
+    """Return the largest global norm that a run's gradients have after clipping; infinity if the run does not clip."""
     wrapper = side.recipe.get("runner_wrapper") or {}
     return float(wrapper.get("max_grad_norm", 1.0)) if wrapper.get("use_clip_grad") else math.inf
 
 
 def clipping_of(side: Side, step: int) -> float:
-    """Return the factor by which a step's gradients were scaled down, by the norm that the run itself computed."""
+    """Return the factor (at most 1) by which clipping scaled the gradients of a step, according to the global norm that
+    the run recorded.
+    """
     norm = side.steps.get(step, {}).get("global_norm")
     return min(1.0, limit_of(side) / norm) if norm else 1.0
 
@@ -328,7 +337,9 @@ def _mtp(side: Side) -> int:
 
 
 def undefined_of(side: Side) -> tuple[str, ...]:
-    """Return the parts of the loss that MindFormers logs as 0 / 0 although the training is right."""
+    """Return the names of those parts of the loss that MindFormers logs as NaN, because it divides 0 by 0, in a run
+    whose training is right.
+    """
     model, view = side.recipe["model"]["model_config"], View(side.recipe)
     layers, dense = model.get("num_hidden_layers"), model.get("first_k_dense_replace") or 0
     trained = model.get("moe_aux_loss_coeff") or 0.0 if layers is None or dense < layers else 0.0
@@ -336,19 +347,21 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def noise_of(key: str) -> float:
-    """Return the largest error by chance of a fitted learning rate, or of a fitted weight decay of 0."""
+    """Return the error that chance may cause in a fitted learning rate, or in a fitted weight decay whose right value
+    is 0.
+    """
     return 1e-9 if key == "rate" else 1e-3
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a tensor is a weight, or a moment of one; experts have `weight1` and `weight2`, residual streams
-    `hc_fn`, `hc_base` and `hc_scale`.
+    """Return whether a tensor is a trained weight or an optimizer moment of a trained weight; experts have the weights
+    `weight1` and `weight2`, residual streams the weights `hc_fn`, `hc_base` and `hc_scale`.
     """
     return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
 
 def module_of(name: str) -> str:
-    """Return the part of the model to which a weight, a moment or a counter belongs."""
+    """Return the part of the model to which a weight, an optimizer moment or a router's counter belongs."""
     for prefix in STATE:
         name = name.removeprefix(prefix)
     group = group_of(name) if "." in name else name
@@ -357,8 +370,8 @@ def module_of(name: str) -> str:
 
 
 def output_of(side: Side, name: str) -> str:
-    """Return the module to which a recorded output belongs: layers after those of the decoder belong to MTP; queries,
-    keys, values and their weighted sum belong to attention.
+    """Return the name of the module to which a recorded output belongs: layers behind the last decoder layer belong to
+    MTP; queries, keys, values and their weighted sum belong to attention.
     """
     words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])
     if words[0] == "layers" and int(words[1]) >= layers:
@@ -369,8 +382,8 @@ def output_of(side: Side, name: str) -> str:
 
 
 def far(one: float, two: float) -> float:
-    """Return how far two numbers are apart relative to the larger one: 0 if they are equal or both NaN, infinite if
-    only one of them is finite.
+    """Return the difference between two numbers relative to the larger one: 0 if the numbers are equal or both are NaN,
+    infinity if only one number is finite.
     """
     if one == two or (math.isnan(one) and math.isnan(two)):
         return 0.0
@@ -379,7 +392,9 @@ def far(one: float, two: float) -> float:
 
 
 def ratio_of(one: float, two: float) -> str:
-    """Return the factor between two numbers; if it is nearly a whole number, return that number."""
+    """Return in words how many times the second number is as large as the first, such as "2 times" or "1/2 times";
+    nearly whole factors are rounded.
+    """
     factor = two / one if one else math.inf
     if not math.isfinite(factor):
         return f"{factor:.6g} times"

@@ -35,8 +35,8 @@ FIELDS = (
 
 
 def built_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of the built model and optimizer that a run should have recorded, as far as its recipe
-    determines them.
+    """Return the settings of the model and the optimizer that a correct run of a recipe records after MindFormers has
+    built them, as far as the recipe determines these settings.
     """
     optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
     found: dict[str, Any] = {}
@@ -53,8 +53,8 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def bias_rate_of(recipe: Recipe) -> float | None:
-    """Return the rate by which a run moves the routers' biases: 0 with adapters, beside which plugins.lora leaves the
-    model as it is.
+    """Return the rate at which a run moves the routers' biases. The rate is 0 in a run that trains adapters
+    (plugins.lora), because such a run does not change the biases.
     """
     rate = View(recipe).get((*MODEL, BIAS_RATE))
     return 0.0 if rate and _adapters(recipe) else rate
@@ -80,11 +80,12 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (a step, module -> its output in that step, computed in NumPy, router -> tokens at a tie, ""), or (0,
-    nothing, nothing, the reason) if the outputs cannot be computed.
+    """Return (a step, module -> its output in that step computed in NumPy, router -> the number of tokens at a tie,
+    ""); if the outputs cannot be computed, return (0, {}, {}, the reason).
 
     Args:
-        kept_in: the file of weights and batch: that of the first recorded step of the run's last part, or `END`.
+        kept_in: the name of the file that holds weights and batch: the file of the first recorded step since the last
+            resume, or `END`.
     """
     file = side.folder / kept_in
     if not file.is_file():

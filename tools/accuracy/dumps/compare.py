@@ -1,5 +1,5 @@
-"""This module compares two dumps: every tensor of both in the order of execution, the first difference, and its usual
-cause.
+"""This module compares two dumps of tensors: it judges every tensor in the order of execution, finds the first
+difference, and names its usual cause.
 
 `compare_dumps` gives a `Report`: rows judged by Table 2, and the first finding of the forward pass, of the backward
 pass, among the weights and in state. Its headline states the usual cause of the earliest finding (report, section
@@ -44,8 +44,8 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return for each phase its first finding; among several ranks, the finding that comes earliest in its rank's own
-    order.
+    """Return the first finding of each phase (forward, backward, weights, state). If several ranks have findings in one
+    step, the finding with the earliest place in the order of its rank comes first.
     """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
@@ -88,7 +88,9 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return a phrase that names the call or update that computed a row's tensor, as far as the dump shows it."""
+    """Return a phrase that names the call or optimizer update that computed the tensor of a row, as far as the dump
+    shows this.
+    """
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -210,14 +212,15 @@ def _forward(row: Row, initial: bool) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """A `Report` is the result of a comparison: all rows in the order of execution, and what is known about both dumps.
+    """A `Report` is the result of comparing two dumps: a row for each compared tensor, in the order of execution, and
+    the settings of both dumps.
 
     Args:
-        golden, bench: the folders.
+        golden, bench: the paths of the two dumps.
         level, task: the settings `level` and `task` of msprobe.
-        marked: whether both dumps state that they are complete; msprobe's own dumps do not state it.
-        judged: the counts of judged updates of weights, see `Updates`.
-        trained_known: whether the dumps show which parameters a gradient trains.
+        marked: whether both dumps state that they are complete; msprobe's own dumps do not state this.
+        judged: the numbers of judged updates of weights, see `Updates`.
+        trained_known: whether the dumps show which parameters are trained by a gradient.
     """
 
     golden: str
@@ -231,28 +234,26 @@ class Report:
 
     @property
     def updates(self) -> int:
-        """Return the number of rows that were judged."""
+        """Return the number of weight updates that were judged."""
         return self.judged.judged
 
     @cached_property
     def findings(self) -> list[Row]:
-        """Return the rows that did not pass the comparison."""
+        """Return the rows of all tensors that did not pass the comparison."""
         return [row for row in self.rows if row.kind]
 
     @property
     def passed(self) -> bool:
-        """Return whether there is no finding, with at least one row judged."""
+        """Return whether at least one tensor was compared and every compared tensor passed."""
         return bool(self.rows) and not self.findings
 
     @cached_property
     def first(self) -> dict[str, Row | None]:
-        """Return for each phase its first finding; among several ranks, the finding that comes earliest in its rank's
-        own order.
-        """
+        """Return the first finding of each phase (forward, backward, weights, state), as `first_findings` does."""
         return first_findings(self.findings)
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line of text with the numbers of tensors, of identical tensors and of findings."""
         exact = sum(not row.error for row in self.rows)
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.findings).items())
         text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical, {len(self.findings)} findings"
@@ -297,7 +298,9 @@ class Report:
         return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole result except the rows that passed; an infinite error is the string "inf"."""
+        """Return the result of the comparison without the rows of tensors that passed, as values fit for JSON; an
+        infinite error is the string "inf".
+        """
         return {
             **{name: getattr(self, name) for name in ("golden", "bench", "level", "task", "passed")},
             "tensors": len(self.rows),
@@ -313,12 +316,12 @@ class Report:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """Return a row as values fit for JSON."""
+    """Return the comparison of one tensor as values fit for JSON; an infinite error is the string "inf"."""
     return {**asdict(row), "error": "inf" if math.isinf(row.error) else row.error}
 
 
 def finding_text(row: Row) -> str:
-    """Return one line that says where a finding is and what is wrong."""
+    """Return one line of text about a finding: the step, the rank, the name of the tensor, and the difference."""
     rank = f" rank {row.rank}" if row.rank else ""
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
     return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"
@@ -363,7 +366,7 @@ def compare_dumps(
 
 
 def check_alike(golden: Dump, bench: Dump) -> None:
-    """Raise DataError if the two dumps cannot be paired."""
+    """Raise DataError if the two dumps cannot be compared, for example because their msprobe levels differ."""
     for name, ours, theirs in (("level", golden.level, bench.level), ("task", golden.task, bench.task)):
         if ours != theirs:
             raise DataError(

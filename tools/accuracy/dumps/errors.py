@@ -1,5 +1,5 @@
-"""This module measures the distance of a dumped tensor from the golden one: the largest error, a common factor of all
-elements, and the differences of statistics.
+"""This module measures how far a dumped tensor is from the golden tensor: the largest error of an element, a factor
+that all elements have in common, and the differences of statistics.
 
 **The error of a tensor, chunk by chunk in float32, so that no tensor is held whole.**
 
@@ -65,8 +65,9 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Scale:
-    """A `Scale` is a factor by which a whole tensor differs from the golden one, found by least squares. `error` is the
-    distance of 1 from the interval [low, high] of possible factors; `allowed` is the tolerance for this distance.
+    """A `Scale` is a factor by which all elements of a tensor differ from the golden tensor, found by least squares.
+    `error` is the distance between 1 and the interval [low, high] in which this factor lies; `allowed` is the tolerance
+    of `error`.
     """
 
     factor: float
@@ -75,8 +76,8 @@ class Scale:
 
 
 def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the common factor between two .npy files of one shape if its distance from 1 is larger than allowed;
-    otherwise None.
+    """Return the factor by which all values of a .npy file differ from those of the golden file, if the distance of
+    this factor from 1 is larger than its tolerance; otherwise return None.
 
     Args:
         sums: `Measured.sums` of the two; the files are read again only if the factor computed from these sums is over
@@ -92,8 +93,8 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return how far 1 lies outside the interval of possible factors, from the sums of want^2, want d and d^2, where d
-    is the difference between the tensors.
+    """Return the distance between 1 and the interval in which the common factor of two tensors lies, from the sums of
+    want^2, want d and d^2, where d is the difference between the tensors.
     """
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
@@ -103,7 +104,9 @@ def distance(sums: tuple[float, float, float]) -> float:
 
 
 def deviation(golden: Path, bench: Path) -> float:
-    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of two files, over the values that are finite in both."""
+    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of a golden .npy file (want) and another file, where d is the
+    difference of their values; only values that are finite in both files are used.
+    """
     squares = products = 0.0
     with NpyFile(golden) as want, NpyFile(bench) as got, np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -119,7 +122,7 @@ def deviation(golden: Path, bench: Path) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """A `Measured` holds the differences that were measured between two arrays.
+    """A `Measured` holds the measured differences between the values of two .npy files.
 
     Args:
         error: the largest error; inf if one of two values is not finite and they differ, or if integers differ.
@@ -234,7 +237,9 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
-    """Return the error of two tensors' statistics; inf if one is not finite and they differ."""
+    """Return the largest relative difference between the statistics of two tensors; inf if a statistic is not finite in
+    one of the dumps and differs from that of the other dump.
+    """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
         return 0.0
@@ -251,7 +256,9 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """Return the factor between two tensors if their norms determine it; `tolerance` is that of Table 2."""
+    """Return the factor between the L2 norms of two tensors if it differs from 1 by more than its tolerance, and None
+    otherwise; `tolerance` is the tolerance of single elements by Table 2.
+    """
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]
     if not norm or other is None or largest is None or smallest is None:

@@ -1,4 +1,4 @@
-"""This module reads a dump: steps, ranks, the calls of each step in their order, and their input and output tensors.
+"""This module reads a dump of tensors: steps, ranks, the calls of each step, and the inputs and outputs of each call.
 
 msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. At L1 and L2, where it shows no weights, `tc3 accuracy
 dump` adds `weights/stepN/rankM/` of the same layout: the weights before step N. At L2 MindSpore itself writes the
@@ -77,8 +77,8 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return the key by which the entry is paired with the other side; it leaves out the class, because other
-        frameworks name classes differently.
+        """Return the key by which a call of one dump is paired with the same call of the other dump; the key leaves out
+        the class, because other frameworks name classes differently.
         """
         return self.kind, self.path, self.phase, self.call
 
@@ -144,7 +144,7 @@ class NpyFile:
         self._file.close()
 
     def chunks(self, buffer: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield flat pieces of `CHUNK` values in C order, from the first one on, as views of `buffer`, uint8."""
+        """Yield the array's values in C order, in flat pieces of up to `CHUNK` values that are views of `buffer`."""
         self._file.seek(self._start)
         for start in range(0, self.size, CHUNK):
             piece = buffer[: min(self.size - start, CHUNK) * self.dtype.itemsize]
@@ -172,8 +172,8 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield flat pieces of up to four files of one size at the same positions; the pieces are views of buffers that
-    this thread reuses.
+    """Yield tuples of flat pieces that lie at the same position of up to four .npy files of equal size; these pieces
+    are views of buffers that this thread uses again.
     """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
@@ -182,7 +182,7 @@ def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
 
 @dataclass(frozen=True)
 class Item:
-    """An `Item` is one tensor or plain value of an entry.
+    """An `Item` is one tensor or plain Python value that a dumped call reads or returns.
 
     Args:
         label: role and position: `input.0`, `output.1`, `parameters.weight`, or the parameter of a gradient.
@@ -207,14 +207,16 @@ class Item:
 
     @property
     def parameter(self) -> str:
-        """Return the parameter's name in its cell, for a parameter and for its gradient (`weight.0`)."""
+        """Return the name of a parameter within its cell, for the parameter (`parameters.weight`) and for its gradient
+        (`weight.0`).
+        """
         if self.role == "parameters":
             return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
         return self.label.removesuffix(".0")
 
     @property
     def is_tensor(self) -> bool:
-        """Return whether the value is a tensor, and not a plain Python value."""
+        """Return whether the dumped value is a tensor, and not a plain Python value."""
         return bool(self.statistics)
 
 
@@ -227,7 +229,7 @@ class Entry:
 
 
 def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return for each step and rank the folder of its dump."""
+    """Return step -> rank -> the folder in which this rank dumped the kernels of this step."""
     found: dict[int, dict[int, Path]] = {}
     for rank in folder.glob("rank_[0-9]*"):
         match = _KERNEL_RANK.match(rank.name)
@@ -237,7 +239,7 @@ def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def kernel_entries(rank: Path, step: int) -> list[Entry]:
-    """Return the kernels of one step, in the order in which they ran.
+    """Return the dumped kernels of one step, in the order in which they ran.
 
     Raises:
         DataError: a file is broken, or its name does not have MindSpore's form.
@@ -286,7 +288,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
 
 @dataclass(frozen=True)
 class Dump:
-    """A `Dump` is a dump as far as its folders and file headers describe it.
+    """A `Dump` describes a dump of tensors by its folders and file headers; the values stay in the files.
 
     Args:
         folders: step -> rank -> folder with dump.json.
@@ -305,17 +307,17 @@ class Dump:
 
     @property
     def steps(self) -> list[int]:
-        """Return all steps of which the dump holds entries."""
+        """Return the numbers of all steps from which the dump has calls or weights."""
         return sorted({*self.folders, *self.weights})
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks that dumped the first step."""
+        """Return the ranks that have dumped the first step."""
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Return the entries of one step on one rank: first the weights before the step, then the calls of the step in
-        the order in which they ended.
+        """Return what one rank dumped in one step: first the weights before the step, then the calls of the step in the
+        order in which they ended.
         """
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
@@ -325,7 +327,7 @@ class Dump:
 
 
 def open_dump(folder: Path) -> Dump:
-    """Read which steps and ranks the folders of a dump hold.
+    """Return the dump in a folder, with the steps and ranks that its folders hold.
 
     Raises:
         DataError: the folder is not a dump, or not a complete one.

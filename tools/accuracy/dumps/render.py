@@ -35,8 +35,8 @@ MOST = 8  # findings shown
 
 
 def picture(rows: list[Row]) -> str:
-    """Return an <svg> of `rows` (of one phase, in order): the error in decades, the tolerance as a line, layers and
-    steps below.
+    """Return an <svg> plot of the tensors of one phase, in order: the logarithm of each error, the tolerance as a line,
+    and below them the layers and steps.
     """
     count = len(rows)
     spans = [(n * count // POINTS, (n + 1) * count // POINTS) for n in range(POINTS)] if count > POINTS else None

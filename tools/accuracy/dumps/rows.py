@@ -1,4 +1,4 @@
-"""This module pairs the tensors of two dumps and judges each pair in one row.
+"""This module pairs each tensor of one dump with the same tensor of another dump, and judges each pair.
 
 **How many terms an element of a dumped tensor accumulates: the row of Table 2, from the class or function and shapes.**
 
@@ -47,11 +47,11 @@ _WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 class Counter:
-    """A `Counter` computes the accumulation count of each tensor of one step on one rank: the number of terms that an
-    element sums.
+    """A `Counter` computes the accumulation count of each tensor of one step on one rank, which is the number of terms
+    that are summed in an element of the tensor.
 
     Args:
-        entries: all calls of the step on the golden side.
+        entries: all calls of the step in the golden dump.
     """
 
     def __init__(self, entries: list[Entry]):
@@ -72,7 +72,7 @@ class Counter:
                 self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
 
     def of(self, entry: Entry, item: Item) -> int:
-        """Return the accumulation count of one tensor."""
+        """Return the accumulation count of one tensor of a call."""
         forward, backward, gradient = self._counts.get(_place(entry), (DEFAULT,) * 3)
         if entry.name.phase == GRADIENT:
             return gradient
@@ -120,7 +120,8 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
 
 
 class Trained:
-    """A `Trained` holds the parameters that a gradient trains, as far as the two dumps show it.
+    """A `Trained` holds the names of the parameters that are trained by a gradient, as far as the two dumps show which
+    these are.
 
     Args:
         entries: all calls of both dumps.
@@ -141,24 +142,27 @@ class Trained:
                         self._trained.add((entry.name.path, item.parameter))
 
     def has(self, entry: Entry, item: Item) -> bool:
-        """Return whether a gradient trains this parameter; if this is not known, the parameter counts as a weight."""
+        """Return whether a parameter is trained by a gradient; if the dumps do not show this for any parameter, return
+        True.
+        """
         return not self.known or (entry.name.path, item.parameter) in self._trained
 
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is the comparison of one tensor, or of one call that only one side has.
+    """A `Row` is the judgement of one tensor that two dumps have in common, or of one call that only one dump has.
 
     Args:
         step, rank, order: the position of the call in the run; `order` is its number within the step.
         phase: forward, backward, weights, or state (parameters that no gradient trains).
-        place: the cell's path and class, or the function.
-        name: msprobe's name.
-        role: input, output, parameters or gradient; call for a call that only one side has.
-        count, tolerance: accumulation count and row of Table 2.
+        place: the path and class of the cell, or the name of the function.
+        name: the name that msprobe gives to the tensor.
+        role: input, output, parameters or gradient; "call" for a call that only one dump has.
+        count: the accumulation count of the tensor (the number of summed terms).
+        tolerance: the largest allowed error by Table 2.
         error: the largest of `judge.errors`, or the error of the quantity that `by` names.
-        kind: the kind of finding; empty if the row passed.
-        detail: the worst value, or what is wrong.
+        kind: the kind of difference; empty if the tensor passed.
+        detail: a description of the worst value, or of what is wrong.
         by: the judged quantity: values, statistics, update, or factor (of all values together, `errors.scaled`).
         cause: the usual cause of a wrong update of this kind.
     """
@@ -183,7 +187,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """A `Pair` holds the two tensors that a row compares; the tensor is None on a side that lacks it."""
+    """A `Pair` holds one tensor as the two dumps have it; the entry of a dump that lacks the tensor is None."""
 
     step: int
     rank: int
@@ -194,15 +198,17 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """Return the golden side of the pair, or its only side."""
+        """Return the call and the tensor of the golden dump, or those of the other dump if the golden dump lacks this
+        tensor.
+        """
         side = self.golden or self.bench
         assert side is not None
         return side
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Yield the tensors of one step on one rank, in the golden side's order; tensors that only `bench` has are placed
-    where they ran.
+    """Yield a pair for each tensor of one step on one rank, in the golden dump's order; tensors that only the dump
+    `bench` has are inserted where they were computed.
     """
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):
@@ -237,7 +243,9 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """Return the row of a pair; None for plain values that agree, because they need no row."""
+    """Return the judgement of a pair of tensors; return None for plain values that agree, because these are not
+    reported.
+    """
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -264,8 +272,8 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Return the phase of a row; parameters have a separate phase from the pass that reads them, and so have parameters
-    that no gradient trains.
+    """Return the phase to which a tensor is counted: the pass that computes it (forward or backward), "weights" for a
+    parameter that a gradient trains, and "state" for any other parameter.
     """
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE
@@ -284,8 +292,8 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the first of two data types that has 16 bits, as the name of a column of Table 2; "float32" if neither
-    has.
+    """Return the 16-bit data type of a tensor in either of two dumps, as the name of a column of Table 2; return
+    "float32" if neither dump has the tensor in 16 bits.
     """
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 

@@ -1,5 +1,5 @@
-"""This module checks whether the optimizer did the same on both sides: it compares how weights change from one step to
-the next, because the weights themselves hide wrong updates.
+"""This module checks whether the optimizer made the same updates in two dumped runs: it compares how the weights change
+from one step to the next, because a wrong update is too small to be seen in the weights themselves.
 
 **From values: what lies along the weight (weight decay), along the update (learning rate) and beside both.**
 
@@ -86,16 +86,18 @@ RATE = "learning rate, or what else makes a whole update longer"
 
 @dataclass(frozen=True)
 class Seen:
-    """A `Seen` compares two updates of one weight as far as the dumped statistics determine them.
+    """A `Seen` is the comparison of one weight's update in two dumps of statistics, as far as these statistics
+    determine the updates.
 
     Args:
-        error, allowed: the error and the tolerance of the statistic that is off most, relative to the change that an
-            update of this size can cause.
+        error, allowed: the error and the tolerance of the statistic with the largest error, relative to the change that
+            an update of this size can cause.
         detail: the name of that statistic.
-        longer: the relative difference of the whole update; grown: the share of the weight by which decay is too small;
-            None if neither explains the difference.
-        least: the smallest relative error of the update that would have been found.
-        unknown: the reason why the update cannot be judged, or empty.
+        longer: the relative difference between the lengths of the two updates; None if it does not explain the
+            difference.
+        grown: the share of the weight by which decay is too small; None if it does not explain the difference.
+        least: the smallest relative error of the update that the statistics would have shown.
+        unknown: the reason why the update cannot be judged; "" if it can.
     """
 
     error: float = 0.0
@@ -108,8 +110,8 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return a lower bound on the size of an element's update, from the change of the statistics; 0 if there are no
-    statistics.
+    """Return a lower bound on the largest change of an element in a weight's update, derived from the changes of the
+    weight's statistics; 0 if there are no statistics.
     """
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
@@ -120,14 +122,15 @@ def size_of(before: Item, after: Item) -> float:
 
 
 def typical(sizes: list[float]) -> float:
-    """Return the median size of the elements that moved."""
+    """Return the median of the update sizes that are not 0; return 0 if all sizes are 0."""
     return median(size for size in sizes if size) if any(sizes) else 0.0
 
 
 def judge_statistics(
     golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
 ) -> Seen:
-    """Compare two updates of one weight, each given by the weight before and after.
+    """Compare the updates of one weight in two dumps, where each update is given by the weight's statistics before and
+    after it.
 
     Args:
         size: the size of the update of an element of the median weight in this step.
@@ -208,12 +211,15 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """An `Updates` counts how many weight updates were judged, by which data, and why the others were not judged.
+    """An `Updates` counts the weight updates that were judged, from which data, and the updates that could not be
+    judged, by reason.
 
     Args:
-        judged: the number of judged updates; exact: the number that was judged from all values.
+        judged: the number of judged updates.
+        exact: the number of updates that were judged from all values.
         unknown: the number of updates that were not judged, by the reason.
-        least: for each update that was judged by statistics, the smallest relative error that would have been found.
+        least: for each update that was judged by statistics, the smallest relative error that the statistics would have
+            shown.
     """
 
     judged: int = 0
@@ -232,7 +238,8 @@ class _Step:
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
-    """Return `rows`, in which weights with a wrong update are marked, and the counts of judged updates.
+    """Return the rows of a comparison, in which each weight with a wrong update is marked, and the counts of judged
+    updates.
 
     Args:
         rows: the rows of `pairs`, in the same order, with steps in ascending order.
@@ -351,8 +358,8 @@ def _decay(grown: float) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """A `Moved` compares two updates of one weight, computed from all values. All values except the first two and the
-    last two are relative to the norm |u| of the golden update u.
+    """A `Moved` is the comparison of one weight's update in two dumps, computed from all values of the weight. All
+    values except the first two and the last two are relative to the norm |u| of the golden update u.
 
     Args:
         update, weight: |u|, |w|.
@@ -373,8 +380,9 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare two updates of a weight, from four files of one shape: old and new weight of the first run, old and new
-    weight of the second. The relative values are inf if only the second run has changed the weight.
+    """Compare the updates of one weight in two runs, from four files of one shape: the weight before and after the
+    update in the first run, and the same in the second run. The relative values are inf if only the second run has
+    changed the weight.
     """
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d

@@ -1,4 +1,4 @@
-"""This module checks whether a dump still has all steps and ranks that it was made with."""
+"""This module checks whether a dump of tensors still has all steps and ranks with which it was made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from plugins.errors import DataError
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if steps or ranks are missing that the dump was made with: two dumps that lack the same ones
-    would look equal.
+    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same steps or ranks would look equal.
     """
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):

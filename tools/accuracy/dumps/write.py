@@ -1,5 +1,5 @@
-"""This module writes a dump: the job, the file that says whether the dump is complete, msprobe's debugger, and the
-weights.
+"""This module writes a dump of tensors: its settings, a file that says whether the dump is complete, msprobe's
+debugger, and the weights.
 
 `tc3 accuracy dump` writes its request into tc3_dump.json, first with complete = false and again when everything is on
 disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; this module
@@ -25,7 +25,7 @@ MARKER = "tc3_dump.json"
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` describes one dump, in values fit for JSON."""
+    """A `Job` holds the settings of one dump, as values fit for JSON."""
 
     recipe: str
     out: str
@@ -37,14 +37,15 @@ class Job:
 
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
-    """Record that `folder` is (or is becoming) a dump; the record is complete or absent, even if the process is
-    killed.
+    """Write a file into `folder` that says that the folder is a dump, and whether the dump is complete. The file is
+    written completely or not at all, even if the process is killed.
     """
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
 def stated(folder: Path) -> dict[str, Any] | None:
-    """Return the record; None for a dump that was written by msprobe without this command.
+    """Return the content of the file that `mark` writes into a dump; return None for a dump that msprobe wrote without
+    `tc3 accuracy dump`.
 
     Raises:
         DataError: the file was not written by this module, or was changed.

@@ -1,5 +1,5 @@
-"""This module is `tc3 accuracy equivalence`: the exit code is 0 if everything that was compared is equal, 1 if
-something differs, 2 for a wrong input.
+"""This module is the command `tc3 accuracy equivalence`. The exit code of the command is 0 if all compared strategies
+give equal results, 1 if a strategy gives different results, and 2 for a wrong input.
 """
 
 from __future__ import annotations

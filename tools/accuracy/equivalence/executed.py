@@ -1,5 +1,5 @@
-"""This module runs the sharded graph for the equivalence matrix, reads what its ranks wrote, and compares it with one
-process of the same graph.
+"""This module trains a recipe as a sharded graph for `tc3 accuracy equivalence`, reads what the ranks recorded, and
+compares it with a training of the same graph in one process.
 
 Losses must agree to 1e-5 absolute and global norms to 5e-5 relative. This is tighter than for trained runs, because
 both sides run the same graph from the same weights. Gradients are judged by Table 2, as those of trained runs; the
@@ -77,7 +77,9 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Return the findings in the order in which a difference arises, with known stock differences kept apart."""
+    """Return the differences between a sharded training and the same training in one process, in the order in which
+    they arise; known differences of stock MindFormers are listed separately.
+    """
     if len(run.steps) != len(reference.steps):
         detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
         return Comparison(1, np.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
@@ -174,14 +176,15 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """An `ExecutedRuns` holds the sharded runs of one recipe. Each layout runs once, and the run of one process with
-    which it is compared is started when it is first needed.
+    """An `ExecutedRuns` holds the sharded trainings of one recipe. Each parallel layout is trained once; the training
+    in one process with which it is compared is started when it is first needed.
     """
 
     word = "run"
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
-        """Compare a sharding with one process of the same graph.
+        """Train a recipe in a parallel layout and in one process, unless this was done before, and return the
+        comparison of the two trainings.
 
         Raises:
             RunFailedError: one of the two runs failed, now or earlier, or left no complete record.
@@ -198,10 +201,12 @@ class ExecutedRuns(Runs):
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
-    """Train a recipe of `derive_sharded`, and read its checkpoints, which are then deleted.
+    """Train a recipe that `derive_sharded` has made, return what its checkpoints and metrics say, and delete the
+    checkpoints.
 
     Args:
-        noted: a weight; the last rank records the norm of its gradient, because no checkpoint holds that rank's copy.
+        noted: the name of a weight; the last rank records the norm of its gradient, because no checkpoint holds the
+            last rank's copy of this gradient.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.
@@ -226,7 +231,7 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
 
 
 def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
-    """Return the results of a run, read from its metrics and from the checkpoint of every step.
+    """Return the results of a sharded training, read from its metrics and from the checkpoint of every step.
 
     A gradient (after reduction and clipping) is computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g,
     or from Muon's, m' = momentum * m + g.
@@ -319,7 +324,7 @@ class _Record:
         self.biases: list[dict[str, np.ndarray]] = []
 
     def add(self, arrays: dict[str, np.ndarray], biases: dict[str, np.ndarray]) -> None:
-        """Add the checkpoint of the next step, and the routers' biases in it."""
+        """Add the tensors and the routers' biases of the checkpoint of the next step to this record."""
         self.biases.append(biases)
         first, second = MOMENTS
         norms = {}
@@ -340,7 +345,7 @@ class _Record:
         self.last = arrays
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the state in the form that `Trained` has."""
+        """Return the recorded tensors in the form of the field `state` of `Trained`."""
         names = self.norms[0]
         states = {prefix + name for prefix in STATE for name in _updated(self.last, prefix)}
         kept = {name: value for name, value in self.last.items() if name in names or name in states}

@@ -1,5 +1,5 @@
-"""This module compares a recipe's runs with its golden numbers, which are committed as `tests/golden/NAME.json`; a
-commit that changes them explains why.
+"""This module compares new trainings of a recipe with the recipe's golden numbers, which are committed as
+`tests/golden/NAME.json`; a commit that changes golden numbers explains why.
 
 The file holds, for each run of the matrix: losses and global norm of each step, norms of the gradients by group, and a
 digest of the samples in their order. Losses and norms are compared by Table 2, because processors add up in different
@@ -29,21 +29,24 @@ MADE_WITH = ("mindspore", "mindformers")
 
 
 def golden_file(folder: Path, recipe: str) -> Path:
-    """Return the file of a recipe's golden numbers, such as ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
+    """Return the path of the file with a recipe's golden numbers, such as ``mini-pretrain.json`` for
+    recipes/mini/pretrain.yaml.
+    """
     path = Path(recipe).absolute()
     return folder / f"{path.parent.name}-{path.stem}.json"
 
 
 def recorded(folder: Path, recipe: str) -> str:
-    """Return the name of a recipe in a golden file in `folder`: its path in this checkout, or its path relative to the
-    folder.
+    """Return the path by which a golden file in `folder` names its recipe: relative to this checkout if the recipe
+    belongs to the checkout, and otherwise relative to the folder.
     """
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, real_path(folder))
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the recipe to which the numbers of a golden file belong; "" if it is `recipe`.
+    """Return the path of the recipe to which the numbers of a golden file belong; return "" if this recipe is the given
+    one.
 
     Two recipes with the same name in folders with the same name share one file, for example a user's mini/pretrain.yaml
     and the one of this repository.
@@ -58,7 +61,7 @@ def owner(file: Path, recipe: str) -> str:
 
 
 def numbers_of(run: Trained) -> dict[str, Any]:
-    """Return the numbers of a run that a golden file keeps."""
+    """Return those numbers of a training that are kept in a golden file."""
     steps = [
         {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
         for step, norms in zip(run.steps, run.norms, strict=True)
@@ -67,22 +70,23 @@ def numbers_of(run: Trained) -> dict[str, Any]:
 
 
 def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return losses, global norm and tokens from a step's metrics."""
+    """Return the losses, the global norm and the number of tokens from the metrics of one step."""
     return {"tokens": step["tokens"], **{name: rounded(step[name]) for name in LOSSES if step[name] is not None}}
 
 
 def rounded(value: float) -> float:
-    """Return a number rounded as in a golden file."""
+    """Return a number, rounded to as many digits as a golden file keeps."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def digest(samples: list[list[str]]) -> str:
-    """Return a digest of the samples of each step."""
+    """Return one digest of the samples of all training steps."""
     return hashlib.sha256(json.dumps(samples).encode()).hexdigest()[:16]
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the numbers of `runs` (name -> `numbers_of`) anew; numbers of other runs stay in the file.
+    """Write the numbers of `runs` (name -> `numbers_of`) into a golden file; the file keeps its numbers of all other
+    runs.
 
     Raises:
         DataError: a number is not finite.
@@ -107,7 +111,7 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_golden(file: Path) -> dict[str, Any]:
-    """Return the runs whose numbers a golden file holds.
+    """Return the golden numbers in a file, by the names of the training runs.
 
     Raises:
         DataError: it is not a golden file.
@@ -127,12 +131,12 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def unknown(golden: Mapping[str, Any], runs: Iterable[str]) -> list[str]:
-    """Return the runs that have no golden numbers, and therefore cannot be compared."""
+    """Return the names of the training runs for which a golden file has no numbers."""
     return [name for name in runs if name not in golden]
 
 
 def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a line for each number of `runs` that differs from the golden one; runs without golden numbers (`unknown`)
+    """Return a line of text for each number of `runs` that differs from its golden number; runs without golden numbers
     are left out.
     """
     known = [(name, run) for name, run in runs.items() if name in golden]

@@ -1,5 +1,5 @@
-"""This module builds the equivalence matrix of a recipe, which compares every strategy with one worker, and shows it on
-a terminal, as JSON and as HTML.
+"""This module trains a recipe under every parallel strategy that a CPU can run, compares each training with one worker,
+and shows the results (the equivalence matrix) on a terminal, as JSON and as HTML.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers.
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one row of the equivalence matrix: a strategy, and the result of its comparison.
+    """A `Row` holds the result of comparing one parallel strategy with its baseline.
 
     Args:
         status: PASS, FAIL, NONE (not compared, with a reason), or KNOWN (MindFormers itself differs, and everything
             else passes).
-        tensors: the number of compared tensors; used: the largest error as a share of its tolerance.
-        findings: in the order in which differences arise; the first shows where the fault is.
+        tensors: the number of compared tensors.
+        used: the largest error as a share of its tolerance.
+        findings: the differences in the order in which they arise; the first difference shows where the fault is.
     """
 
     case: Case
@@ -68,13 +69,13 @@ class Row:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh with which the message describes ranks."""
+        """Return the parallel degrees of the strategy, by which messages describe its ranks."""
         if self.case.sharding:
             return self.case.sharding.mesh
         return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all values of the row, fit for JSON; an infinite number is the string "inf"."""
+        """Return the result for one strategy as values fit for JSON; an infinite number is the string "inf"."""
         findings = [
             dataclasses.asdict(each)
             | {"error": each.error if math.isfinite(each.error) else "inf", "meaning": each.meaning}
@@ -87,8 +88,8 @@ class Row:
 
 @dataclass
 class Matrix:
-    """A `Matrix` holds the comparisons for one recipe. A row compares a layout with its baseline; `runs` are the runs
-    that the rows compare, by name.
+    """A `Matrix` holds the results of all compared strategies of one recipe. Each row compares a strategy with its
+    baseline; `runs` holds the trainings that the rows compare, by name.
     """
 
     recipe: str
@@ -97,16 +98,16 @@ class Matrix:
     runs: dict[str, Trained] = field(default_factory=dict)
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the rows of the matrix that have this status."""
+        """Return the rows of all strategies whose result has this status."""
         return [row for row in self.rows if row.status == status]
 
     @property
     def passed(self) -> bool:
-        """Return whether something was compared and nothing failed."""
+        """Return whether at least one strategy passed and no strategy failed."""
         return bool(self.with_status(PASS) + self.with_status(KNOWN)) and not self.with_status(FAIL)
 
     def summary(self) -> str:
-        """Return the result of the matrix in one line."""
+        """Return one line of text that counts the strategies that passed, failed and were not compared."""
         how = [row.case.how for row in self.with_status(PASS)]
         known, failed, left = (len(self.with_status(status)) for status in (KNOWN, FAIL, NONE))
         words = f"{self.recipe}: {len(how)} strategies pass ({how.count(TRAINED)} trained, "
@@ -116,8 +117,8 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies with these names or of these kinds ("trained", "executed"), and those that were drawn at
-    random.
+    """Return the strategies with these names or of these kinds ("trained", "executed"), and also the layouts that are
+    drawn at random if `drawn` is given.
 
     Without names: all trained strategies, and the default selection of the executed ones, each of which takes minutes.
 
@@ -161,7 +162,8 @@ def equivalence(
     drawn: tuple[int, int, int] | None = None,
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
-    """Run the chosen strategies of the equivalence matrix.
+    """Train a recipe under the chosen parallel strategies, and return the comparison of each strategy with its
+    baseline.
 
     Args:
         path: the path of the recipe. names: the names for `choose`. work: the folder for the training runs. started:
@@ -191,7 +193,8 @@ def equivalence(
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return why `tc3 train` refuses the recipe of a strategy, such as 7 experts on 2 ranks; "" if it does not.
+    """Return the reason why `tc3 train` refuses the recipe of a strategy, such as 7 experts on 2 ranks; return "" if
+    `tc3 train` accepts the recipe.
 
     Nothing is wrong with a strategy that the recipe's model cannot have.
     """
@@ -203,11 +206,13 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Train the variant unless it was trained before; this raises the errors of `once`."""
+        """Return the training of a variant of the recipe, which runs only if it has not run before. This method raises
+        the errors that `once` raises.
+        """
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self, name: str) -> list[Row]:
-        """Train a baseline that the user chose; return a row if it fails, and no row otherwise."""
+        """Train a baseline that the user chose by name; return a row if the training fails, and no row otherwise."""
         variant = baseline_variant(name)
         try:
             self.run(name, variant)
@@ -216,7 +221,7 @@ class _Runner(Runs):
         return []
 
     def row(self, case: Case) -> Row:
-        """Return the comparison of a strategy with its baseline."""
+        """Return the comparison of one strategy with its baseline."""
         variant = case.variant
         assert variant is not None, "a trained case"
         if batch_of(self.base) % variant.workers:
@@ -253,7 +258,9 @@ def _judged(case: Case, comparison: Comparison) -> Row:
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:
-    """Return a line for each of the row's first findings, or the reason why it failed."""
+    """Return a line of text for each of the first differences of a strategy from its baseline, or the reason why its
+    training failed.
+    """
     if not row.findings:
         return [row.reason]
     lines = [finding_text(finding, row.mesh) for finding in row.findings[:most]]
@@ -261,7 +268,7 @@ def failure_lines(row: Row, most: int = 3) -> list[str]:
 
 
 def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
-    """Write the whole equivalence matrix to `console`."""
+    """Write the results of all strategies as a table to `console`."""
     table = _table("how", "compared", "used", "result")
     for row in matrix.rows:
         tensors, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
@@ -282,7 +289,9 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
 
 
 def print_verdict(row: Row, console: Console) -> None:
-    """Print the row of each strategy when its verdict is known; strategies that cannot be executed here come first."""
+    """Write the result of one strategy to `console` when it is known; write nothing about a strategy that was not
+    compared.
+    """
     if row.status == NONE:
         return
     compared = f", {row.tensors} compared, {share(row.used)} of a tolerance used" if row.tensors else ""
@@ -307,7 +316,9 @@ def share(used: float) -> str:
 
 
 def print_list(console: Console) -> None:
-    """Print every strategy with a description, how it is tested, and why it is not tested in another way."""
+    """Write every strategy to `console`, with a description, the way in which it is tested, and the reason if it cannot
+    be tested.
+    """
     table = _table("how", "what")
     for case in cases():
         table.add_row(case.name, case.how, case.what)
@@ -318,7 +329,7 @@ def print_list(console: Console) -> None:
 
 
 def as_html(matrix: Matrix, golden: list[str]) -> str:
-    """Return the whole HTML page of a matrix."""
+    """Return an HTML page with the results of all strategies."""
     passed = matrix.passed and not golden
     body = [
         markup.text(f"Equivalence of strategies: {'passed' if passed else 'differences found'}", "h1"),

@@ -1,5 +1,5 @@
-"""This module runs the trainings of the equivalence matrix: it starts `tc3 train`, and combines the records of the
-ranks.
+"""This module runs the trainings that `tc3 accuracy equivalence` compares: it starts `tc3 train`, and combines what the
+ranks recorded.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """This error means that a training run of the matrix failed; the message holds the last lines of its output."""
+    """This error means that a training that was to be compared failed; the message holds the last lines of its output.
+    """
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A `Trained` holds what a run on one or more workers recorded.
+    """A `Trained` holds what a training on one or more workers recorded: metrics, samples, norms of gradients and
+    tensors.
 
     Args:
         workers: the number of workers.
@@ -70,12 +72,13 @@ class Trained:
 
 @dataclass
 class Runs:
-    """A `Runs` holds the runs of one recipe; each is made once, when it is first needed.
+    """A `Runs` holds the trainings of one recipe by name; each training runs once, when its results are first needed.
 
     Args:
-        base: the result of `one_worker`. work: the folder of the runs. started: called with the name of each run before
-            it starts.
-        corpora: the corpora by the length of a sample; 0 for the recipe's own length.
+        base: the recipe that `one_worker` returned.
+        work: the folder of the trainings.
+        started: a function that is called with the name of each training before it starts.
+        corpora: the path prefixes of the corpora by the length of a sample in tokens; 0 for the recipe's own length.
     """
 
     base: Recipe
@@ -88,7 +91,8 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the run with this name; the first call trains it with `make`.
+        """Return the results of the training with this name; the first call for a name runs the training by calling
+        `make`.
 
         Raises:
             RunFailedError: the run failed, now or earlier, or its record cannot be read.
@@ -105,8 +109,8 @@ class Runs:
         return self.runs[name]
 
     def corpus(self, length: int = 0) -> str:
-        """Return the prefix of a corpus of random tokens for samples of `length` tokens; a length of 0 means the
-        recipe's length.
+        """Return the path prefix of a corpus of random tokens for samples of `length` tokens; a length of 0 means the
+        recipe's own sequence length.
         """
         if length not in self.corpora:
             folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
@@ -115,8 +119,8 @@ class Runs:
 
 
 def refuse_other_data(recipe: Recipe) -> None:
-    """Raise RecipeError for a recipe that reads other data than a Megatron corpus, such as conversations, because only
-    such a corpus is made up for a comparison.
+    """Raise RecipeError for a recipe that reads other data than a Megatron corpus (such as conversations), because the
+    compared trainings read a made-up Megatron corpus.
     """
     if not View(recipe).megatron:
         raise RecipeError(
@@ -126,7 +130,8 @@ def refuse_other_data(recipe: Recipe) -> None:
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
-    """Write a corpus of random tokens, the same on every machine, that lasts for `steps` steps; return its prefix.
+    """Write a corpus of random tokens, the same on every machine, that is long enough for `steps` steps; return its
+    path prefix.
 
     length: the tokens of a sample, if they are not those of the recipe.
     """
@@ -141,7 +146,7 @@ def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> st
 
 
 def train(recipe: Recipe, run_dir: Path) -> Trained:
-    """Train a recipe by `tc3 train` with ranks that record, and read the record.
+    """Train a recipe by `tc3 train` with workers that record their state, and return what they recorded.
 
     Raises:
         RunFailedError: the training failed. DataError: the run left no complete record.
@@ -157,7 +162,8 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
 
 
 def launch(recipe: Recipe, run_dir: Path) -> None:
-    """Train a recipe by `tc3 train` into `run_dir`; the recipe's file is written beside it.
+    """Train a recipe by `tc3 train` into the folder `run_dir`; the recipe is first written to a file next to that
+    folder.
 
     Raises:
         RunFailedError: the training failed.
@@ -174,7 +180,7 @@ def launch(recipe: Recipe, run_dir: Path) -> None:
 
 
 def read_run(run_dir: Path) -> Trained:
-    """Return the combined records of the ranks of a finished run.
+    """Return what all ranks of a finished training recorded, combined into one record.
 
     Raises:
         DataError: there is no record, the record of a rank is missing, or there are no metrics.
@@ -218,7 +224,9 @@ def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndar
 
 
 def weight_of(name: str) -> str:
-    """Return the weight (or router) that a recorded tensor belongs to."""
+    """Return the name of the weight (or of the router) to which a recorded tensor, such as an optimizer moment,
+    belongs.
+    """
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
@@ -233,14 +241,14 @@ def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[
 
 
 def read_steps(metrics: Path) -> list[dict[str, Any]]:
-    """Return the records of steps in a rank's metrics file, in order."""
+    """Return the records of all steps in the metrics file of one rank, in order."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [record for record in records if "step" in record]
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return the sorted digests of all samples that any rank was given, for each step; the list is empty if a rank's
-    digests are unknown.
+    """Return for each step the sorted digests of the samples that the ranks received; return an empty list if the
+    digests of any rank are unknown.
     """
     given = []
     for rank in range(workers):
@@ -253,18 +261,23 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
 
 
 def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
-    """Return the sum of squares of a gradient, computed from AdamW's first moment: m' = beta1 * m + (1 - beta1) * g."""
+    """Return the sum of the squared elements of a gradient g, computed from AdamW's first moment before and after the
+    step: m' = beta1 * m + (1 - beta1) * g.
+    """
     return float(np.square((moment - beta1 * before) / (1 - beta1), dtype=np.float64).sum())
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return the smallest values, except 0, of the mean squares by which AdamW divided."""
+    """Return for each element of a weight the smallest value above 0 that its mean squared gradient, by which AdamW
+    divides, has had so far.
+    """
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)
 
 
 def group_of(weight: str) -> str:
-    """Return the part of the model to which a weight of MindFormers belongs: layers.1.experts, embedding, norms, ..."""
+    """Return the part of the model to which a MindFormers weight belongs, such as layers.1.experts, embedding or norms.
+    """
     words = weight.split(".")
     where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
     parts = {"norm": "norms", ".experts.": "experts", "shared_experts": "shared_expert", "router": "router"}
@@ -273,7 +286,7 @@ def group_of(weight: str) -> str:
 
 
 def group_norms(norms: dict[str, float]) -> dict[str, float]:
-    """Return the norm of each group's gradients."""
+    """Return for each part of the model the norm of the gradients of its weights."""
     squares: dict[str, float] = {}
     for weight, norm in norms.items():
         squares[group_of(weight)] = squares.get(group_of(weight), 0.0) + norm**2

@@ -1,5 +1,5 @@
-"""This module defines the strategies that are executed: CPU processes run the recipe's model as MindSpore's sharded
-graph.
+"""This module defines the parallel strategies that `tc3 accuracy equivalence` executes as MindSpore's sharded graph on
+CPU processes.
 
 `parallel.parallel_mode: 1` on CPU (plugins/semi_auto_cpu) runs MindFormers' own graph for Ascend. Every layout starts
 from the same weights, so each is compared with one process of the same graph.
@@ -39,7 +39,7 @@ TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (
 
 @dataclass(frozen=True)
 class Sharding:
-    """A `Sharding` describes how processes share the model and a step's samples.
+    """A `Sharding` describes how several processes share the model and the samples of a step.
 
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
@@ -100,18 +100,18 @@ class Sharding:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh with which messages describe ranks."""
+        """Return the parallel degrees by which messages describe the ranks of this sharding."""
         return Mesh(self.pp, self.dp, self.cp, self.tp)
 
     @property
     def alone(self) -> Sharding:
-        """Return the sharding of the same model in one process."""
+        """Return the sharding that runs the same model in one process."""
         same = {name: getattr(self, name) for name in MODEL}
         return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
     def against(self) -> str:
-        """Return the name of the one-process run with which this layout is compared."""
+        """Return the name of the training in one process with which a training in this sharding is compared."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [
             f"{self.layers}_layers" * (self.layers != 2),
@@ -127,24 +127,26 @@ class Sharding:
 
     @property
     def sample(self) -> int:
-        """Return the tokens of a sample; 0 means that the recipe's length is used."""
+        """Return the number of tokens in a sample; 0 means the recipe's own sequence length."""
         return DOCUMENTS if self.documents else self.length
 
     @property
     def words(self) -> str:
-        """Return the differences of this sharding from one process with the smallest model of two dense layers in
-        words: ``"dp 2, tp 2, sp, zero"``.
+        """Return as text the fields of this sharding that differ from their defaults (one process, a model of two dense
+        layers), such as ``"dp 2, tp 2, sp, zero"``.
         """
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
 
     def micro_steps(self, batch: int) -> int:
-        """Return the steps of gradient accumulation for `batch` samples a step."""
+        """Return the number of gradient-accumulation steps in a training step of `batch` samples."""
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
-        """Return the reason why a step of `batch` samples cannot be divided in this way; empty if it can."""
+        """Return the reason why `batch` samples of a step cannot be divided among the ranks and micro-batches of this
+        sharding; return "" if they can.
+        """
         parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
@@ -228,8 +230,8 @@ USUAL = ("executed_tp2_sp", "executed_pp2")
 
 
 def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
-    """Return a recipe of the sharded graph that trains `steps` steps of `base` (from `one_worker`) on a Megatron
-    prefix.
+    """Return a recipe that trains the first `steps` steps of `base` (from `one_worker`) as a sharded graph, on the
+    Megatron corpus `corpus`.
 
     It saves a checkpoint after each step, from which gradients and the optimizer's state are read. The first step's
     learning rate is 0, so that the first checkpoint holds the weights that training starts from.

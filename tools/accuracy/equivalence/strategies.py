@@ -1,4 +1,4 @@
-"""This module lists the rows of `tc3 accuracy equivalence`: every strategy, and the way in which it runs on a CPU
+"""This module lists every strategy that `tc3 accuracy equivalence` compares, and the way in which a CPU can run it
 (report, Table 3).
 
 A *trained* strategy runs MindFormers' data-parallel graph with this repository's classes for CPU. An *executed*
@@ -43,14 +43,15 @@ TRIES = 100_000
 
 @dataclass(frozen=True)
 class Variant:
-    """A `Variant` is a training run through MindFormers: the recipe on `workers` CPU workers, with these features
-    switched on.
+    """A `Variant` is a training with MindFormers on `workers` CPU workers, with the features that its fields switch on.
 
     Args:
-        mode, chunks: the mode and the chunks of expert parallelism over all workers; apart: whether documents do not
-            attend to each other; balance: whether the attention_balance plugin is on; recompute: whether activations
-            are recomputed; held_out: whether the held_out_loss plugin is on.
-        against: the run that it must equal.
+        mode, chunks: the mode of hierarchical_ep and the chunks of ep_overlap, with experts split over all workers.
+        apart: whether tokens attend only to their own document.
+        balance: whether the attention_balance plugin is on.
+        recompute: whether activations are recomputed.
+        held_out: whether the held_out_loss plugin is on.
+        against: the name of the training whose results this training must equal.
     """
 
     workers: int = 1
@@ -65,8 +66,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is a row of the equivalence matrix: a training run, an executed sharding, or the reason why there is
-    neither.
+    """A `Case` is one strategy to compare: with a training by MindFormers, with a training as a sharded graph, or with
+    the reason why a CPU can run neither of these two trainings.
     """
 
     name: str
@@ -76,8 +77,8 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return the part that this row needs and the recipe lacks: a part of the model, or an optimizer that the row's
-        graph can compute; return an empty text if nothing is missing.
+        """Return in words what this strategy needs and a recipe lacks: a part of the model, or an optimizer that the
+        strategy's graph can compute; return "" if nothing is missing.
         """
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
@@ -110,8 +111,8 @@ TRAINED_ROWS = (
 
 
 def cases() -> list[Case]:
-    """Return every row, first the trained ones, then the executed ones; runs that only serve as baselines are not among
-    them.
+    """Return every strategy: first those trained by MindFormers, then those executed as sharded graphs, then those that
+    a CPU cannot run. Trainings that only serve as baselines are left out.
     """
     trained = [Case(name, what, variant=variant) for name, what, variant in TRAINED_ROWS]
     executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
@@ -119,8 +120,8 @@ def cases() -> list[Case]:
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return every row for a recipe from `one_worker`; a row is not executable if it needs a part that the model
-    lacks.
+    """Return every strategy for a recipe from `one_worker`; a strategy counts as not executable if it needs something
+    that the recipe lacks.
     """
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
@@ -129,13 +130,13 @@ def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
 
 
 def baseline_variant(name: str) -> Variant:
-    """Return the run on one worker with which other runs are compared."""
+    """Return the training on one worker that serves as a baseline under this name."""
     return Variant(apart=name == APART)
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe on one CPU worker, with the plugins of its model only and with the whole batch; recipes for
-    Ascend become their mini.
+    """Return the recipe in `path`, changed to train on one CPU worker with the whole global batch and with those
+    plugins only that belong to its model; a recipe for Ascend becomes its mini recipe.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk.
@@ -154,7 +155,7 @@ def one_worker(path: str) -> Recipe:
 
 
 def batch_of(recipe: Mapping[str, Any]) -> int:
-    """Return the samples of a step over all data-parallel workers of a CPU recipe."""
+    """Return the number of samples that all data-parallel workers of a CPU recipe train in a step."""
     if not recipe.get("use_parallel"):
         return recipe["runner_config"]["batch_size"]
     degrees = recipe["parallel_config"]
@@ -175,8 +176,8 @@ def _unsplit(recipe: Recipe) -> None:
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
-    """Return a recipe that trains the first `steps` steps of a variant of `base` (from `one_worker`) on a Megatron
-    prefix.
+    """Return a recipe that trains the first `steps` steps of a variant of `base` (from `one_worker`) on the Megatron
+    corpus `corpus`.
     """
     batch = batch_of(base)
     recipe = _on_workers(copy.deepcopy(base), batch, variant.workers)
@@ -211,7 +212,8 @@ def _on_workers(recipe: Recipe, batch: int, workers: int) -> Recipe:
 
 
 def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> list[Case]:
-    """Return different random layouts of a recipe from `one_worker`; equal arguments give equal layouts.
+    """Return different parallel layouts of a recipe (from `one_worker`), drawn at random; equal arguments give equal
+    layouts.
 
     Args:
         most: the largest number of processes of a layout.
@@ -266,7 +268,9 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return why a layout is not legal for the model, or cannot be compared; an empty text if it can be compared."""
+    """Return the reason why a parallel layout is not legal for a model, or cannot be compared; return "" if the layout
+    can be compared.
+    """
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0

@@ -1,5 +1,5 @@
-"""This module defines the findings of a comparison of two runs of one recipe, and compares runs that MindFormers
-trained.
+"""This module compares two trainings of one recipe by MindFormers, and defines the differences (findings) that a
+comparison can find.
 
 A finding names step, phase, module, tensor and ranks, and the usual cause (report, section 3.2.2). Findings come in the
 order in which differences arise. Different samples explain all other differences. A loss of step 1 shows the forward
@@ -85,13 +85,15 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a number or tensor of a run that differs from the reference's.
+    """A `Finding` is a number or tensor of a training that differs from that of the reference training.
 
     Args:
-        step: the step, from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: the names of the module and the
-            tensor that differ.
-        error, allowed: the error as `judge` measures it, and its tolerance by Table 2. ranks: the ranks of the whole
-            run whose part is wrong. detail: the worst element, or another description of the fault.
+        step: the number of the step, counted from 1.
+        phase: FORWARD, BACKWARD or OPTIMIZER.
+        module, tensor: the names of the module and of the tensor that differ.
+        error, allowed: the error as `judge` measures it, and its tolerance by Table 2.
+        ranks: the ranks of the whole run whose part is wrong.
+        detail: a description of the worst element, or of the fault.
     """
 
     step: int
@@ -110,13 +112,15 @@ class Finding:
 
     @property
     def meaning(self) -> str:
-        """Return the usual cause of a difference if the tensor of this finding is the first that differs."""
+        """Return the usual cause of a difference in this tensor, if no tensor before it differs."""
         fitting = (text for phase, name, text in MEANINGS if phase == self.phase and self.tensor.startswith(name))
         return next(fitting, "this module's own computation")
 
 
 class At(NamedTuple):
-    """An `At` names one phase of one compared step; each method makes a finding about this phase."""
+    """An `At` names a training step and one of its phases (forward, backward or optimizer); its methods make findings
+    about them.
+    """
 
     run: Trained
     step: int
@@ -125,17 +129,21 @@ class At(NamedTuple):
     def found(
         self, module: str, tensor: str, detail: str, error: float = np.inf, allowed: float = 0.0, ranks: Ranks = ()
     ) -> Finding:
-        """Return a finding about all ranks or, if ranks are given, about these."""
+        """Return a finding about the given ranks, or about all ranks if none are given."""
         ranks = ranks or tuple(range(self.run.workers))
         return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
 
     def judged(self, weight: str, tensor: str, got: np.ndarray, want: np.ndarray, allowed: float) -> Finding:
-        """Return a finding about a tensor of a weight."""
+        """Return a finding that compares a tensor which belongs to a weight, such as its moment, with the reference's
+        tensor.
+        """
         verdict = judge(got, want, allowed, DTYPE)
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
 
     def number(self, module: str, tensor: str, got: Number, want: Number, allowed: float, of: Number = None) -> Finding:
-        """Return a finding about a scalar, relative to `of` (its right value); it is wrong if missing or not finite."""
+        """Return a finding that compares one number with the reference's number; the error is relative to `of`, which
+        defaults to the reference's number, and infinite if a number is missing or not finite.
+        """
         got, want = (np.nan if value is None else value for value in (got, want))
         finite = np.isfinite(got) and np.isfinite(want)
         error = abs(got - want) / max(abs(want if of is None else of), 1e-30) if finite else np.inf
@@ -144,12 +152,13 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the differences between all tensors of two runs.
+    """A `Comparison` holds the differences between all compared numbers and tensors of two trainings.
 
     Args:
-        tensors: the number of compared tensors; used: the largest error as a share of its tolerance; findings: in the
-            order of execution, so that the first shows where the fault is; known: differences of MindFormers itself,
-            which are not judged.
+        tensors: the number of compared tensors.
+        used: the largest error as a share of its tolerance.
+        findings: the differences in the order of execution, so that the first one shows where the fault is.
+        known: the known differences of MindFormers itself, which are not judged.
     """
 
     tensors: int
@@ -159,7 +168,7 @@ class Comparison:
 
 
 def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
-    """Return ranks and what they have in common as text: ``ranks 2-3 (dp 1)``."""
+    """Return as text a list of ranks with the parallel coordinates that they have in common: ``ranks 2-3 (dp 1)``."""
     chosen = sorted(ranks)
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp}
     if len(chosen) == math.prod(sizes.values()):
@@ -185,7 +194,7 @@ def _spans(numbers: list[int]) -> str:
 
 
 def finding_text(finding: Finding, mesh: Mesh) -> str:
-    """Return a finding as one line of text."""
+    """Return one line of text about a difference between two trainings."""
     where = f"{finding.phase} of step {finding.step}, {finding.module}: {finding.tensor}"
     if finding.error > finding.allowed:
         numbers = f"error {finding.error:.3g}, allowed {finding.allowed:.3g}; {finding.detail}"
@@ -234,8 +243,8 @@ def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
-    """Return the findings in the order in which a difference arises; `used` is the largest share of a tolerance that
-    a difference uses.
+    """Return the differences of a training from the reference training, in the order in which they arise, with the
+    largest error as a share of its tolerance.
     """
     data = (*samples(run, reference), *starts(run, reference))
     rows = list(_rows(run, reference))
@@ -245,7 +254,9 @@ def compare_trained(run: Trained, reference: Trained) -> Comparison:
 
 
 def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Return the steps whose samples are not the same, whatever their order and ranks."""
+    """Yield a finding for each step whose samples differ from the reference's samples; the order of the samples and the
+    ranks that received them do not matter.
+    """
     for step, (mine, theirs) in enumerate(zip(run.samples, reference.samples, strict=True), 1):
         if mine != theirs:
             other = len(set(mine) ^ set(theirs)) // 2
@@ -254,28 +265,26 @@ def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def shared(run: Trained, reference: Trained, prefix: str) -> list[str]:
-    """Return the names of the tensors that both runs have under this prefix, without the prefix."""
+    """Return the names of the tensors under a prefix that both trainings have recorded, without the prefix."""
     return [name.removeprefix(prefix) for name in reference.state if name.startswith(prefix) and name in run.state]
 
 
 def starts(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Return the weights that do not start with the reference's values."""
+    """Yield a finding for each weight whose initial values differ from those of the reference training."""
     for name in shared(run, reference, START):
         if not np.array_equal(run.state[START + name], reference.state[START + name]):
             yield At(run, 1, FORWARD).found(group_of(name), f"start of {name}", "other weights")
 
 
 def copies(run: Trained) -> Iterator[Finding]:
-    """Return the tensors of which some rank has a copy that differs from that of rank 0."""
+    """Yield a finding for each tensor of which some rank holds a copy that differs from the copy of rank 0."""
     for name, ranks in run.differing.items():
         where = group_of(weight_of(name))
         yield At(run, len(run.steps), OPTIMIZER).found(where, name, "copies differ", ranks=ranks)
 
 
 def unclipped(run: Trained) -> Iterator[Finding]:
-    """Return a finding if no gradient was clipped, because such a run does not test clipping; the global norms are
-    those before clipping.
-    """
+    """Yield a finding if no step clipped the gradients, because such a training does not test clipping."""
     norms = [
         (step["global_norm"], np.sqrt(sum(norm**2 for norm in after.values())))
         for step, after in zip(run.steps, run.norms, strict=True)
@@ -301,21 +310,23 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return the phases that the losses and gradients of a step can show: from the second step on, these include the
-    optimizer's updates.
+    """Return the phase that a wrong loss of a step points to, and the phase that a wrong gradient points to: forward
+    and backward in the first step, and the optimizer in later steps.
     """
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
 
 
 def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
-    """Return a finding for each norm of a group's gradients in a step."""
+    """Return for each part of the model the comparison of the norm of its gradients in one step with the reference's
+    norm.
+    """
     found, wanted = (group_norms(side.norms[at.step - 1]) for side in (at.run, reference))
     return [at.number(group, "gradient norm", found.get(group), want, allowed) for group, want in wanted.items()]
 
 
 def mean_tolerance(tokens: int) -> float:
-    """Return the tolerance of a loss: the tolerance that Table 2 states for the sum over the tokens, reduced because
-    the errors of single tokens cancel in the mean.
+    """Return the tolerance of a loss, which is a mean over `tokens` tokens: Table 2's tolerance for a sum of as many
+    terms, reduced because the errors of single tokens cancel in the mean.
 
     At the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary size), so the
     full tolerance of Table 2 would hide a wrong mask.
@@ -324,8 +335,8 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Compare the moments after the last step, and then the total updates of the weights, by Table 2's row for `tokens`
-    tokens.
+    """Yield comparisons of the optimizer's moments after the last step, and then of the total change of each weight, by
+    Table 2's tolerance for sums over `tokens` tokens.
     """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     for name in (name for name in reference.state if name.startswith(STATE)):
@@ -344,7 +355,7 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return the error of a weight that results from the errors that Table 2 allows for its gradients.
+    """Return the error of a weight that follows from the errors that Table 2 allows for the weight's gradients.
 
     AdamW divides a gradient g by its own size, so an error e of the gradient changes an update by up to 2 * e / |g| of
     the learning rate. If |g| is smaller than its error, noise decides the sign of the update, which may be up to the

@@ -28,7 +28,7 @@ class NotRunnableError(Exception):
 
 class MindSporeDevice:
     """A `MindSporeDevice` runs operators on the device that MindSpore has here. The class is a context manager, because
-    mode and synchronisation are global and must be restored.
+    MindSpore's mode and synchronisation are global and must be restored.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class MindSporeDevice:
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Return the gradients of the inputs `spec.wrt` for given gradients of the float outputs; this raises what
-        `forward` raises.
+        """Return the gradients of those inputs of an operator that `spec.wrt` lists, for given gradients of its float
+        outputs; this raises the errors that `forward` raises.
         """
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
@@ -144,7 +144,7 @@ class MindSporeDevice:
 
 
 def first_line(message: str) -> str:
-    """Return the first informative line of MindSpore's message."""
+    """Return the first line of MindSpore's error message that says something about the error."""
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line.strip("-") and not line.startswith(("- C++", "- Kernel"))]
     return lines[0][:200] if lines else message[:200]

@@ -1,5 +1,5 @@
-"""This module holds specs of operators that move elements without computing: gathers and scatters by indices, reshapes,
-slices, casts.
+"""This module holds the tests (specs) of operators that move elements without computing: gathers and scatters by
+indices, reshapes, slices, casts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This module holds specs of operators that treat each element by itself: arithmetic, activations, and the optimizer's
-steps.
+"""This module holds the tests (specs) of operators that treat each element by itself: arithmetic, activations, and the
+steps of optimizers.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def sigmoid(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
-    """Return x sigmoid(x)."""
+    """Return silu(x) = x sigmoid(x) for each element."""
     return x * sigmoid(x)
 
 
 def silu_grad(x: Array) -> Array:
-    """Return the derivative of silu."""
+    """Return the derivative of silu(x) for each element."""
     s = sigmoid(x)
     return s * (1 + x * (1 - s))
 
@@ -95,24 +95,24 @@ def _inner(x):
 
 
 def gelu(x: Array) -> Array:
-    """Return gelu in the tanh form, MindSpore's default."""
+    """Return gelu of each element by the tanh formula, which is MindSpore's default."""
     return 0.5 * x * (1 + np.tanh(_inner(x)))
 
 
 def gelu_grad(x: Array) -> Array:
-    """Return the derivative of gelu."""
+    """Return the derivative of gelu(x) for each element."""
     t = np.tanh(_inner(x))
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
 
 
 def swiglu(x: Array) -> Array:
-    """Return silu of the first half of [..., 2H] times the second half, [..., H]."""
+    """Return swiglu of an input [..., 2H]: silu of its first half times its second half, [..., H]."""
     gate, up = np.split(x, 2, -1)
     return silu(gate) * up
 
 
 def swiglu_grad(x: Array, dout: Array) -> Array:
-    """Return the gradient with respect to the input x."""
+    """Return the gradient of swiglu with respect to its input x."""
     gate, up = np.split(x, 2, -1)
     return np.concatenate([dout * up * silu_grad(gate), dout * silu(gate)], -1)
 
@@ -148,8 +148,8 @@ MAX_NORM = 1.0
 
 
 def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return the change of the weight and new moments, with decoupled decay: w (1 - lr decay) - lr m^ / (sqrt(v^) +
-    eps).
+    """Return the change of a weight by AdamW with decoupled decay, w (1 - lr decay) - lr m^ / (sqrt(v^) + eps), and the
+    new moments.
     """
     m = BETA1 * m + (1 - BETA1) * gradient
     v = BETA2 * v + (1 - BETA2) * np.square(gradient)
@@ -158,7 +158,9 @@ def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Ar
 
 
 def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
-    """Return the gradients scaled to a joint norm of at most MAX_NORM, and the norm before, [1]."""
+    """Return the gradients scaled so that their joint norm is at most MAX_NORM, and their joint norm before scaling,
+    [1].
+    """
     dtype = gradients[0].dtype
     norm = np.sqrt(np.array([np.square(gradient).sum() for gradient in gradients], dtype).sum(keepdims=True))
     scale = MAX_NORM / (np.maximum(norm, MAX_NORM) + dtype.type(1e-6))
@@ -166,8 +168,8 @@ def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
 
 
 def from_mindformers(module: str) -> ModuleType:
-    """Import a module of MindFormers, and send its log to stderr instead of stdout, and to a temporary folder instead
-    of ./output/log.
+    """Import a module of MindFormers, with MindFormers' log sent to stderr instead of stdout, and to a temporary folder
+    instead of ./output/log.
     """
     ours = "LOG_MF_PATH" not in os.environ
     if ours:

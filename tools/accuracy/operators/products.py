@@ -1,5 +1,5 @@
-"""This module holds specs of operators with matrix products: matmul, attention with rotary positions, and experts with
-their dispatch.
+"""This module holds the tests (specs) of operators with matrix products: matmul, attention with rotary positions, and
+experts with the dispatch of their tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ALL = ("float32", "float16", "bfloat16", "hfloat32")
 
 
 def grouped(rng, rows, h, width, experts):
-    """Return rows sorted by expert, a weight for each, and each expert's last row; the loads are unequal, and one
-    expert may be idle.
+    """Return inputs for a grouped matmul: rows sorted by expert, a weight matrix for each expert, and the index behind
+    each expert's last row. The experts have unequal numbers of rows, and one expert may have none.
     """
     cuts = np.sort(rng.integers(0, rows + 1, experts - 1))
     ends = np.append(cuts, rows).astype(np.int64)
@@ -36,13 +36,17 @@ def grouped(rng, rows, h, width, experts):
 
 
 def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
-    """Return [C, h] x [E, h, H] -> [C, H]: each expert multiplies its own rows."""
+    """Return the grouped matmul of rows [C, h] and experts' weights [E, h, H] as [C, H]: each expert's weight
+    multiplies only the rows of that expert.
+    """
     parts = np.split(rows, ends[:-1])
     return np.concatenate([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
 
 def grouped_grad(rows, weight, ends, dout):
-    """Return the gradients of rows and weight; the gradient of an idle expert is zero."""
+    """Return the gradients of a grouped matmul with respect to its rows and weights; the gradient of an expert without
+    rows is zero.
+    """
     douts, parts = np.split(dout, ends[:-1]), np.split(rows, ends[:-1])
     drows = np.concatenate([d @ matrix.T for d, matrix in zip(douts, weight, strict=True)])
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
@@ -105,8 +109,8 @@ BASE = 10000.0
 
 
 def angles(sequence: int, dim: int, offset: int = 0) -> Array:
-    """Return the angles [S, 1, 1, D] of positions offset .. offset + S - 1, both halves alike; float32 as in the
-    model.
+    """Return the rotation angles of RoPE [S, 1, 1, D] for positions offset .. offset + S - 1, as float32; the angles of
+    both halves of D are equal.
     """
     frequencies = BASE ** (-np.arange(0, dim, 2) / dim)
     half = np.outer(np.arange(offset, offset + sequence), frequencies)
@@ -119,12 +123,12 @@ def _half(x):
 
 
 def rope(x: Array, freqs: Array) -> Array:
-    """Return the rotated x: [S, B, N, D], with freqs [S, 1, 1, D]."""
+    """Return vectors x [S, B, N, D] rotated by RoPE with the angles freqs [S, 1, 1, D]."""
     return x * np.cos(freqs) + _half(x) * np.sin(freqs)
 
 
 def rope_grad(x: Array, freqs: Array, dout: Array) -> tuple[Array]:
-    """Return the vectors rotated back, which is the gradient of the rotation."""
+    """Return the gradient of `rope` with respect to x: the incoming gradient rotated back by the same angles."""
     return (dout * np.cos(freqs) - _half(dout * np.sin(freqs)),)
 
 
@@ -154,12 +158,12 @@ def _probabilities(q, k):
 
 
 def attention(q: Array, k: Array, v: Array) -> Array:
-    """Return causal softmax(q k^T / sqrt(D)) v, all [B, N, S, D]."""
+    """Return causal attention softmax(q k^T / sqrt(D)) v, where q, k, v and the result are [B, N, S, D]."""
     return _probabilities(q, k) @ v
 
 
 def attention_grad(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, Array, Array]:
-    """Return the gradients of the queries, keys and values."""
+    """Return the gradients of causal attention with respect to the queries, keys and values."""
     p, scale = _probabilities(q, k), 1 / math.sqrt(q.shape[-1])
     dp = dout @ v.swapaxes(-1, -2)
     ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
@@ -216,7 +220,7 @@ def _chosen(logits, bias):
 
 
 def router(logits: Array, bias: Array) -> tuple[Array, Array]:
-    """Return weights and indices of the k experts of each token, both [N, k].
+    """Return the weights and the indices of the k experts that a router chooses for each token, both [N, k].
 
     Experts are chosen by score plus bias; their weights are their scores without the bias, normalised and scaled.
     """
@@ -225,7 +229,8 @@ def router(logits: Array, bias: Array) -> tuple[Array, Array]:
 
 
 def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of the logits; the choice of experts has none."""
+    """Return the gradient of a router's weights with respect to the logits; the choice of the experts has no gradient.
+    """
     gate, index = _chosen(logits, bias)
     total = gate.sum(-1, keepdims=True)
     dgate = SCALING * (dout - (dout * gate).sum(-1, keepdims=True) / total) / total
@@ -262,8 +267,8 @@ def _routed(rng, tokens, experts):
 
 
 def sort_maps(experts: Array) -> tuple[Array, Array]:
-    """Sort the N k (token, expert) copies stably by expert; return two int arrays [N k]: the copy at each sorted place,
-    and the sorted place of each copy.
+    """Return the order that sorts the N k (token, expert) copies stably by expert, as two int arrays [N k]: the copy at
+    each sorted place, and the sorted place of each copy.
     """
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     return order, np.argsort(order, kind="stable").astype(np.int32)
@@ -286,13 +291,14 @@ def _unpermute_inputs(rng, tokens, hidden, experts):
 
 
 def unpermute(rows: Array, place: Array, probs: Array) -> Array:
-    """Return tokens [N, h]: each is the weighted sum of its k copies. `rows` are the sorted copies [N k, h], `place`
-    [N k] the row of each copy, `probs` [N, k] the weights."""
+    """Return tokens [N, h], where each token is the weighted sum of its k copies. `rows` holds the sorted copies [N k,
+    h], `place` [N k] the row of each copy, `probs` [N, k] the weights.
+    """
     return np.einsum("nkh,nk->nh", rows[place].reshape(*probs.shape, -1), probs)
 
 
 def unpermute_grad(rows: Array, place: Array, probs: Array, dout: Array) -> tuple[Array, Array]:
-    """Return the gradients of the copies and of the weights."""
+    """Return the gradients of `unpermute` with respect to the copies of the tokens and to the weights."""
     grad = np.empty_like(rows)
     grad[place] = (dout[:, None] * probs[..., None]).reshape(rows.shape)
     return grad, np.einsum("nkh,nh->nk", rows[place].reshape(*probs.shape, -1), dout)

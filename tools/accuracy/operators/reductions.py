@@ -1,5 +1,5 @@
-"""This module holds specs of operators that work on a whole row: sums and maxima, sorting, norms and softmax,
-losses.
+"""This module holds the tests (specs) of operators that work on a whole row: sums and maxima, sorting, norms and
+softmax, losses.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _distinct(rng, rows, n):
 
 
 def prod_grad(x: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of a product over the last axis: for each element, dout times the product of the other
-    elements, computed without dividing by x, which would magnify errors where x is tiny.
+    """Return the gradient of a product over the last axis: dout times the product of all other elements, computed
+    without dividing by x, because this division would magnify errors where x is tiny.
     """
     others = np.stack([np.delete(x, i, -1).prod(-1) for i in range(x.shape[-1])], -1)
     return (dout[..., None] * others,)
@@ -120,13 +120,13 @@ NORMALISED_ROWS = ((24, 64), (16, 2500), (16, 12000))
 
 
 def softmax(x: Array) -> Array:
-    """Return the softmax over the last axis, shifted by the maximum."""
+    """Return the softmax over the last axis, with the maximum subtracted first so that no exponential overflows."""
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
 
 def softmax_grad(x: Array, dout: Array) -> Array:
-    """Return y (d - sum(d y)), the gradient of softmax."""
+    """Return the gradient of the softmax y for an incoming gradient d: y (d - sum(d y))."""
     y = softmax(x)
     return y * (dout - (dout * y).sum(-1, keepdims=True))
 
@@ -142,7 +142,7 @@ def _rms(x):
 
 
 def rms_norm(x: Array, gamma: Array) -> Array:
-    """Return x / sqrt(mean(x^2) + eps) gamma."""
+    """Return the RMS norm of x over the last axis: x / sqrt(mean(x^2) + eps) gamma."""
     return x * _rms(x) * gamma
 
 
@@ -160,7 +160,7 @@ def _unit(x):
 
 
 def layer_norm(x: Array, gamma: Array, beta: Array) -> Array:
-    """Return (x - mean) / sqrt(var + eps) gamma + beta."""
+    """Return the layer norm of x over the last axis: (x - mean) / sqrt(var + eps) gamma + beta."""
     return _unit(x)[0] * gamma + beta
 
 
@@ -173,8 +173,8 @@ def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[A
 
 
 def rms_norm_call(epsilon: float):
-    """Return the norm by MindFormers' formula, which computes statistics in float32 and stores them in the input's type
-    (transformer/norm.py).
+    """Return a function that computes the RMS norm as MindFormers does: statistics are computed in float32 and stored
+    in the input's type (transformer/norm.py).
     """
 
     def make(ms):
@@ -227,12 +227,12 @@ NORMALISE = (
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Return the cross-entropy [N] of each row for logits [N, V] and labels [N], without a mean over the rows."""
+    """Return the cross-entropy of each row, [N], for logits [N, V] and labels [N]; the rows are not averaged."""
     return -np.take_along_axis(log_softmax(logits), labels[:, None].astype(np.int64), -1)[:, 0]
 
 
 def cross_entropy_grad(logits: Array, labels: Array, dout: Array) -> tuple[Array]:
-    """Return (softmax - one-hot) d, the gradient of the cross-entropy."""
+    """Return the gradient of the cross-entropy for an incoming gradient d: (softmax - one-hot) d."""
     grad = softmax(logits)
     grad[np.arange(len(labels)), labels] -= 1
     return (grad * dout[:, None],)

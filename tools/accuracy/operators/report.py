@@ -1,5 +1,5 @@
-"""This module lists all specs by family, and reports a run over them: by operator and type, as JSON, on a terminal, as
-one page.
+"""This module reports the results of `tc3 accuracy ops` by operator and data type: as JSON, on a terminal, and as one
+HTML page; it also lists all operators by family.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 @dataclass(frozen=True)
 class Report:
-    """A `Report` holds the results of `tc3 accuracy ops`, with a row for each comparison.
+    """A `Report` holds the results of `tc3 accuracy ops`, with a row for each check of an operator.
 
     Args:
         device: the device on which the operators ran.
@@ -60,28 +60,28 @@ class Report:
     rows: list[Row]
 
     def cells(self) -> dict[tuple[str, str], list[Row]]:
-        """Return (operator, data type) -> its rows, in the order of the run."""
+        """Return the checks of each combination of operator and data type, in the order in which they ran."""
         cells: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             cells.setdefault((row.op, row.dtype), []).append(row)
         return cells
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the rows of tests that have this status."""
+        """Return the rows of all checks that have this status."""
         return [row for row in self.rows if row.status == status]
 
     @property
     def passed(self) -> bool:
-        """Return whether no test failed."""
+        """Return whether no check of an operator failed."""
         return not self.with_status(FAIL)
 
     def counted(self) -> dict[str, int]:
-        """Return the number of combinations of operator and data type for each status."""
+        """Return for each status the number of combinations of operator and data type that have it."""
         found = [status_of(rows) for rows in self.cells().values()]
         return {status: found.count(status) for status in (PASS, FAIL, NOT_RUNNABLE)}
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line of text that counts the operators that passed, failed and could not run here."""
         counts, partly = self.counted(), sum(row.phase == "backward" for row in self.with_status(NOT_RUNNABLE))
         names = len({row.op for row in self.rows})
         text = f"{names} operator{'s' * (names != 1)} on {self.device}; by data type: {counts[PASS]} pass, "
@@ -89,21 +89,25 @@ class Report:
         return text + (f"; of {partly} only the forward runs" if partly else "")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole report; an infinite error is the string "inf"."""
+        """Return the results of all checks as values fit for JSON; an infinite error is the string "inf"."""
         rows = [{**asdict(row), "error": "inf" if math.isinf(row.error) else row.error} for row in self.rows]
         told = {"device": self.device, "seed": self.seed, "reruns": self.reruns}
         return told | {"passed": self.passed, "counts": self.counted(), "rows": rows}
 
 
 def status_of(rows: list[Row]) -> str:
-    """Return the status of an operator in a data type: its failure if there is one, else whether its forward ran."""
+    """Return the status of an operator in one data type: "fail" if a check failed, "not runnable" if its forward did
+    not run here, and otherwise "pass".
+    """
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
 
 
 def used(rows: list[Row]) -> float:
-    """Return the largest share of the tolerance that forward and backward used; 0 for values that are only moved."""
+    """Return the largest error of an operator's forward and backward as a share of its tolerance; 0 for an operator
+    that only moves values.
+    """
     return max((row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"), default=0.0)
 
 
@@ -119,7 +123,7 @@ def cell_text(rows: list[Row]) -> str:
 
 
 def failure_text(row: Row) -> str:
-    """Return one line of text about a failed test."""
+    """Return one line of text about a failed check of an operator."""
     sizes = "x".join(map(str, row.shape))
     which = f"{row.phase} {row.tensor}" if row.phase != "rerun" else "rerun"
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.outside else ""
@@ -128,8 +132,8 @@ def failure_text(row: Row) -> str:
 
 
 def not_runnable_lines(rows: list[Row]) -> list[str]:
-    """Return one line for each operator and message: the data types, the phase if only the backward failed, and
-    MindSpore's message.
+    """Return one line for each operator that cannot run here and each message of MindSpore about it: the data types,
+    the phase if only the backward failed, and the message.
     """
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
@@ -141,7 +145,7 @@ def not_runnable_lines(rows: list[Row]) -> list[str]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Write the whole report on the operators to `console`."""
+    """Write the results of all operators to `console`."""
     dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
     table = Table("operator", *(SHORT[dtype] for dtype in dtypes))
     cells = report.cells()
@@ -168,7 +172,7 @@ def list_lines() -> list[str]:
 
 
 def html(report: Report) -> str:
-    """Return the whole report as an HTML page."""
+    """Return the results of all operators as an HTML page."""
     dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
     cells = report.cells()
     family_of = {spec.name: family for family, specs in FAMILIES.items() for spec in specs}

@@ -1,4 +1,5 @@
-"""This module tests one operator in one data type: forward, backward, special values and reruns; every check is a row.
+"""This module tests one operator in one data type: forward, backward, special values and reruns; each check gives one
+row of the report.
 
 A case holds the seeded inputs of the device, with values near the ends of the type's range clipped (report, section 3.1
 (3)). Its golden outputs and gradients are computed by the spec's NumPy functions in the promoted type. Special inputs
@@ -34,13 +35,15 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Raise every magnitude to at least `bound`; signs stay (0 becomes +bound, -0 becomes -bound)."""
+    """Return the values with each magnitude raised to at least `bound` and each sign kept (0 becomes +bound, -0 becomes
+    -bound).
+    """
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
 
 def specials(dtype: str) -> np.ndarray:
-    """Return zero, denormals, the smallest normal, ones, half the largest, infinities and NaN, as `dtype` holds them,
-    [13].
+    """Return 13 special values rounded to `dtype`: zero, denormals, the smallest normal numbers, small whole numbers,
+    half the largest number, infinities and NaN.
 
     Half the largest is used so that the order of two factors near one does not decide about overflow. Negative zero is
     left out, because kernels differ in its sign, and training does not depend on it.
@@ -51,15 +54,15 @@ def specials(dtype: str) -> np.ndarray:
 
 
 def grid(dtype: str, inputs: int) -> list[np.ndarray]:
-    """Return every combination of special values, as vectors, for an elementwise operator with this number of
-    inputs.
+    """Return test inputs for an elementwise operator with `inputs` inputs, as one vector for each input; together they
+    hold every combination of special values.
     """
     return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
 
 
 def poke(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a copy of [..., n] with at least 13 rows, in which each of the first rows has another special value in its
-    middle.
+    """Return a copy of an array [..., n] with at least 13 rows; each of its first 13 rows has another special value in
+    its middle.
     """
     poked = values.copy()
     rows = poked.reshape(-1, poked.shape[-1])
@@ -70,15 +73,15 @@ def poke(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
-    """Return the values as seen by a device that treats denormals as zero, with or without the zero's sign."""
+    """Return the values as a device sees them that replaces denormals by zero, with or without their sign."""
     zero = values.dtype.type(0)
     return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one test: inputs and incoming gradients, rounded to the tested type, with golden outputs and
-    gradients.
+    """A `Case` holds the arrays of one test of an operator: inputs and incoming gradients, rounded to the tested type,
+    and the golden outputs and gradients.
 
     Args:
         extreme: the number of elements of the device's inputs that are below the lower bound or not finite.
@@ -93,12 +96,14 @@ class Case:
 
 
 def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Generator:
-    """Return random numbers that depend only on the operator's base name, the shape and the seed."""
+    """Return a generator of random numbers that depend only on the operator's base name, the shape and the seed."""
     return np.random.default_rng([seed, zlib.crc32(spec.name.split(".")[0].encode()), *shape])
 
 
 def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case:
-    """Draw inputs (`shape` gives the sizes for `spec.make`), clip and round them, and compute the golden results."""
+    """Return one test of an operator: draw its inputs (`shape` gives the sizes for `spec.make`), clip and round them,
+    and compute the golden results.
+    """
     rng = generator(spec, shape, seed)
     inputs, extreme = [], 0
     for number, values in enumerate(spec.make(rng, *shape)):
@@ -116,7 +121,7 @@ def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case
 
 
 def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.ndarray, ...]:
-    """Return the golden outputs; invalid operations give inf and NaN as in IEEE 754."""
+    """Return the golden outputs of an operator for these inputs; invalid operations give inf and NaN as in IEEE 754."""
     with np.errstate(all="ignore"):
         return tuple(np.asarray(out) for out in as_tuple(spec.golden(*(promoted(values, dtype) for values in inputs))))
 
@@ -124,14 +129,14 @@ def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.
 def backward(
     spec: Spec, inputs: tuple[np.ndarray, ...], douts: tuple[np.ndarray, ...], dtype: str
 ) -> tuple[np.ndarray, ...]:
-    """Return the golden gradients with respect to the inputs that `spec.wrt` lists."""
+    """Return the golden gradients of an operator with respect to those inputs that `spec.wrt` lists."""
     assert spec.grad is not None
     grads = spec.grad(*(promoted(values, dtype) for values in (*inputs, *douts)))
     return tuple(np.asarray(grad) for grad in as_tuple(grads))
 
 
 def is_float(values: np.ndarray) -> bool:
-    """Return whether the value is a tensor of numbers that are rounded, and can have a gradient."""
+    """Return whether an array holds floats, which are rounded and can have a gradient."""
     return bool(np.issubdtype(values.dtype, np.floating))
 
 
@@ -247,8 +252,8 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Return test inputs with special values: if `spec.special` is "each", all combinations of them; if it is "row",
-    the first test input with one special value in each row.
+    """Return test inputs of an operator with special values: if `spec.special` is "each", all combinations of special
+    values; if it is "row", the first test input with one special value in each row.
     """
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":

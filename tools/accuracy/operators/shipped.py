@@ -1,5 +1,5 @@
 """This module keeps golden results of operators in a small, dated file (shipped.json), and compares the golden results
-of this host with them.
+that this machine computes with those in the file.
 
 `tc3 accuracy ops` judges a device by golden results that NumPy computes on the same host, so a host whose CPU or NumPy
 computes wrong results would also judge its device wrongly. The file holds, for the first shape of every operator and
@@ -35,7 +35,9 @@ _DIGITS = 8
 
 
 def numbers_of(spec: Spec, dtype: str) -> dict[str, list[float]]:
-    """Return name -> root mean square and samples of each golden output and gradient of the first shape."""
+    """Return the root mean square and some sample elements of each golden output and gradient of an operator, for the
+    first of its test shapes.
+    """
     case = make_case(spec, spec.shapes[0], dtype, SEED)
     tensors = {f"output {number}": array for number, array in enumerate(case.outputs)}
     tensors |= {f"gradient {number}": array for number, array in zip(spec.wrt, case.grads, strict=False)}
@@ -51,7 +53,8 @@ def _summary(name: str, array: Array) -> list[float]:
 
 
 def read_shipped(file: Path = FILE) -> dict[str, Any]:
-    """Return the content of the golden file: "made" (its date), "numpy" (its version), and "results".
+    """Return the content of the file of golden results: "made" (its date), "numpy" (the version of NumPy), and
+    "results".
 
     Raises:
         DataError: it is not a golden file.
@@ -68,7 +71,8 @@ def read_shipped(file: Path = FILE) -> dict[str, Any]:
 
 
 def differences(pairs: Iterable[tuple[Spec, str]], shipped: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return how many tensors were compared, and a line for each that differs from the shipped golden results.
+    """Return the number of compared tensors, and a line of text for each tensor that differs from the golden results in
+    the file.
 
     Args:
         pairs: operators and data types. shipped: the result of `read_shipped`.

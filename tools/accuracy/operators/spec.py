@@ -1,4 +1,4 @@
-"""This module defines a test of one operator, with the number of terms that each element of its result accumulates.
+"""This module defines the test of one operator, and how many terms each element of the operator's result is the sum of.
 
 Specs are data: small functions over NumPy arrays and one MindSpore call. The counts, which choose the row of Table 2,
 follow from an operator's shapes and indices: each function that counts takes the operator's input arrays.
@@ -17,15 +17,17 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Counts:
-    """A `Counts` holds the accumulation counts of each output and of each gradient, or of all; 0 means that values are
-    only moved.
+    """A `Counts` holds the accumulation counts (numbers of summed terms) of an operator's outputs and gradients: one
+    count for all of them or one for each; 0 means that values are only moved.
     """
 
     forward: int | tuple[int, ...]
     backward: int | tuple[int, ...] = 1
 
     def of(self, phase: str, index: int) -> int:
-        """Return the count of output or gradient number `index`; phase is "forward" or "backward"."""
+        """Return the accumulation count of the output or gradient with number `index`; `phase` is "forward" or
+        "backward".
+        """
         counts = self.forward if phase == "forward" else self.backward
         return counts[index] if isinstance(counts, tuple) else counts
 
@@ -34,7 +36,9 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """Return the count for a result that is computed from one element of each input."""
+    """Return the numbers of summed terms in the outputs and gradients of an operator whose result elements each depend
+    on one element of each input: 1.
+    """
     return Counts(1, 1)
 
 
@@ -44,39 +48,43 @@ def moved(*_: np.ndarray) -> Counts:
 
 
 def reduced(x: np.ndarray) -> Counts:
-    """Return the count for a reduction over the last axis; its gradient is spread, not summed."""
+    """Return the numbers of summed terms in the outputs and gradients of a sum over the last axis: the length of this
+    axis forward, and 1 backward, where the gradient is only copied to all elements.
+    """
     return Counts(x.shape[-1], 1)
 
 
 def scanned(x: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the count for an operator of which both an element and a gradient accumulate the last axis, such as a
-    cumulative sum.
+    """Return the numbers of summed terms in the outputs and gradients of an operator, such as a cumulative sum, whose
+    outputs and gradients both sum over the last axis.
     """
     return Counts(x.shape[-1], x.shape[-1])
 
 
 def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
-    """Return the count for a statistic over the last axis; gradients of scale and shift accumulate the rows."""
+    """Return the numbers of summed terms in the outputs and gradients of a norm over the last axis; the gradients of
+    its scale and shift sum over all rows.
+    """
     n = x.shape[-1]
     return Counts(n, (n, *[x.size // n] * len(parameters)))
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the count for rows that are picked by an index: forward they are only moved, and backward sums as many
-    terms as the most frequent index occurs.
+    """Return the numbers of summed terms in the outputs and gradients of an operator that picks rows of a table by
+    indices: forward it only moves rows, and backward it sums as many terms for a row as the most frequent index occurs.
     """
     return Counts(0, busiest(index))
 
 
 def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the count for rows that are added at indices: a sum has at most one term more than the most frequent index
-    occurs; the backward pass only moves rows.
+    """Return the numbers of summed terms in the outputs and gradients of an operator that adds rows at given indices: a
+    sum has at most one term more than the most frequent index occurs; the backward pass only moves rows.
     """
     return Counts(1 + busiest(index), 0)
 
 
 def busiest(index: np.ndarray) -> int:
-    """Return the number of times that the most frequent index occurs."""
+    """Return the number of times that the most frequent value occurs in an array of indices."""
     return int(np.unique(index, return_counts=True)[1].max())
 
 
@@ -117,7 +125,7 @@ class Spec:
 
 
 def variant(spec: Spec, name: str, source: str, call: Callable[[Any], Callable[..., Any]], **other: Any) -> Spec:
-    """Return the test of another kernel or formula with the golden baseline of `spec`."""
+    """Return a test that compares another kernel or formula with the golden results of `spec`."""
     return replace(spec, name=name, source=source, call=call, **other)
 
 
@@ -127,13 +135,13 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]:
-    """Return a function for `Spec.make` that draws `count` tensors of one shape."""
+    """Return a function for `Spec.make` that draws `count` normally distributed tensors of the same shape."""
     return lambda rng, *shape: tuple(scale * rng.standard_normal(shape, np.float32) for _ in range(count))
 
 
 def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a function for `Spec.call` that calls one primitive of MindSpore: that of `auto_generate`, or else the
-    older one of `mindspore.ops`.
+    """Return a function for `Spec.call` that calls one primitive of MindSpore; the primitive comes from
+    `mindspore.ops.auto_generate` or, if that has none of this name, from `mindspore.ops`.
 
     Args:
         rest: the arguments after the tensors. settings: the settings of the primitive itself.
@@ -154,14 +162,18 @@ def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable
 
 
 def place_back(x: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of elements picked along the last axis: each goes back to where it came from."""
+    """Return the gradient of an operator that picks elements along the last axis: each incoming gradient is placed
+    where its element was picked.
+    """
     grad = np.zeros_like(x)
     np.put_along_axis(grad, index, dout, -1)
     return (grad,)
 
 
 def scatter_rows(table: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of rows picked by index [P]: `dout` [P, h] summed into the rows of a zero table."""
+    """Return the gradient of an operator that picks rows of a table by `index` [P]: the incoming gradients `dout` [P,
+    h], added up in a table of zeros.
+    """
     grad = np.zeros_like(table)
     np.add.at(grad, index, dout)
     return (grad,)

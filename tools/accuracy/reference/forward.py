@@ -1,5 +1,5 @@
-"""This module computes the forward pass in NumPy and float64: it is the slow reference for both frameworks. Its outputs
-have the names of the modules in the trace.
+"""This module computes a model's forward pass in NumPy and float64, as a slow reference for MindFormers and for Hugging
+Face. The outputs of its modules have the names under which the other trainings record them.
 
 It has no cache, no fusion and no batching of experts. The equations are those of the DeepSeek-V3 technical report,
 section 2.1; YaRN is that of Peng et al., section 3.2, as DeepSeek-V3 applies it.
@@ -27,8 +27,8 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 
 class Forward:
-    """A `Forward` computes the forward pass of one model with MLA. Tests override a method to make a mistake on
-    purpose.
+    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA). Tests override a method
+    to make a mistake on purpose.
 
     Args:
         sizes: the sizes of the model. weights: Hugging Face name -> array.
@@ -41,7 +41,9 @@ class Forward:
         self.ties: dict[str, int] = {}  # router -> tokens whose choice of experts rounding may decide
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Return the trace of token ids [B, S]: module -> output, and `logits` [B, S, v]."""
+        """Return the output of each module for token ids [B, S], by the module's name, with the `logits` [B, S, v]
+        among them.
+        """
         self.trace = {}
         hidden = self._note("embedding", self.weights["model.embed_tokens.weight"][ids])
         if self.sizes.streams > 1:
@@ -58,7 +60,9 @@ class Forward:
         return self.trace
 
     def layer(self, layer: int, hidden: np.ndarray) -> np.ndarray:
-        """Return the output of a transformer layer for an input [B, S, h], or residual streams [B, S, n, h]."""
+        """Return the output of a transformer layer for its input, which is [B, S, h], or [B, S, n, h] with n residual
+        streams.
+        """
         name, where = f"model.layers.{layer}", f"layers.{layer}"
         if hidden.ndim == 4:
             hidden = self.connected(f"{name}.attn_hc", hidden, lambda read: self.read(layer, read))
@@ -67,21 +71,22 @@ class Forward:
         return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
 
     def read(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return attention of the norm of an input [B, S, h]."""
+        """Return the attention sublayer's output for an input [B, S, h]: the norm, and then attention."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the MLP or the experts of the norm of an input [B, S, h]."""
+        """Return the feed-forward sublayer's output for an input [B, S, h]: the norm, and then the MLP or the experts.
+        """
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
         mlp = self.experts if self.sizes.is_moe(layer) else self.dense
         return self._note(f"{where}.mlp", mlp(layer, normed))
 
     def connected(self, name: str, x: np.ndarray, sublayer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the residual streams [B, S, n, h] behind a sublayer (a function of [B, S, h]) for the streams before
-        it, with the hyper-connections of that name.
+        """Return the residual streams [B, S, n, h] after a sublayer (a function of [B, S, h]), computed from the
+        streams before it with the weights of the hyper-connections called `name`.
         """
         weights = hyper_connections.Weights(*(self.weights[f"{name}.{each}"] for each in HYPER_WEIGHTS))
         one = lambda read: sublayer(read.reshape(*x.shape[:2], -1)).reshape(read.shape)  # noqa: E731
@@ -89,8 +94,8 @@ class Forward:
         return hyper_connections.forward(x.reshape(-1, *x.shape[2:]), weights, one, iterations, eps).reshape(x.shape)
 
     def mtp(self, number: int, ids: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-        """Return the output [B, S, h] of a multi-token prediction layer, for the ids [B, S] of the next tokens and the
-        model's hidden states.
+        """Return the output [B, S, h] of a multi-token prediction layer, computed from the ids [B, S] of the next
+        tokens and the hidden states of the layer before it.
         """
         name = f"model.layers.{number}"
         embedded = self.norm(f"{name}.enorm", self.weights["model.embed_tokens.weight"][ids])
@@ -143,12 +148,12 @@ class Forward:
         return np.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
 
     def positions(self, length: int) -> np.ndarray:
-        """Return the position of each token."""
+        """Return the position of each token of a sample of this length."""
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:
-        """Return the angle of each pair of elements from one position to the next, in radians, [D / 2]; under YaRN the
-        angles are interpolated.
+        """Return the angles [D / 2], in radians, by which RoPE rotates each pair of elements from one position to the
+        next; under YaRN these angles are interpolated.
         """
         size, base, scaling = self.hf["qk_rope_head_dim"], self.hf["rope_theta"], self.hf["rope_scaling"]
         plain = base ** -(np.arange(0, size, 2) / size)
@@ -165,11 +170,12 @@ class Forward:
         return plain / scaling["factor"] * ramp + plain * (1 - ramp)
 
     def dense(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output of a dense layer's feed-forward network."""
+        """Return the output of a dense layer's feed-forward network for an input x."""
         return self.swiglu(f"model.layers.{layer}.mlp", x)
 
     def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return for each token the weighted outputs of its experts plus the output of the shared expert."""
+        """Return for each token the weighted sum of the outputs of its experts, plus the output of the shared expert.
+        """
         name = f"model.layers.{layer}.mlp"
         weights = self._note(f"layers.{layer}.router", self.route(layer, x))
         shared = self._note(f"layers.{layer}.shared_expert", self.swiglu(f"{name}.shared_experts", x))
@@ -200,17 +206,19 @@ class Forward:
         return weights * self.hf["routed_scaling_factor"]
 
     def swiglu(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return down(silu(gate(x)) * up(x))."""
+        """Return the output down(silu(gate(x)) * up(x)) of a gated feed-forward network whose weights begin with
+        `name`.
+        """
         gate = self.linear(f"{name}.gate_proj", x)
         return self.linear(f"{name}.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{name}.up_proj", x))
 
     def norm(self, name: str, x: np.ndarray, eps: float | None = None) -> np.ndarray:
-        """Return x after RMSNorm over the last axis."""
+        """Return the RMSNorm of x over its last axis."""
         eps = self.hf["rms_norm_eps"] if eps is None else eps
         return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * self.weights[f"{name}.weight"]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return x @ weight.T."""
+        """Return the output x @ weight.T of the linear layer called `name`."""
         return x @ self.weights[f"{name}.weight"].T
 
     def _note(self, name: str, value: np.ndarray) -> np.ndarray:
@@ -224,8 +232,8 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class Grouped(Forward):
-    """`Grouped` is Llama or the dense TeleChat3, in which query heads share keys and values, and the two halves of a
-    head are rotated together.
+    """A `Grouped` computes the forward pass of Llama or of the dense TeleChat3, in which several query heads share keys
+    and values, and RoPE pairs the first half of a head with its second half.
     """
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
@@ -252,15 +260,16 @@ class Grouped(Forward):
 
 
 class TeleChat2(Grouped):
-    """`TeleChat2` is Tele-AI's own class with its own names of weights: one tensor holds keys and values, and outputs
-    have biases.
+    """A `TeleChat2` computes the forward pass of Tele-AI's TeleChat2, whose weights have other names: one tensor holds
+    keys and values, and some linear layers have biases.
 
     Written after modeling_telechat2.py, whose attention views `key_value` as [S, B, heads, 2 D] and splits it in the
     middle; within the length of training its RoPE is plain.
     """
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Return for token ids [B, S] a trace that holds only `logits` [B, S, v]."""
+        """Return {"logits": the logits [B, S, v]} for token ids [B, S]; the outputs of the other modules are left out.
+        """
         hidden = self.weights["transformer.word_embeddings.weight"][ids]
         for layer in range(self.sizes.layers):
             name = f"transformer.h.{layer}"
@@ -279,5 +288,5 @@ class TeleChat2(Grouped):
         return self.linear(f"{name}.dense", self.attend(self.rotate(query), key, value))
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return x @ weight.T, plus the bias if the layer has one."""
+        """Return the output x @ weight.T of the linear layer called `name`, plus its bias if the layer has one."""
         return super().linear(name, x) + self.weights.get(f"{name}.bias", 0.0)

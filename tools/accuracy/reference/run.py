@@ -1,5 +1,5 @@
-"""This module runs the reference as a process: `python -m tools.accuracy.reference.run JOB.npz OUT.npz`. The process
-needs torch, transformers and NumPy.
+"""This module trains the reference model in a separate process: `python -m tools.accuracy.reference.run JOB.npz
+OUT.npz`. The process needs torch, transformers and NumPy.
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
 [steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>`, the other side's, for
@@ -21,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def main(job_file: str, out_file: str) -> int:
-    """Run the job that the arguments name, and write its record."""
+    """Train the reference model as the file `job_file` says, and write what it computed into `out_file`."""
     try:
         import torch
         import transformers
@@ -53,12 +53,14 @@ def read(file: str | Path) -> Arrays:
 
 
 def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
-    """Return the arrays whose names begin with a prefix, under names without the prefix."""
+    """Return the arrays whose names begin with a prefix, by their names without the prefix."""
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
 
 
 def states_of(stored: Mapping[str, np.ndarray], steps: int) -> tuple[list[dict[str, Arrays]], list[Arrays]]:
-    """Return (weights and moments before each step and after the last, loads of each step) of a record or a job."""
+    """Return two lists from a file of arrays: the weights and moments before each step and after the last step, and for
+    each step the loads of the experts.
+    """
     states = [{kind: below(stored, f"state/{step}/{kind}/") for kind in KINDS} for step in range(steps + 1)]
     return states, [below(stored, f"load/{step}/") for step in range(steps)]
 

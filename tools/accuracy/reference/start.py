@@ -1,5 +1,5 @@
-"""This module defines the common start of both sides: seeded weights, and the reference's optimizer and schedule. The
-module uses only NumPy.
+"""This module defines what the two compared trainings have in common at their start: initial weights from a seed, the
+optimizer's parameters and the learning-rate schedule. The module uses only NumPy.
 
 The weights are the same on every machine, and chosen so that mistakes show. The optimizer's settings and the schedule
 of the learning rate are computed from the recipe anew, and not read out of MindFormers.
@@ -26,7 +26,7 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
-    """Return Hugging Face's name -> initial weight, float32, for every weight.
+    """Return the initial values of every weight of a model as float32 arrays, by Hugging Face's names.
 
     They differ from the initial weights of a training: norms are not 1 and biases not 0, so that a missing one is
     found. All other weights are small, because with unit variance everywhere rounding would change the twentieth loss
@@ -36,7 +36,9 @@ def initial_weights(sizes: Sizes, seed: int) -> Arrays:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return one weight under Hugging Face's name, float32; it depends only on the name, the shape and the seed."""
+    """Return the initial values of the weight with this Hugging Face name, as float32; they depend only on the name,
+    the shape and the seed.
+    """
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("e_score_correction_bias"):
         values = SMALL * normal
@@ -48,8 +50,8 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def nudged(weights: Arrays) -> Arrays:
-    """Return the weights, each changed by one unit in its last place, up or down at random: this shows the effect of
-    rounding on a run.
+    """Return the weights with each element changed by one unit in its last place, up or down at random; a training from
+    these weights shows the effect of rounding.
     """
     random = np.random.default_rng(0)
 
@@ -62,8 +64,8 @@ def nudged(weights: Arrays) -> Arrays:
 
 @dataclass(frozen=True)
 class Hyper:
-    """A `Hyper` is AdamW with decoupled decay; `rates` holds the learning rate of each step, and `clip` the largest
-    allowed global norm, or 0 for no clipping.
+    """A `Hyper` holds the parameters of AdamW with decoupled decay; `rates` holds the learning rate of each step, and
+    `clip` the largest allowed global norm of the gradients, or 0 for no clipping.
     """
 
     rates: list[float]
@@ -78,12 +80,14 @@ class Hyper:
 
     @property
     def first_update(self) -> int:
-        """Return the first step, counted from 1, that moves weights: a warm-up from 0 does not move them in step 1."""
+        """Return the number of the first step (counted from 1) whose learning rate is not 0; a warm-up from 0 does not
+        change the weights in step 1.
+        """
         return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
 
 
 def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
-    """Return the hyperparameters of the first `steps` steps of a recipe.
+    """Return the optimizer's parameters and the learning rates of the first `steps` steps of a recipe.
 
     Raises:
         RecipeError: the reference does not have the recipe's optimizer or schedule.
@@ -108,8 +112,8 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
 
 
 def rate(schedule: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of a step, counted from 0: linear warm-up from `warmup_lr_init`, then constant or half a
-    cosine.
+    """Return the learning rate of a step, counted from 0, by a schedule with linear warm-up from `warmup_lr_init`,
+    followed by a constant rate or half a cosine.
 
     Raises:
         RecipeError: the recipe has another kind of schedule.

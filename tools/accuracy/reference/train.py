@@ -1,5 +1,5 @@
-"""This module trains the reference model and records its forward, backward and AdamW. The module needs torch and
-transformers.
+"""This module trains the reference model, and records its forward pass, its gradients and its updates by AdamW. The
+module needs torch and transformers.
 
 The model is Hugging Face's DeepseekV3ForCausalLM, with the parts that its configuration does not have (MTP layers,
 loads of experts, a trace of every module).
@@ -28,8 +28,8 @@ BIAS = "e_score_correction_bias"
 
 
 class MtpLayer(nn.Module):
-    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (technical report, section 2.2), built from Hugging
-    Face's own parts.
+    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (technical report, section 2.2), built from modules
+    of Hugging Face.
 
     Names are those of DeepSeek-V3's checkpoints, the copies of embedding and head left out.
     """
@@ -54,7 +54,7 @@ class MtpLayer(nn.Module):
 
 
 class Reference:
-    """A `Reference` is the reference model with given weights, ready to run in float32.
+    """A `Reference` is the Hugging Face model with given weights, which runs in float32.
 
     Attributes:
         model: DeepseekV3ForCausalLM; MTP layers are appended to its layers, and it does not run them itself.
@@ -81,8 +81,8 @@ class Reference:
         self._trace_modules()
 
     def losses(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run forward and return the total `loss`, its parts `lm_loss`, `mtp_loss` and `aux_loss`, and `logits` [B, S,
-        v].
+        """Run the forward pass of a batch and return the total `loss`, its parts `lm_loss`, `mtp_loss` and `aux_loss`,
+        and the `logits` [B, S, v].
 
         batch: `input_ids`, `labels` int64 [B, S], labels already shifted; `loss_mask` float32 [B, S].
         """
@@ -115,7 +115,8 @@ class Reference:
         return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
 
     def move_bias(self, loads: Loads) -> None:
-        """Make the aux-free update: an expert with more than its share of the tokens gets a lower bias, and vice versa.
+        """Move the routers' biases as aux-free balancing does: an expert with more than its share of the tokens gets a
+        lower bias, and an expert with less gets a higher bias.
 
         loads: layer -> each expert's share of the choices on the other side, [E]. If given, these decide, because this
         method tests only the rule (the counts are compared separately). Other layers use the last forward pass.
@@ -201,7 +202,8 @@ def _rolled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
-    """Train on `batches`; return logits, losses, gradients and weights by the names of `tools.accuracy.align.sides`.
+    """Train the reference on `batches`; return logits, losses, gradients and weights under the names that
+    `tools.accuracy.align.sides` reads.
 
     Args:
         batches: `input_ids`, `labels` and `loss_mask`, each [steps, B, S].
@@ -228,8 +230,8 @@ def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
 def single_steps(
     reference: Reference, hyper: Hyper, batches: Arrays, states: Sequence[dict[str, Arrays]], loads: Sequence[Arrays]
 ) -> Arrays:
-    """Compute every step by itself, starting from the other side's state before that step, so that accumulated rounding
-    cannot explain a difference.
+    """Compute every training step separately, each from the state that the MindFormers training had before this step,
+    so that rounding errors do not accumulate over steps.
 
     Args:
         states: the states before each step and after the last one: `weight`, and Adam's `moment` and `square`, by name.
@@ -271,8 +273,8 @@ def single_steps(
 def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
-    """Run forward and backward on a batch, and return (the parts of the loss, the global gradient norm); each weight
-    keeps its gradient in `grad`.
+    """Run the forward and backward pass of a batch, and return (the parts of the loss, the global norm of the
+    gradients); the gradient of each weight is left in its `grad`.
     """
     optimizer.zero_grad()
     losses = reference.losses(batch)
@@ -288,7 +290,9 @@ def differentiate(
 def step(
     reference: Reference, optimizer: torch.optim.Optimizer, hyper: Hyper, rate: float, loads: Loads | None = None
 ) -> None:
-    """Clip, update the weights and move the routers' biases; `loads` is as in `Reference.move_bias`."""
+    """Clip the gradients, update the weights and move the routers' biases; `loads` has the meaning that
+    `Reference.move_bias` gives it.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate
     if hyper.clip:
@@ -299,8 +303,8 @@ def step(
 
 
 def forward(reference: Reference, batches: Arrays) -> Arrays:
-    """Run the first batch forward without training, and return its losses, its logits and the output of every traced
-    module.
+    """Run the forward pass of the first batch without training, and return its losses, its logits and the output of
+    every traced module.
     """
     reference.trace = {}
     with torch.no_grad():
@@ -314,7 +318,7 @@ def forward(reference: Reference, batches: Arrays) -> Arrays:
 
 
 def optimizer_of(model: torch.nn.Module, hyper: Hyper) -> torch.optim.AdamW:
-    """Return torch's AdamW; weights of one dimension are not decayed."""
+    """Return torch's AdamW for a model; weight decay is not applied to weights of one dimension."""
     weights = list(model.parameters())
     decayed = [weight for weight in weights if weight.dim() > 1]
     others = [weight for weight in weights if weight.dim() <= 1]
@@ -323,13 +327,13 @@ def optimizer_of(model: torch.nn.Module, hyper: Hyper) -> torch.optim.AdamW:
 
 
 def batch_of(batches: Arrays, index: int) -> dict[str, torch.Tensor]:
-    """Return the batch of one step as tensors: `input_ids` and `labels` int64, and `loss_mask`, each [B, S]."""
+    """Return the batch of one step as torch tensors [B, S]: `input_ids` and `labels` as int64, and `loss_mask`."""
     ids, labels = (torch.from_numpy(batches[name][index].astype(np.int64)) for name in ("input_ids", "labels"))
     return {"input_ids": ids, "labels": labels, "loss_mask": torch.from_numpy(batches["loss_mask"][index])}
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
-    """float32, detached."""
+    """Return the values of a torch tensor as a float32 array of NumPy."""
     return tensor.detach().float().numpy().copy()
 
 
