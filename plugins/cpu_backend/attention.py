@@ -160,18 +160,18 @@ def compute_unrounded(network):
 
 class CoreAttention(nn.Cell):
     """A `CoreAttention` replaces `training_graph.transformer.flash_attention.FlashAttention` as the submodule
-`core_attention`. Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
+    `core_attention`. Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
 
-    Inputs:
-        query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv instead of
-        D. G is N, or `num_query_groups` of grouped-query attention;
-        attention_mask: 1 where attention is forbidden, [B, 1, S, S] or [S, S].
+        Inputs:
+            query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv instead of
+            D. G is N, or `num_query_groups` of grouped-query attention;
+            attention_mask: 1 where attention is forbidden, [B, 1, S, S] or [S, S].
 
-    Outputs:
-        [S, B, N * Dv] in the value's type.
+        Outputs:
+            [S, B, N * Dv] in the value's type.
 
-    Raises:
-        RecipeError: this cell does not compute the requested variant of attention.
+        Raises:
+            RecipeError: this cell does not compute the requested variant of attention.
     """
 
     def __init__(
