@@ -370,8 +370,8 @@ class Hour:
         raise ClusterError(f"`tc3 {shlex.join(words)}` ended before this check could kill it")
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Judge the calibration that follows from the measured stage, and search again with the calibrated cluster
-        file.
+        """Fit the estimator to the pipeline stage that `tc3 firsthour` has measured, judge the fit, and search for
+        strategies again with the calibrated cluster file.
         """
         seen = done["stage"].evidence
         found = judge_fit(seen["seconds"], seen["after"], seen["fitted"], None, self.no_memory)

@@ -59,7 +59,9 @@ class Size:
         return load_mini(path, workers=self.workers) if self.mini else load_recipe(path)
 
     def run_dir(self, recipe: Path) -> Path:
-        """Return ``output/<recipe's folder>-<recipe>`` below the working folder, with the kind of mini appended."""
+        """Return ``output/<recipe's folder>-<recipe>`` below the working folder; a small version of the recipe gets the
+        ending ``-mini`` or ``-mini-parallel``.
+        """
         kind = "-mini" * self.mini + "-parallel" * bool(self.workers)
         return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{kind}"
 

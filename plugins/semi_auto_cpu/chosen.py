@@ -13,7 +13,9 @@ SECTIONS = ("context", "parallel")
 
 
 def is_semi_auto(mode: Any) -> bool:
-    """Return whether a value of the key (a number, or a name in any case) means semi-auto parallel."""
+    """Return whether a value of `parallel.parallel_mode` (a number, or a name in upper or lower case) means semi-auto
+    parallel.
+    """
     return _plain(mode) in SEMI_AUTO
 
 

@@ -150,7 +150,7 @@ def prepare(
     "--seed",
     type=Number("seed"),
     default=1234,
-    help="Choose the modules of --held-out, and the order of the lines, at random with this seed.",
+    help="Choose the held-out Python modules, and the order of the lines in the output, at random with this seed.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")

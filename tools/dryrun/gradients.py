@@ -294,8 +294,8 @@ class _Walk:
         return found
 
     def value(self, graph: str, text: str, members: tuple[int, ...], reader: Node | None = None) -> frozenset[Way]:
-        """Return the gradient's paths that end in an argument of the operator `reader`; `members` are positions in
-        nested tuples, innermost first.
+        """Return the ways on which a gradient reaches an argument of the operator `reader`. If the argument is a nested
+        tuple, `members` are the positions of the gradient in the tuples, innermost first.
         """
         if number := re.fullmatch(r"%(\d+)", text):
             return self.node(graph, int(number[1]), members)

@@ -161,8 +161,9 @@ def family_of(config: Configuration) -> str:
 
 @lru_cache(maxsize=64)
 def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
-    """Return `DRAWN` steps of a trained router's loads, the same in each call: loads of experts are drawn log-normally
-    with the published Gini coefficient of the family, and the experts are dealt to the devices in their order.
+    """Return `DRAWN` steps of a trained router's loads. The loads of experts are drawn log-normally with the Gini
+    coefficient that was published for the model family, with the same result in each call; each device gets consecutive
+    experts.
 
     Args:
         family: the kind of attention, as `family_of` returns it. layers, experts, devices: the numbers of layers,

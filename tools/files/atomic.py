@@ -60,8 +60,8 @@ def whole_digest(path: Path) -> str:
 
 
 def sampled_digest(path: Path) -> str:
-    """Return the SHA-256 of `BLOCKS` blocks spread over a file, including its first and its last block. A file that
-    has no more blocks is read whole.
+    """Return the SHA-256 of `BLOCKS` blocks spread over a file, including its first and its last block. A file of at
+    most `BLOCKS` blocks is read completely.
     """
     size = path.stat().st_size
     if size <= BLOCK * BLOCKS:

@@ -362,8 +362,8 @@ class Typing:
         return self.received[direction]
 
     def sent(self) -> dict[Direction, set[Spread]]:
-        """Return how the values that the root graph sends to other stages lie on the ranks, by direction and shape;
-        values for which this is not known are left out.
+        """Return the spreads of the values that the root graph sends to other stages, by pass (forward or backward) and
+        shape; values whose spread is not known are left out.
         """
         found: dict[Direction, set[Spread]] = defaultdict(set)
         for number, node in enumerate(self.graph.graphs[self.graph.root]):

@@ -363,8 +363,8 @@ class Watch:
 
 
 def routers_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run's status that a line of `metrics/routers.jsonl` gives; return no fields for a line of
-    a form that no run writes.
+    """Return the fields of a run's status that follow from a line of `metrics/routers.jsonl`; a malformed line gives no
+    fields.
     """
     try:
         layer, fullest = max(zip(record["layers"], record["fullest"], strict=True), key=lambda pair: pair[1])

@@ -81,7 +81,7 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
             "Spend at most this much work on each placement of layers. More work never gives a slower layout, and the "
             "same number gives the same answer on a slow and on a fast machine. A unit of work takes about a second on "
             f"an idle core; low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
-            f"The default is {default}, or less if --time-limit is shorter."
+            f"The default is {default}, or fewer units if --time-limit does not allow so many."
         ),
     )
 

@@ -120,8 +120,8 @@ def cases() -> list[Case]:
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return every strategy for a recipe from `one_worker`; a strategy counts as not executable if it needs something
-    that the recipe lacks.
+    """Return every strategy for a recipe of one worker; a strategy is marked as not executable, with the reason, if it
+    needs a part of the model or an optimizer that the recipe does not have.
     """
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")

@@ -267,8 +267,8 @@ class _Window:
 
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
-    """Plan the windows of steps that begin at `starts` (int64 [n], rising), and compare the loads of devices with and
-    without these plans.
+    """Return how evenly the samples of a recipe load the devices, with and without the plans of
+    `plugins.attention_balance`. A plan covers the consecutive steps that begin at one of `starts` (int64 [n], rising).
     """
     reporter.start("planning steps", len(starts))
     windows = []
