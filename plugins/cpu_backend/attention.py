@@ -163,8 +163,8 @@ class CoreAttention(nn.Cell):
     `core_attention`. Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
 
         Inputs:
-            query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv instead of
-            D. G is N, or `num_query_groups` of grouped-query attention;
+            query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv
+            instead of D. G is N, or `num_query_groups` of grouped-query attention;
             attention_mask: 1 where attention is forbidden, [B, 1, S, S] or [S, S].
 
         Outputs:
