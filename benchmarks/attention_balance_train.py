@@ -154,7 +154,9 @@ def measure(folder: Path, recipes: Mapping[str, Path], pairs: int) -> dict[str, 
 
 
 def samples_of(recipe: Path, prefix: Path) -> tuple[Layout, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the layout, the plan [steps, ...], and for each sample its number of attending token pairs and its FLOPs."""
+    """Return the layout, the plan [steps, ...], and for each sample its number of attending token pairs and its
+    FLOPs.
+    """
     setting = setting_of(load_recipe(recipe), prefix, None)
     index = build_gpt_index(map_lengths(prefix), setting.sequence_length, setting.wanted, setting.seed)
     trained = setting.steps * setting.layout.batch

@@ -74,7 +74,9 @@ class Rank:
         self.mesh.all_to_all_v(TOPOLOGY.ep_group, BARRIER_TAG, [np.zeros(0)] * TOPOLOGY.ep)
 
     def timed(self, job: Job) -> tuple[float, float]:
-        """Return the start and end time of a job after a barrier; the clock is the same in all processes of a machine."""
+        """Return the start and end time of a job after a barrier; the clock is the same in all processes of a
+        machine.
+        """
         self.prepare(job)
         self.barrier()
         start = time.monotonic()
@@ -156,7 +158,9 @@ def stream_rate(listener: socket.socket, addresses: Sequence, rank: int, source:
 
 
 def measure_links(worker: Rank, listener: socket.socket, addresses: Sequence) -> dict[str, float]:
-    """Return the rates of the plain TCP streams that end at this rank; only one stream at a time runs on the machine."""
+    """Return the rates of the plain TCP streams that end at this rank; only one stream at a time runs on the
+    machine.
+    """
     rates: dict[str, float] = {}
     last = TOPOLOGY.ep - 1
     for link, source, to in (("inter", 0, last), ("inter", last, 0), ("intra", 0, 1), ("intra", last - 1, last)):

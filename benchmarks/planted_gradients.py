@@ -101,7 +101,9 @@ def folded(graph: GraphText, weight: str) -> None:
 
 
 def divisors_of(graph: GraphText) -> list[Place]:
-    """Return the places where the seed of the backward pass is divided by the number of micro-batches and of devices."""
+    """Return the places where the seed of the backward pass is divided by the number of micro-batches and of
+    devices.
+    """
     nodes = graph.graphs[graph.root]
     scaled: set[int] = set()
     found = []

@@ -200,7 +200,9 @@ def searched(asked: Request, effort: float, top: int = 10) -> Found:
 
 
 def print_regret(numbers: range, effort: float, solving: float) -> None:
-    """Print a line for each problem: the search's best layout compared with the solver's placements of all strategies."""
+    """Print a line for each problem: the search's best layout compared with the solver's placements of all
+    strategies.
+    """
     heads = "problem", "family", "devices", "layers", "fit", "placed", "solved", "search s", "best of all s", "of"
     print(f"| {' | '.join([*heads, 'regret', 'gap', 'bounds hold', 'processor s'])} |\n{'|---' * (len(heads) + 4)}|")
     for number in numbers:

@@ -379,7 +379,9 @@ def layer_size(model: Model, kind: str) -> int:
 
 
 def used_size(model: Model, kind: str) -> int:
-    """Return the number of weight elements that one token uses in a layer; of the routed experts only the top-k count."""
+    """Return the number of weight elements that one token uses in a layer; of the routed experts only the top-k
+    count.
+    """
     idle = sum(weight.size for weight in weights(model, kind) if weight.split == "experts")
     return layer_size(model, kind) - (idle // model.experts * (model.experts - model.top_k) if idle else 0)
 

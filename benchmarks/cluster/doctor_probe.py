@@ -63,7 +63,9 @@ def root() -> None:
 
 @contextmanager
 def a_twentieth_of_a_core() -> Iterator[list[str]]:
-    """Yield the words in front of a worker's command that put it into a control group limited to a twentieth of a core."""
+    """Yield the words in front of a worker's command that put it into a control group limited to a twentieth of
+    a core.
+    """
     root()
     first = (GROUPS / "cgroup.controllers").exists()
     folder = (GROUPS if first else GROUPS / "cpu") / GROUP

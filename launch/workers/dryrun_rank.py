@@ -42,7 +42,9 @@ def main() -> None:
 
 
 def enable(config: Any, on_cpu: bool) -> None:
-    """Enable the parts that `train.py` would enable: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
+    """Enable the parts that `train.py` would enable: the CPU backend for a recipe of the CPU, and the recipe's
+    plugins.
+    """
     if on_cpu:
         from plugins.cpu_backend import adapter
         from plugins.cpu_backend import transport as peers

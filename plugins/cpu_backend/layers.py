@@ -128,7 +128,9 @@ class GroupedMatMul(PrimitiveLike):
         self.cumsum = P.CumSum()
 
     def layout(self, ends, rows):
-        """Compute the layout of `plan.block_layout` by graph operators; return (expert_of_block, source, slot_of_row)."""
+        """Compute the layout of `plan.block_layout` by graph operators; return (expert_of_block, source,
+        slot_of_row).
+        """
         block = default_block(rows, self.experts)
         count = block_count(rows, self.experts, block)
         counts = ends - ops.concat((Tensor([0], ms.int32), ends[:-1]))

@@ -18,7 +18,9 @@ Key = tuple[int, str]  # chunk and name
 
 @dataclass(frozen=True)
 class Op:
-    """An `Op` is one operator: its name, its chunk, its streams, its duration, and the operators after which it runs."""
+    """An `Op` is one operator: its name, its chunk, its streams, its duration, and the operators after which it
+    runs.
+    """
 
     name: str
     chunk: int

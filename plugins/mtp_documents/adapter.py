@@ -54,7 +54,9 @@ def keep_within(model, end_of_document: int) -> None:
 
 
 class BlockWithinDocuments(MultiTokenPredictionBlock):
-    """This is a `MultiTokenPredictionBlock` that predicts only within documents; the function `keep_within` makes it."""
+    """This is a `MultiTokenPredictionBlock` that predicts only within documents; the function `keep_within`
+    makes it.
+    """
 
     def continues(self, tokens):
         """Return `plan.continues` of token ids [B, S], in their type; its first column may be 0 as well."""

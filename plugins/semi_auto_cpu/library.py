@@ -53,7 +53,9 @@ _CALLBACK = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Tensor:
-    """A `Tensor` is an input or output of an operator in MindSpore's memory; `buffer` is the ctypes array of its bytes."""
+    """A `Tensor` is an input or output of an operator in MindSpore's memory; `buffer` is the ctypes array of
+    its bytes.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]

@@ -309,7 +309,9 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the values of MindSpore's `dtype` nearest to floats, 16-bit types as float32; other types are unchanged."""
+    """Return the values of MindSpore's `dtype` nearest to floats, 16-bit types as float32; other types are
+    unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
     return np.asarray(rounded(values, dtype.lower())).astype(np.float32)

@@ -147,7 +147,9 @@ def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
 
 
 def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Verdict:
-    """Compare a tensor that a device computed with the golden tensor, element by element; `dtype` is the tested type."""
+    """Compare a tensor that a device computed with the golden tensor, element by element; `dtype` is the tested
+    type.
+    """
     if got.shape != want.shape:
         return Verdict(False, np.inf, want.size, f"shape {list(got.shape)}, should be {list(want.shape)}")
     return _verdict(errors(got, want, SMALLEST[dtype]), got, want, tolerance)

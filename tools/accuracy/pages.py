@@ -22,7 +22,9 @@ page_option = click.option(
 
 
 def check_page(page: Path | None, option: str = "--html") -> None:
-    """Raise DataError if an HTML page cannot be written to this path, or would replace a file that is not an HTML page."""
+    """Raise DataError if an HTML page cannot be written to this path, or would replace a file that is not an
+    HTML page.
+    """
     if page is None or not (page.exists() or page.is_symlink()):
         _check_folder(page, option)
         return

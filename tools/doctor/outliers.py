@@ -131,7 +131,9 @@ class Probe(TypedDict):
 
 
 class Times(NamedTuple):
-    """A `Times` holds the seconds that a unit of work took in the median round and in the best round of a measurement."""
+    """A `Times` holds the seconds that a unit of work took in the median round and in the best round of a
+    measurement.
+    """
 
     typical: float
     best: float

@@ -58,7 +58,9 @@ class PlacedInstance(Instance):
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the part of the times `ends` in which the stage receives from another stage, [stages]."""
+        """Return for each stage the part of the times `ends` in which the stage receives from another stage,
+        [stages].
+        """
         every = self.by_stage(self.ends.sum(axis=0) - super().ends.sum(axis=0))
         return every.reshape(self.chunks, self.stages).sum(axis=0)
 

@@ -174,7 +174,9 @@ def literal(text: str) -> Value:
 
 
 class Rule(NamedTuple):
-    """A `Rule` finds how the results of some operators lie on the ranks; `says` describes the rule for docs/prove.md."""
+    """A `Rule` finds how the results of some operators lie on the ranks; `says` describes the rule for
+    docs/prove.md.
+    """
 
     operators: tuple[str, ...]
     says: str

@@ -165,7 +165,9 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """A `Zeros` describes a tensor of zeros on all ranks; it can be added to a value that lies on the ranks in any way."""
+    """A `Zeros` describes a tensor of zeros on all ranks; it can be added to a value that lies on the ranks in
+    any way.
+    """
 
 
 class Alike(Spread):
@@ -397,7 +399,9 @@ def check_linear(x: Spread, y: Spread) -> None:
 
 
 def multiply(x: Spread, y: Spread) -> Spread:
-    """Return how the elementwise product of two values lies on the ranks (its spread); the product with zeros is zeros."""
+    """Return how the elementwise product of two values lies on the ranks (its spread); the product with zeros
+    is zeros.
+    """
     if isinstance(x, Zeros) or isinstance(y, Zeros):
         return Zeros(joined(Spread(alike(x, y).dims), Spread(alike(y, x).dims)).dims)
     check_linear(x, y)

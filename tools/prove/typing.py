@@ -415,7 +415,9 @@ class Typing:
 
     @property
     def failures(self) -> dict[tuple[str, int], Failure]:
-        """Return for each operator without an answer the reason why it is not known how its result lies on the ranks."""
+        """Return for each operator without an answer the reason why it is not known how its result lies on the
+        ranks.
+        """
         values = {(frame.name, n): value for frame in self.frames for n, value in frame.values.items()}
         return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
 
@@ -461,7 +463,9 @@ class Typing:
         return found
 
     def name_of(self, graph: str, number: int) -> str:
-        """Return a text by which a person finds an operator: its name, its number, and its line of Python or its cell."""
+        """Return a text by which a person finds an operator: its name, its number, and its line of Python or
+        its cell.
+        """
         node = self.graph.graphs[graph][number]
         return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"
 

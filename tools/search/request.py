@@ -162,7 +162,9 @@ class Request:
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:
-        """Return the load of the fullest device of an expert-parallel group of `ep` devices, divided by the mean load."""
+        """Return the load of the fullest device of an expert-parallel group of `ep` devices, divided by the
+        mean load.
+        """
         return dict(self.skews).get(ep, self.base.skew)
 
     @property

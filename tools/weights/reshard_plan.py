@@ -97,7 +97,9 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all listed tensors. A resharding reads and writes each of their elements once."""
+        """Return the number of bytes of all listed tensors. A resharding reads and writes each of their
+        elements once.
+        """
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 
 
@@ -239,7 +241,9 @@ _PREFIX = "reshard"
 
 @dataclass(frozen=True)
 class Resharding:
-    """A `Resharding` holds the plan of a resharding, its numbers of bytes, and the number of ranks of the old layout."""
+    """A `Resharding` holds the plan of a resharding, its numbers of bytes, and the number of ranks of the old
+    layout.
+    """
 
     plan: Plan
     numbers: Numbers

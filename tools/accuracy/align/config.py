@@ -85,7 +85,9 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """Return the class to which the report would assign a difference at this key path, such as "precision" or "layout"."""
+    """Return the class to which the report would assign a difference at this key path, such as "precision" or
+    "layout".
+    """
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 

@@ -11,7 +11,9 @@ from plugins.errors import DataError
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same steps or ranks would look equal."""
+    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same steps or ranks would look
+    equal.
+    """
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
         return

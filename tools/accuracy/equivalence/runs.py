@@ -39,7 +39,9 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """This error means that a training that was to be compared failed; the message holds the last lines of its output."""
+    """This error means that a training that was to be compared failed; the message holds the last lines of its
+    output.
+    """
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,9 @@ def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
 
 
 def group_of(weight: str) -> str:
-    """Return the part of the model to which a MindFormers weight belongs, such as layers.1.experts, embedding or norms."""
+    """Return the part of the model to which a MindFormers weight belongs, such as layers.1.experts, embedding
+    or norms.
+    """
     words = weight.split(".")
     where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
     parts = {"norm": "norms", ".experts.": "experts", "shared_experts": "shared_expert", "router": "router"}

@@ -229,7 +229,9 @@ def router(logits: Array, bias: Array) -> tuple[Array, Array]:
 
 
 def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of a router's weights with respect to the logits; the choice of the experts has no gradient."""
+    """Return the gradient of a router's weights with respect to the logits; the choice of the experts has no
+    gradient.
+    """
     gate, index = _chosen(logits, bias)
     total = gate.sum(-1, keepdims=True)
     dgate = SCALING * (dout - (dout * gate).sum(-1, keepdims=True) / total) / total

@@ -77,7 +77,9 @@ class Forward:
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the feed-forward sublayer's output for an input [B, S, h]: the norm, and then the MLP or the experts."""
+        """Return the feed-forward sublayer's output for an input [B, S, h]: the norm, and then the MLP or the
+        experts.
+        """
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
         mlp = self.experts if self.sizes.is_moe(layer) else self.dense
@@ -173,7 +175,9 @@ class Forward:
         return self.swiglu(f"model.layers.{layer}.mlp", x)
 
     def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return for each token the weighted sum of the outputs of its experts, plus the output of the shared expert."""
+        """Return for each token the weighted sum of the outputs of its experts, plus the output of the shared
+        expert.
+        """
         name = f"model.layers.{layer}.mlp"
         weights = self._note(f"layers.{layer}.router", self.route(layer, x))
         shared = self._note(f"layers.{layer}.shared_expert", self.swiglu(f"{name}.shared_experts", x))
@@ -266,7 +270,9 @@ class TeleChat2(Grouped):
     """
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Return {"logits": the logits [B, S, v]} for token ids [B, S]; the outputs of the other modules are left out."""
+        """Return {"logits": the logits [B, S, v]} for token ids [B, S]; the outputs of the other modules are
+        left out.
+        """
         hidden = self.weights["transformer.word_embeddings.weight"][ids]
         for layer in range(self.sizes.layers):
             name = f"transformer.h.{layer}"
