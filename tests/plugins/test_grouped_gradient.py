@@ -70,8 +70,6 @@ ENDS = {
 SUMS = [("float16", 1), *(("bfloat16", chunks) for chunks in ENDS)]
 ADDED = "InplaceGroupedMatmulAdd"
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def run(forks, tmp_path_factory):
@@ -98,6 +96,7 @@ def cut(x, dout, chunks):
     return [*zip(np.split(x, at), np.split(dout, at), ENDS[chunks], strict=True)][::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "chunks"), SUMS)
 def test_one_operator_adds_what_three_did(run, case, chunks):
     with_pass, without = run("on", case, chunks), run("off", case, chunks)
@@ -108,6 +107,7 @@ def test_one_operator_adds_what_three_did(run, case, chunks):
     assert with_pass["rows"] == without["rows"] and with_pass["given"] == without["given"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "chunks"), SUMS)
 @pytest.mark.parametrize(("switch", "rounded"), [("on", False), ("off", True)])
 def test_the_sums_differ_by_the_rounding_of_each_gradient_alone(run, case, switch, rounded, chunks):
@@ -119,6 +119,7 @@ def test_the_sums_differ_by_the_rounding_of_each_gradient_alone(run, case, switc
     assert not np.array_equal(sums, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_chunks_are_added_in_the_order_in_which_their_gradients_are_computed(run, chunks):
     """The last chunk's is there first; the other order has other bits."""
@@ -127,6 +128,7 @@ def test_chunks_are_added_in_the_order_in_which_their_gradients_are_computed(run
     assert not np.array_equal(found["accumulator"], summed(batches, KINDS["bfloat16"], False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(("switch", "rounded"), [("on", False), ("off", True)])
 def test_a_sum_is_read_after_all_were_added_and_before_it_is_zero(run, switch, rounded, chunks):
@@ -140,6 +142,7 @@ def test_a_sum_is_read_after_all_were_added_and_before_it_is_zero(run, switch, r
     assert not np.any(found["accumulator"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_all_additions_stand_where_the_additions_stood(run, chunks):
     """MindSpore orders what writes and what reads by states: each takes the last and is waited for by the next."""
@@ -158,6 +161,7 @@ def test_all_additions_stand_where_the_additions_stood(run, chunks):
             assert graph[graph[name][1][3]] == ("Depend", [read[0], last])
 
 
+@pytest.mark.slow
 def test_what_waits_for_one_gradient_waits_for_its_addition(run):
     """Otherwise it would wait for the sum of all, which waits for what waits."""
     found = run("on", "waits")
@@ -167,6 +171,7 @@ def test_what_waits_for_one_gradient_waits_for_its_addition(run):
     np.testing.assert_array_equal(sums, summed(batches, KINDS["bfloat16"], False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -181,5 +186,6 @@ def test_what_it_cannot_replace_ends_the_compile(run, case, words):
     assert error.endswith("write plugins.grouped_gradient: False")
 
 
+@pytest.mark.slow
 def test_without_the_pass_float32_is_added(run):
     assert "error" not in run("off", "float32")

@@ -60,7 +60,6 @@ def test_what_mindformers_takes_for_hugging_faces(tmp_path):
     assert is_hugging_face(str(tmp_path))
 
 
-pytestmark = pytest.mark.slow
 MTP, COPY = golden.RECIPE, "model.layers.2.embed_tokens.weight"  # of a recipe with an MTP layer, behind two others
 
 
@@ -108,6 +107,7 @@ def weights_of(parameters):
     return {name: array for name, array in parameters.items() if not name.endswith(STATE)}
 
 
+@pytest.mark.slow
 def test_both_ways_give_the_same_bits(loaded):
     ours, theirs = weights_of(loaded["converted"]), weights_of(loaded["template"])
     assert ours.keys() == theirs.keys() and any(name.startswith("mtp.") for name in ours)
@@ -115,6 +115,7 @@ def test_both_ways_give_the_same_bits(loaded):
         assert np.isfinite(array).all() and array.tobytes() == theirs[name].tobytes(), name
 
 
+@pytest.mark.slow
 def test_the_frozen_model_of_transformers(loaded, tmp_path):
     opened = open_source(frozen.FOLDER)
     plan = prepare(opened, frozen.RECIPE, None, int(5e9))
@@ -125,6 +126,7 @@ def test_the_frozen_model_of_transformers(loaded, tmp_path):
     assert all(array.tobytes() == found[name].tobytes() for name, array in wanted.items())
 
 
+@pytest.mark.slow
 def test_what_is_missing_or_unknown_is_refused(loaded):
     assert (
         "lacks weights for 1 parameters of the recipe's model, such as decoder.layers.1.mlp.experts.weight1"
