@@ -98,7 +98,7 @@ def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass
 class _Rank:
-    """What one worker has written."""
+    """A `_Rank` holds what was read of the files that one worker has written."""
 
     rank: int
     metrics: Follower

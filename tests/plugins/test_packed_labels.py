@@ -32,7 +32,7 @@ def conversations(sizes):
 
 
 def as_made(pairs, shifted):
-    """What AlpacaInstructDataHandler (shifted) and CodeAlpacaInstructDataHandler make of them."""
+    """Return the samples that AlpacaInstructDataHandler (shifted) or CodeAlpacaInstructDataHandler makes of `pairs`."""
     for prompt, answer in pairs:
         labels = [IGNORE] * len(prompt) + answer
         yield {"input_ids": prompt + answer, "labels": labels[1:] + [IGNORE] if shifted else labels}
@@ -142,7 +142,7 @@ class Words:
 
 @pytest.fixture
 def data(monkeypatch):
-    """What AlpacaInstructDataHandler makes of `ROWS`, as a datasets.Dataset."""
+    """Return the samples that AlpacaInstructDataHandler makes of `ROWS`, as a datasets.Dataset."""
     from datasets import Dataset
 
     monkeypatch.setattr(base_handler, "is_legacy_model", lambda: False)

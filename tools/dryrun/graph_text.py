@@ -205,7 +205,7 @@ def _node(text: str) -> Node:
 
 
 def _complete(node: Node, line: str) -> None:
-    """What one of the lines below an operator says of it."""
+    """Add to an operator the types or the scope that one of the lines below the operator states."""
     if match := _TYPES.match(line):
         if not node.types[1]:  # the second such line holds symbolic shapes
             node.types = match[1], match[2]

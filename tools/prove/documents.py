@@ -114,7 +114,7 @@ def _sources(formula: Any) -> frozenset[int]:
 
 
 def _parts(keys: Formula, length: int) -> tuple[Formula, Formula]:
-    """How the keys' ends are computed, and how the last one of them is."""
+    """Return how the ends of the keys' documents are computed, and how the last of these ends is computed."""
     found = keys
     if keys[0] == _REPLACED:
         keys, place, found = keys[1:]
@@ -140,7 +140,7 @@ def _of_entry(formula: Any, place: int) -> bool:
 
 
 def _computed(formula: Any, ends: np.ndarray, place: Mapping[str, int]) -> Any:
-    """What a formula gives for ends of documents on the rank at `place`."""
+    """Return the result of a formula for the ends of documents on the rank at `place`."""
     if not isinstance(formula, tuple):
         return formula
     if formula[0] == _OF:

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from plugins.errors import DataError, not_json
-from tools.accuracy.dumps.whole import refuse_parts
+from tools.accuracy.dumps.write import refuse_parts
 from tools.accuracy.dumps.write import stated as stated_in
 
 FORWARD, BACKWARD, WEIGHTS, STATE = "forward", "backward", "weights", "state"
