@@ -26,7 +26,7 @@ from tests.tools.weights import renew as frozen
 from tests.tools.weights import test_telechat2 as of_telechat2
 from tests.tools.weights import test_yarn as of_yarn
 from tools.accuracy.align import sides
-from tools.accuracy.align.sides import alone, load
+from tools.accuracy.align.sides import load, on_one_worker
 from tools.accuracy.reference.forward import Forward, Grouped, TeleChat2
 from tools.accuracy.reference.start import hyper_of, initial_weights
 from tools.checkpoint.tensor_files import Header
@@ -258,7 +258,7 @@ def test_the_forward_pass_in_numpy_computes_its_logits():
 @pytest.mark.slow
 def test_mindformers_computes_its_logits(ours_of_frozen, tmp_path):
     write_learnable(tmp_path / "corpus", 512)
-    recipe = alone(load(frozen.RECIPE, (), str(tmp_path / "corpus"), 1), 1)
+    recipe = on_one_worker(load(frozen.RECIPE, (), str(tmp_path / "corpus"), 1), 1)
     recipe["checkpoint"] = {"save_path": "", "load_path": str(ours_of_frozen), "no_load_optim": True}
     record = sides.run_mindformers(recipe, tmp_path / "run", hyper_of(recipe, 1), None)
     assert np.array_equal(record.batch["input_ids"][0], frozen.tokens())

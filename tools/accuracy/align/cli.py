@@ -67,21 +67,21 @@ def align(
 
     Exit codes: 0 aligned; 1 a stage failed, or nothing ran though the recipes differ; 2 a wrong input.
     """
-    from tools.accuracy.align.ladder import Wanted, climb, print_ladder
+    from tools.accuracy.align.comparison import Wanted, compare_stages, print_comparison
 
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     require_verified()
     with terminate_as_interrupt(), _folder(keep) as (folder, keep_logs):
         wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)
-        ladder = climb(wanted, lambda text: click.echo(text, err=True))
-        if ladder.broken:
+        comparison = compare_stages(wanted, lambda text: click.echo(text, err=True))
+        if comparison.broken:
             keep_logs()
     if as_json:
-        click.echo(json.dumps(ladder.as_json()))
+        click.echo(json.dumps(comparison.as_json()))
     else:
-        print_ladder(ladder, Console(highlight=False))
-    sys.exit(0 if ladder.passed else 1)
+        print_comparison(comparison, Console(highlight=False))
+    sys.exit(0 if comparison.passed else 1)
 
 
 @contextmanager

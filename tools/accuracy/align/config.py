@@ -30,7 +30,7 @@ CLASSES = (
     (r"^(parallel|parallel_config|recompute_config|context|use_parallel|micro_batch)", "layout"),
     (r"^model\.", "architecture"),
 )
-STAYS = "the global batch stays"  # micro-batches: another layout of the same step, which the ladder compares
+STAYS = "the global batch stays"  # micro-batches: another layout of the same step, which `align` compares
 SUMS = ("document lengths", "first tokens", "tokenizers", "shares of the blend")
 HEAD = 64 << 20  # bytes of a corpus that the checksum reads; a corpus may have terabytes
 _MEAN = ("parallel", "gradients_mean")

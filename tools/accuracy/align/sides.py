@@ -41,7 +41,7 @@ Arrays = dict[str, np.ndarray]
 CURVES = ("loss", "lm_loss", "mtp_loss", "global_norm", "learning_rate")
 BIAS = "TopkBiasBalanceCallback"
 WATCHERS = ("CheckpointMonitor",)
-ALONE = {
+ONE_WORKER = {
     **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "pipeline_stage", "expert_parallel"), 1),
     **{"micro_batch_num": 1, "use_seq_parallel": False, "vocab_emb_dp": False},
 }
@@ -187,7 +187,7 @@ def is_mini(path: Path) -> bool:
     return not View(load_recipe(path)).on_cpu
 
 
-def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
+def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Return the recipe changed so that one worker trains `steps` steps with the same global batch; sections that it
     would share with `recipe` are copied.
 
@@ -206,7 +206,7 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
     plain["runner_config"]["batch_size"] = plain["model"]["model_config"]["batch_size"] = samples
     plain["context"].pop("dataset_broadcast_opt_level", None)
     plain["parallel_config"].pop("context_parallel_algo", None)
-    plain["parallel_config"].update(ALONE)
+    plain["parallel_config"].update(ONE_WORKER)
     plain["model"]["model_config"].update(offset=0, pp_interleave_num=1)
     if view.pp > 1:
         plain["recompute_config"] = {"recompute": False, "select_recompute": False}  # what it has is by stage

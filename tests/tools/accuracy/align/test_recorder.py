@@ -9,8 +9,8 @@ import pytest
 from tests.tools.accuracy.align import cases
 from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align import sides as align_sides
-from tools.accuracy.align.ladder import Wanted, climb
-from tools.accuracy.align.sides import alone, in_hugging_face_names, load, reference_sizes
+from tools.accuracy.align.comparison import Wanted, compare_stages
+from tools.accuracy.align.sides import in_hugging_face_names, load, on_one_worker, reference_sizes
 from tools.accuracy.align.stages import GRADIENT, LOGITS, LOSS, first_difference, moved
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import hyper_of, initial_weights
@@ -26,7 +26,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("aligned")
     recipe = load(golden.RECIPE, (), str(folder / "corpus"), golden.STEPS)
     write_learnable(folder / "corpus", golden.vocabulary_of(recipe))
-    plain = alone(recipe, golden.STEPS)
+    plain = on_one_worker(recipe, golden.STEPS)
     sizes, hyper = reference_sizes(plain), hyper_of(plain, golden.STEPS)
     weights = to_mindformers(initial_weights(sizes, golden.SEED), sizes)
     record = align_sides.run_mindformers(plain, folder / "ours", hyper, weights)
@@ -93,12 +93,12 @@ def test_the_experts_loads_are_those_of_each_step(trained):
             assert share.sum() == pytest.approx(1) and share.max() < 1
 
 
-def test_the_whole_ladder_live(tmp_path):
+def test_the_whole_comparison_live(tmp_path):
     pytest.importorskip("torch", reason="the live reference needs torch: pip install -e '.[align]'")
     data = str(tmp_path / "corpus")
     write_learnable(tmp_path / "corpus", 512)
-    ladder = climb(
+    comparison = compare_stages(
         Wanted(golden.RECIPE, "hf", 20, (), data, tmp_path / "runs", sys.executable, seed=1),
         lambda text: None,
     )
-    assert [stage.status for stage in ladder.stages] == ["passed"] * 5 + ["not run"]
+    assert [stage.status for stage in comparison.stages] == ["passed"] * 5 + ["not run"]

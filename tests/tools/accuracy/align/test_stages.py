@@ -9,8 +9,8 @@ import pytest
 from tests.tools.accuracy.align import cases
 from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align import stages as align_stages
-from tools.accuracy.align.ladder import Ladder, compare_records
-from tools.accuracy.align.sides import alone, load, of_mindformers
+from tools.accuracy.align.comparison import Comparison, compare_records
+from tools.accuracy.align.sides import load, of_mindformers, on_one_worker
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.run import KINDS
 from tools.accuracy.reference.start import hyper_of, initial_weights
@@ -73,22 +73,22 @@ class SharedExpertLeftOut(Forward):
         return super().swiglu(name, x) * (not name.endswith("shared_experts"))
 
 
-def climbed(ours, theirs, floor=None):
-    ladder = Ladder("ours", "theirs")
-    compare_records(ladder, ours, theirs, floor, cases.HYPER, ROPE)
-    return ladder
+def compared(ours, theirs, floor=None):
+    comparison = Comparison("ours", "theirs")
+    compare_records(comparison, ours, theirs, floor, cases.HYPER, ROPE)
+    return comparison
 
 
-def failed(ladder):
+def failed(comparison):
     """(name, reason) of the last stage, which must be the only one that failed."""
-    assert [stage.status for stage in ladder.stages[:-1]] == ["passed"] * (len(ladder.stages) - 1)
-    assert ladder.stages[-1].status == "failed"
-    return ladder.stages[-1].name, ladder.stages[-1].reason
+    assert [stage.status for stage in comparison.stages[:-1]] == ["passed"] * (len(comparison.stages) - 1)
+    assert comparison.stages[-1].status == "failed"
+    return comparison.stages[-1].name, comparison.stages[-1].reason
 
 
 def test_equal_sides_pass_every_stage():
-    ladder = climbed(cases.record(MODEL), cases.record(MODEL))
-    assert [(stage.name, stage.status) for stage in ladder.stages] == [
+    comparison = compared(cases.record(MODEL), cases.record(MODEL))
+    assert [(stage.name, stage.status) for stage in comparison.stages] == [
         ("forward", "passed"), ("backward", "passed"), ("optimizer", "passed"), ("steps", "passed"),
     ]  # fmt: skip
 
@@ -102,11 +102,11 @@ def test_losses_and_norms_that_no_side_has_are_not_compared():
     """Dense models of grouped-query attention log no parts of the loss, and a run without clipping no norm."""
     names = ("lm_loss", "mtp_loss", "global_norm")
     one, whole = without(cases.record(MODEL), *names), cases.record(MODEL)
-    ladder = climbed(one, one)
-    assert {stage.status for stage in ladder.stages} == {"passed"} and len(ladder.stages) == 4
-    assert not [row for stage in ladder.stages for row in stage.rows if any(name in row.name for name in names)]
+    comparison = compared(one, one)
+    assert {stage.status for stage in comparison.stages} == {"passed"} and len(comparison.stages) == 4
+    assert not [row for stage in comparison.stages for row in stage.rows if any(name in row.name for name in names)]
     for sides in ((one, whole), (whole, one)):
-        name, _ = failed(climbed(*sides))
+        name, _ = failed(compared(*sides))
         assert name == "forward", "a part that only one side has"
 
 
@@ -123,10 +123,10 @@ def test_what_only_the_other_side_has_fails():
         ("updated", "optimizer", f"only one side moves {last}"),
     ):
         for sides in ((whole, less(part)), (less(part), whole)):
-            name, reason = failed(climbed(*sides))
+            name, reason = failed(compared(*sides))
             assert name == stage and told in reason
     longer = cases.with_curve(whole, "loss", [*whole.curve["loss"], 3.0])
-    assert failed(climbed(whole, longer))[0] == failed(climbed(longer, whole))[0] == "steps"
+    assert failed(compared(whole, longer))[0] == failed(compared(longer, whole))[0] == "steps"
 
 
 def test_a_log_without_parts_of_the_loss_has_no_curve_of_them():
@@ -152,7 +152,7 @@ def test_a_log_without_parts_of_the_loss_has_no_curve_of_them():
     ],
 )
 def test_faults_of_the_forward_pass(fault, told):
-    name, reason = failed(climbed(cases.record(MODEL, fault), cases.record(MODEL)))
+    name, reason = failed(compared(cases.record(MODEL, fault), cases.record(MODEL)))
     assert name == "forward"
     where, _, meaning = told.partition(" .*")
     assert f"first difference: {where}" in reason and meaning in reason
@@ -162,7 +162,7 @@ def test_a_swapped_weight_is_seen_before_anything_is_computed():
     weights = initial_weights(MODEL, 0)
     one, other = (f"model.layers.1.mlp.experts.{index}.up_proj.weight" for index in (2, 3))
     swapped = {**weights, one: weights[other], other: weights[one]}
-    name, reason = failed(climbed(cases.record(MODEL, weights=swapped), cases.record(MODEL)))
+    name, reason = failed(compared(cases.record(MODEL, weights=swapped), cases.record(MODEL)))
     assert name == "forward"
     assert reason == f"the two sides were not given the same: initial {one}, initial {other}"
 
@@ -170,7 +170,7 @@ def test_a_swapped_weight_is_seen_before_anything_is_computed():
 def test_other_tokens_are_seen():
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     ours.batch["input_ids"] = ours.batch["input_ids"] + 1
-    name, reason = failed(climbed(ours, theirs))
+    name, reason = failed(compared(ours, theirs))
     assert (name, reason) == ("forward", "the two sides were not given the same: batch input_ids")
 
 
@@ -178,7 +178,7 @@ def test_a_gradient_is_found_where_backward_meets_it_first():
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     for weight in ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.input_layernorm.weight"):
         ours.gradient[weight] = ours.gradient[weight] * np.float32(1.01)
-    name, reason = failed(climbed(ours, theirs))
+    name, reason = failed(compared(ours, theirs))
     assert name == "backward"
     assert "2 of 52 gradients differ; backward meets model.layers.0.self_attn.o_proj.weight first" in reason
     assert "1.0100 times the other side's" in reason
@@ -205,7 +205,7 @@ def too_fast(name, weight, gradient):
     ],
 )
 def test_faults_of_the_optimizer(update, group, told):
-    name, reason = failed(climbed(cases.record(MODEL, update=update), cases.record(MODEL)))
+    name, reason = failed(compared(cases.record(MODEL, update=update), cases.record(MODEL)))
     assert name == "optimizer"
     assert f"group {group}: " in reason and told in reason
     assert ("group weight_decay" in reason and "group no_weight_decay" in reason) == (update is too_fast)
@@ -215,7 +215,7 @@ def test_the_golden_samples_of_updates_show_a_missing_decay():
     """`test_align_mindformers` holds MindFormers to them; norms hardly change."""
     kept = golden.load()
     model = Sizes(**json.loads(str(kept["sizes"])))
-    hyper = hyper_of(alone(load(golden.RECIPE, (), None, golden.STEPS), golden.STEPS), golden.STEPS)
+    hyper = hyper_of(on_one_worker(load(golden.RECIPE, (), None, golden.STEPS), golden.STEPS), golden.STEPS)
     weights, shrink = initial_weights(model, golden.SEED), hyper.rates[hyper.first_update - 1] * hyper.decay
     names = [str(name) for name in kept["update/names"]]
     back = [shrink * golden.samples(name, weights[name]) * (weights[name].ndim > 1) for name in names]
@@ -228,14 +228,14 @@ def test_a_router_bias_that_stays_is_told_apart_from_the_weights():
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     theirs.updated[bias] = theirs.updated[bias] + np.float32(1e-3)
-    name, reason = failed(climbed(ours, theirs))
+    name, reason = failed(compared(ours, theirs))
     assert name == "optimizer" and reason.startswith(f"weights agree; the router's bias does not: {bias}")
 
 
 def test_a_curve_that_parts_later():
     ours = cases.record(MODEL)
     theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
-    name, reason = failed(climbed(ours, theirs))
+    name, reason = failed(compared(ours, theirs))
     assert name == "steps" and reason.startswith("loss of step 4 is the first to differ, by 2.0e-04")
 
 
@@ -251,10 +251,10 @@ def test_a_curve_that_parts_at_a_tie_is_undecided_when_every_step_by_itself_agre
     ours = cases.record(MODEL)
     theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
     theirs.single = single(ours)
-    stage = climbed(ours, theirs).stages[-1]
+    stage = compared(ours, theirs).stages[-1]
     assert (stage.name, stage.status) == ("steps", "undecided")
     theirs.single = single(ours, update=np.array([0, 0, 2e-3, 0]))
-    name, reason = failed(climbed(ours, theirs))
+    name, reason = failed(compared(ours, theirs))
     assert name == "steps" and reason.startswith("step 3 by itself: update is the first to differ")
 
 
@@ -263,7 +263,7 @@ def test_few_choices_are_a_tie_and_many_are_a_fault(moved, status):
     ours = cases.record(MODEL)
     theirs = cases.record(MODEL)
     theirs.single = single(ours, update=np.array([0, 0, 2e-3, 0]), moved=np.array([0, 0, moved, 0]))
-    assert climbed(ours, theirs).stages[-1].status == status
+    assert compared(ours, theirs).stages[-1].status == status
 
 
 TIE = np.array([0, 0, 1.0, 0])  # one choice moved in step 3, out of 4096, with 1024 tokens
@@ -288,26 +288,26 @@ def test_a_tie_excuses_no_more_than_it_can_do(changes, status):
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     loss = ours.curve["loss"] + changes.pop("loss", 0)
     theirs.single = single(ours, loss=loss, **changes)
-    assert climbed(ours, theirs).stages[-1].status == status
+    assert compared(ours, theirs).stages[-1].status == status
 
 
 def test_a_moved_choice_excuses_no_curve_that_is_far_off():
     ours = cases.record(MODEL)
     theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 6.0]))
     theirs.single = single(ours, moved=TIE)
-    assert failed(climbed(ours, theirs))[1].startswith("loss of step 4 is the first to differ")
+    assert failed(compared(ours, theirs))[1].startswith("loss of step 4 is the first to differ")
     theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
     theirs.single = single(ours, moved=1 - TIE)
-    assert failed(climbed(ours, theirs))[1].startswith("loss of step 4"), "ties in most steps"
+    assert failed(compared(ours, theirs))[1].startswith("loss of step 4"), "ties in most steps"
 
 
 def test_what_rounding_does_to_the_reference_itself_is_undecided_and_not_passed():
     ours, theirs, floor = (cases.record(MODEL) for _ in range(3))
     ours.trace["logits"] = ours.trace["logits"] + 3e-5
     floor.trace["logits"] = floor.trace["logits"] - 2e-5
-    assert climbed(ours, theirs).stages[-1].status == "failed"
-    stages = climbed(ours, theirs, floor).stages
-    assert stages[0].status == "undecided" and len(stages) == 4, "an undecided stage does not stop the ladder"
+    assert compared(ours, theirs).stages[-1].status == "failed"
+    stages = compared(ours, theirs, floor).stages
+    assert stages[0].status == "undecided" and len(stages) == 4, "an undecided stage does not stop the comparison"
 
 
 def test_a_weight_that_differs_in_its_last_place_does_not_differ():
@@ -315,9 +315,9 @@ def test_a_weight_that_differs_in_its_last_place_does_not_differ():
     name = "model.norm.weight"
     theirs.updated[name] = theirs.updated[name].astype(np.float32)
     ours.updated[name] = np.nextafter(theirs.updated[name], np.float32(2))
-    assert climbed(ours, theirs).stages[2].status == "passed"
+    assert compared(ours, theirs).stages[2].status == "passed"
     ours.updated[name] = np.nextafter(np.nextafter(ours.updated[name], np.float32(2)), np.float32(2))
-    assert failed(climbed(ours, theirs))[0] == "optimizer"
+    assert failed(compared(ours, theirs))[0] == "optimizer"
 
 
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
@@ -326,7 +326,7 @@ def test_nothing_infinite_passes(spoil, side):
     """Neither ours, nor the reference, nor its run that says what rounding does."""
     sides = [cases.record(MODEL) for _ in range(3)]
     sides[side].gradient["lm_head.weight"][0, 0] = spoil
-    name, reason = failed(climbed(*sides))
+    name, reason = failed(compared(*sides))
     assert name == "backward" and "lm_head.weight" in reason
 
 
@@ -334,7 +334,7 @@ def test_nan_among_the_worst_thousandth_of_an_update_is_seen():
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     assert ours.updated["lm_head.weight"].size > 2000
     ours.updated["lm_head.weight"][0, 0] = np.nan
-    assert failed(climbed(ours, theirs))[0] == "optimizer"
+    assert failed(compared(ours, theirs))[0] == "optimizer"
 
 
 @pytest.mark.parametrize(("got", "nudged", "status"), [(1, 1e-12, "failed"), (1e-9, 1e-12, "failed"),
@@ -343,7 +343,7 @@ def test_beside_a_zero_gradient_of_the_reference_only_its_own_rounding_counts(go
     ours, theirs, floor = (cases.record(MODEL) for _ in range(3))
     for side, value in ((ours, got), (theirs, 0), (floor, nudged)):
         side.gradient["lm_head.weight"] = np.full_like(side.gradient["lm_head.weight"], value)
-    stage = next(stage for stage in climbed(ours, theirs, floor).stages if stage.name == "backward")
+    stage = next(stage for stage in compared(ours, theirs, floor).stages if stage.name == "backward")
     assert next(row for row in stage.rows if row.name == "lm_head.weight").status == stage.status == status
 
 

@@ -86,9 +86,9 @@ def load() -> dict[str, np.ndarray]:
 )
 def main(update: bool, reference_python: str) -> None:
     """Compute the golden values again and overwrite the stored file."""
-    from tools.accuracy.align.ladder import Wanted, climb
-    from tools.accuracy.align.sides import alone, of_reference, reference_sizes
+    from tools.accuracy.align.comparison import Wanted, compare_stages
     from tools.accuracy.align.sides import load as load_recipe
+    from tools.accuracy.align.sides import of_reference, on_one_worker, reference_sizes
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -96,15 +96,15 @@ def main(update: bool, reference_python: str) -> None:
         recipe = load_recipe(RECIPE, (), corpus, STEPS)
         write_learnable(Path(corpus), vocabulary_of(recipe))
         wanted = Wanted(RECIPE, "hf", STEPS, (), corpus, folder, reference_python, SEED)
-        ladder = climb(wanted, lambda text: click.echo(text, err=True))
-        if not ladder.passed or any(stage.status == "undecided" for stage in ladder.stages):
-            told = [(stage.name, stage.status, stage.reason) for stage in ladder.stages]
+        comparison = compare_stages(wanted, lambda text: click.echo(text, err=True))
+        if not comparison.passed or any(stage.status == "undecided" for stage in comparison.stages):
+            told = [(stage.name, stage.status, stage.reason) for stage in comparison.stages]
             raise CheckpointError(f"MindFormers does not agree with Hugging Face, so nothing was written: {told}")
         job = read(folder / "reference" / "job.npz")
         stored = read(folder / "reference" / "record.npz")
         record = of_reference(stored, below(job, "weights/"), below(job, "batch/"))
-        about = np.array(json.dumps(ladder.about))
-        np.savez_compressed(FILE, **summary(record, reference_sizes(alone(recipe, STEPS))), about=about)
+        about = np.array(json.dumps(comparison.about))
+        np.savez_compressed(FILE, **summary(record, reference_sizes(on_one_worker(recipe, STEPS))), about=about)
     click.echo(f"written: {FILE} ({FILE.stat().st_size} bytes)")
 
 

@@ -9,7 +9,7 @@ import pytest
 from plugins.errors import RecipeError
 from tests.tools.accuracy.align.cases import YARN, sizes, tokens
 from tests.tools.accuracy.reference import renew as golden
-from tools.accuracy.align.sides import alone, load, reference_sizes
+from tools.accuracy.align.sides import load, on_one_worker, reference_sizes
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights, rate
 from tools.recipe.load import load_recipe
@@ -55,7 +55,7 @@ MINI = RECIPES / "mini" / "pretrain.yaml"
 def mini(**changes):
     recipe = load(MINI, (), None, 20)
     recipe["model"]["model_config"].update(changes)
-    return alone(recipe, 20)
+    return on_one_worker(recipe, 20)
 
 
 def test_the_mini_recipe():
@@ -72,7 +72,7 @@ def test_the_mini_recipe():
 def test_yarn_is_said_by_two_lengths():
     recipe = load(RECIPES / "telechat3_105b" / "context_32k.yaml", (), None, 20)
     recipe["train_dataset"]["data_loader"]["config"].update(reset_attention_mask=False, reset_position_ids=False)
-    hf = reference_sizes(alone(recipe, 20)).hf
+    hf = reference_sizes(on_one_worker(recipe, 20)).hf
     scaling = hf["rope_scaling"]
     assert scaling["rope_type"] == "yarn"
     assert hf["max_position_embeddings"] == scaling["factor"] * scaling["original_max_position_embeddings"]
@@ -107,7 +107,7 @@ def test_what_it_cannot_say_is_refused_by_key(key, value):
 def test_documents_are_refused():
     recipe = load(RECIPES / "mini" / "pretrain_eod.yaml", (), None, 20)
     with pytest.raises(RecipeError, match=r"config\.reset_attention_mask: the reference lets tokens attend"):
-        reference_sizes(alone(recipe, 20))
+        reference_sizes(on_one_worker(recipe, 20))
 
 
 def test_the_auxiliary_loss_of_a_group_is_refused():
@@ -116,13 +116,13 @@ def test_the_auxiliary_loss_of_a_group_is_refused():
     with pytest.raises(
         RecipeError, match=r"plugins\.group_aux_loss: the reference computes the load-balancing loss for each sample"
     ):
-        alone(recipe, 20)
+        on_one_worker(recipe, 20)
 
 
 def test_one_worker_keeps_the_global_batch():
     for name in ("pretrain_dp2", "pretrain_ep4"):
         recipe = load(RECIPES / "mini" / f"{name}.yaml", (), None, 20)
-        plain = alone(recipe, 20)
+        plain = on_one_worker(recipe, 20)
         assert plain["runner_config"]["batch_size"] == plain["model"]["model_config"]["batch_size"] == 8
         assert plain["train_dataset"]["data_loader"]["sizes"] == [160, 0, 0]
         assert plain["plugins"] == {} and plain["use_parallel"] is False

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="the reference runs live where torch
 pytest.importorskip("transformers")
 
 from tests.tools.accuracy.align import cases  # noqa: E402
-from tools.accuracy.align.ladder import Ladder, compare_records  # noqa: E402
+from tools.accuracy.align.comparison import Comparison, compare_records  # noqa: E402
 from tools.accuracy.align.sides import of_reference  # noqa: E402
 from tools.accuracy.reference import train  # noqa: E402
 from tools.accuracy.reference.forward import Forward  # noqa: E402
@@ -32,10 +32,10 @@ def record(model, prepare=lambda reference: None, run=train.run, hyper=HYPER, we
     return of_reference(run(reference, hyper, batch), weights, batch)
 
 
-def climbed(ours, theirs, floor=None):
-    ladder = Ladder("ours", "theirs")
-    compare_records(ladder, ours, theirs, floor, HYPER, 8)
-    return ladder.stages
+def compared(ours, theirs, floor=None):
+    comparison = Comparison("ours", "theirs")
+    compare_records(comparison, ours, theirs, floor, HYPER, 8)
+    return comparison.stages
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_hugging_face_is_the_forward_pass_in_numpy(model):
 def test_a_rerun_is_bit_identical_and_a_nudge_stays_within_the_tolerances():
     model = cases.sizes()
     one, two = record(model), record(model)
-    stages = climbed(one, two)
+    stages = compared(one, two)
     assert [stage.status for stage in stages] == ["passed"] * 4
     assert all(row.error == 0 for stage in stages for row in stage.rows)
     moved = record(model, weights=nudged(initial_weights(model, 0)))
     moved.initial = one.initial
-    assert all(stage.status in ("passed", "undecided") for stage in climbed(moved, one, moved))
+    assert all(stage.status in ("passed", "undecided") for stage in compared(moved, one, moved))
 
 
 def scale_gradient(reference):
@@ -77,7 +77,7 @@ def scale_gradient(reference):
 
 def test_a_fault_in_backward_alone_passes_forward_and_fails_backward():
     model = cases.sizes(mtp=0)
-    stages = climbed(record(model, scale_gradient), record(model))
+    stages = compared(record(model, scale_gradient), record(model))
     assert [stage.status for stage in stages] == ["passed", "failed"]
     assert "backward meets model.layers.1.self_attn.kv_b_proj.weight first" in stages[1].reason
 
@@ -93,7 +93,7 @@ def test_decay_of_the_wrong_group(monkeypatch, wrong, group):
     model = cases.sizes()
     theirs = record(model)
     monkeypatch.setattr(train, "optimizer_of", optimizer_of)
-    stages = climbed(record(model), theirs)
+    stages = compared(record(model), theirs)
     assert [stage.status for stage in stages] == ["passed", "passed", "failed"]
     assert f"group {group}" in stages[2].reason and "decayed by" in stages[2].reason
 

@@ -1,4 +1,4 @@
-"""The ladder from its first stage to its last, and its command."""
+"""The comparison from its first stage to its last, and its command."""
 
 import json
 import os
@@ -16,11 +16,18 @@ from rich.console import Console
 from plugins.errors import ClusterError, RecipeError
 from tests.tools.accuracy.align import cases
 from tests.tools.accuracy.align.test_stages import ROPE, ScaledSoftmax
-from tools.accuracy.align import ladder as align
-from tools.accuracy.align import ladder as align_ladder
+from tools.accuracy.align import comparison as align_comparison
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.cli import align as command
-from tools.accuracy.align.ladder import Ladder, Wanted, climb, compare_records, failed_text, print_ladder, split_model
+from tools.accuracy.align.comparison import (
+    Comparison,
+    Wanted,
+    compare_records,
+    compare_stages,
+    failed_text,
+    print_comparison,
+    split_model,
+)
 from tools.accuracy.align.sides import SideFailedError, shortened
 from tools.accuracy.align.stages import NONE, Row, Stage
 from tools.check.check import check_recipe
@@ -71,12 +78,12 @@ def recipe_like(path, folder, *overrides):
     return folder / "other.yaml"
 
 
-def climbed(ours, theirs, folder, data=None):
-    return climb(Wanted(ours, str(theirs), 4, (), data, folder / "runs", sys.executable), lambda text: None)
+def compared(ours, theirs, folder, data=None):
+    return compare_stages(Wanted(ours, str(theirs), 4, (), data, folder / "runs", sys.executable), lambda text: None)
 
 
-def statuses(ladder):
-    return [stage.status for stage in ladder.stages]
+def statuses(comparison):
+    return [stage.status for stage in comparison.stages]
 
 
 @pytest.mark.parametrize(
@@ -93,90 +100,95 @@ def statuses(ladder):
     ],
 )
 def test_recipes_for_ascend_are_compared_and_not_their_minis(override, tmp_path, runs):
-    ladder = climbed(ASCEND, recipe_like(ASCEND, tmp_path, override), tmp_path)
-    assert statuses(ladder) == ["failed", *["not run"] * 5] and not runs
-    assert override.partition("=")[0] in {setting.path for setting in ladder.settings if setting.kind == "must match"}
-    assert ladder.verdict == "not aligned" and not ladder.passed
+    comparison = compared(ASCEND, recipe_like(ASCEND, tmp_path, override), tmp_path)
+    assert statuses(comparison) == ["failed", *["not run"] * 5] and not runs
+    assert override.partition("=")[0] in {
+        setting.path for setting in comparison.settings if setting.kind == "must match"
+    }
+    assert comparison.verdict == "not aligned" and not comparison.passed
 
 
 def test_another_layout_that_its_mini_does_not_show_is_not_compared(tmp_path, runs):
     """Tensor parallelism over 8 or 4 devices is over 2 in both minis."""
-    ladder = climbed(ASCEND, recipe_like(ASCEND, tmp_path, "parallel_config.model_parallel=4"), tmp_path)
-    assert statuses(ladder) == ["passed", *["same"] * 5] and not runs
-    assert [(setting.path, setting.kind) for setting in ladder.settings] == [
+    comparison = compared(ASCEND, recipe_like(ASCEND, tmp_path, "parallel_config.model_parallel=4"), tmp_path)
+    assert statuses(comparison) == ["passed", *["same"] * 5] and not runs
+    assert [(setting.path, setting.kind) for setting in comparison.settings] == [
         ("parallel_config.model_parallel", "another layout")
     ]
-    assert (ladder.verdict, ladder.passed) == ("not compared", False)
+    assert (comparison.verdict, comparison.passed) == ("not compared", False)
     console = Console(record=True, width=160)
-    print_ladder(ladder, console)
+    print_comparison(comparison, console)
     last = console.export_text().strip().splitlines()[-1]
     assert last.startswith("not compared: ") and "aligned" not in console.export_text()
 
 
 def test_a_layout_for_ascend_is_executed_as_minis_that_keep_it(tmp_path, runs):
-    ladder = climbed(ASCEND, recipe_like(ASCEND, tmp_path, "parallel_config.model_parallel=1"), tmp_path)
-    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"] and ladder.verdict == "aligned"
+    comparison = compared(ASCEND, recipe_like(ASCEND, tmp_path, "parallel_config.model_parallel=1"), tmp_path)
+    assert statuses(comparison) == ["passed", *["same"] * 4, "passed"] and comparison.verdict == "aligned"
     assert runs == ["layout_ours", "layout_theirs"]
-    assert "4 processes (tp2 pp2" in ladder.stages[-1].reason and "and 4 processes (pp2 dp2" in ladder.stages[-1].reason
+    assert (
+        "4 processes (tp2 pp2" in comparison.stages[-1].reason
+        and "and 4 processes (pp2 dp2" in comparison.stages[-1].reason
+    )
 
 
 def test_recomputation_that_one_worker_does_not_have_is_compared_with_four(tmp_path, corpus, runs):
     recipe = RECIPES / "telechat3_1119b" / "pretrain_4k_ep_overlap.yaml"
-    ladder = climbed(recipe, recipe_like(recipe, tmp_path, "recompute_config.recompute=false"), tmp_path, corpus)
-    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"] and ladder.verdict == "aligned"
+    comparison = compared(recipe, recipe_like(recipe, tmp_path, "recompute_config.recompute=false"), tmp_path, corpus)
+    assert statuses(comparison) == ["passed", *["same"] * 4, "passed"] and comparison.verdict == "aligned"
     assert runs == ["layout_ours", "layout_theirs"]
 
 
 @pytest.mark.parametrize(("name", "left_out"), [("tp2", ""), ("pp2", "auxiliary loss"), ("cp2", "auxiliary loss")])
 def test_a_layout_of_cpu_processes_is_compared_with_one_of_them(name, left_out, tmp_path, corpus, runs):
-    ladder = climbed(RECIPES / "mini" / f"pretrain_{name}.yaml", MINI, tmp_path, corpus)
-    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"], [stage.reason for stage in ladder.stages]
+    comparison = compared(RECIPES / "mini" / f"pretrain_{name}.yaml", MINI, tmp_path, corpus)
+    assert statuses(comparison) == ["passed", *["same"] * 4, "passed"], [stage.reason for stage in comparison.stages]
     assert runs == ["layout_ours", "layout_theirs"]
     ours, theirs = (load_recipe(tmp_path / "runs" / side / "recipe_in.yaml") for side in runs)
     assert View(ours).sharded_on_cpu and View(theirs).sharded_on_cpu and View(theirs).devices == 1
     assert View(ours).global_batch == View(theirs).global_batch
     coefficients = {side["model"]["model_config"]["moe_aux_loss_coeff"] for side in (ours, theirs)}
     assert len(coefficients) == 1 and (coefficients == {0.0}) is bool(left_out)
-    assert left_out in ladder.stages[-1].reason
+    assert left_out in comparison.stages[-1].reason
 
 
 def test_plugin_settings_that_one_worker_does_not_run_are_not_compared(tmp_path, corpus, runs):
-    alone = ("use_parallel=False", "parallel_config.data_parallel=1", "parallel_config.expert_parallel=1")
-    one = recipe_like(RECIPES / "mini" / "pretrain_ep4.yaml", tmp_path, *alone)
+    one_worker = ("use_parallel=False", "parallel_config.data_parallel=1", "parallel_config.expert_parallel=1")
+    one = recipe_like(RECIPES / "mini" / "pretrain_ep4.yaml", tmp_path, *one_worker)
     (tmp_path / "b").mkdir()
     two = recipe_like(one, tmp_path / "b", "plugins.hierarchical_ep.mode=global")
-    ladder = climbed(one, two, tmp_path, corpus)
-    assert not runs and ladder.verdict == "not compared"
+    comparison = compared(one, two, tmp_path, corpus)
+    assert not runs and comparison.verdict == "not compared"
 
 
 def test_recipes_that_differ_in_no_number_are_said_to(tmp_path, corpus, runs):
-    ladder = climbed(MINI, recipe_like(MINI, tmp_path, "output_dir=elsewhere"), tmp_path, corpus)
-    assert not runs and (ladder.verdict, ladder.passed) == ("same settings", True)
+    comparison = compared(MINI, recipe_like(MINI, tmp_path, "output_dir=elsewhere"), tmp_path, corpus)
+    assert not runs and (comparison.verdict, comparison.passed) == ("same settings", True)
 
 
 def test_another_layout_is_compared_alone_and_then_with_its_workers(tmp_path, corpus, runs):
-    ladder = climbed(MINI, DP2, tmp_path, corpus)
-    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"]
+    comparison = compared(MINI, DP2, tmp_path, corpus)
+    assert statuses(comparison) == ["passed", *["same"] * 4, "passed"]
     assert runs == ["layout_ours", "layout_theirs"]
-    assert len(ladder.stages[-1].rows) == 4 and ladder.verdict == "aligned"
+    assert len(comparison.stages[-1].rows) == 4 and comparison.verdict == "aligned"
 
 
 def test_recipes_that_are_not_one_on_one_worker_run_there_first(tmp_path, corpus, runs):
     other = recipe_like(MINI, tmp_path, "model.model_config.moe_grouped_gemm=false")
-    ladder = climbed(MINI, other, tmp_path, corpus)
-    assert statuses(ladder) == ["passed"] * 5 + ["not run"] and ladder.verdict == "aligned"
+    comparison = compared(MINI, other, tmp_path, corpus)
+    assert statuses(comparison) == ["passed"] * 5 + ["not run"] and comparison.verdict == "aligned"
     assert runs == [("ours", 8, 1), ("theirs", 8, 1)]
 
 
 def test_workers_whose_losses_part_fail_the_last_stage(tmp_path, corpus, runs, monkeypatch):
-    real = align_ladder.read_metrics
-    monkeypatch.setattr(align_ladder, "read_metrics", lambda run, rank: [
+    real = align_comparison.read_metrics
+    monkeypatch.setattr(align_comparison, "read_metrics", lambda run, rank: [
         {"loss": step["loss"] + 1e-3 * (step["step"] > 2 and run.parent.name == "layout_theirs")}
         for step in real(run, rank)
     ])  # fmt: skip
-    ladder = climbed(MINI, DP2, tmp_path, corpus)
-    assert statuses(ladder)[-1] == "failed"
-    assert ladder.stages[-1].reason.startswith("loss of step 3 is the first to differ, by 1.0e-03")
+    comparison = compared(MINI, DP2, tmp_path, corpus)
+    assert statuses(comparison)[-1] == "failed"
+    assert comparison.stages[-1].reason.startswith("loss of step 3 is the first to differ, by 1.0e-03")
 
 
 @pytest.mark.parametrize(
@@ -187,9 +199,9 @@ def test_a_run_that_breaks_down_is_a_failed_stage_and_leaves_the_others(error, t
         raise error
 
     monkeypatch.setattr(align_sides, "start", start)
-    ladder = climbed(MINI, DP2, tmp_path, corpus)
-    assert statuses(ladder) == ["passed", *["same"] * 4, "failed"] and ladder.broken and not ladder.passed
-    assert str(error) in ladder.stages[-1].reason
+    comparison = compared(MINI, DP2, tmp_path, corpus)
+    assert statuses(comparison) == ["passed", *["same"] * 4, "failed"] and comparison.broken and not comparison.passed
+    assert str(error) in comparison.stages[-1].reason
 
 
 def test_a_side_that_breaks_down_early_fails_the_next_stage(tmp_path, corpus, monkeypatch):
@@ -197,23 +209,25 @@ def test_a_side_that_breaks_down_early_fails_the_next_stage(tmp_path, corpus, mo
         raise SideFailedError("mindformers ended with exit code 1")
 
     monkeypatch.setattr(align_sides, "run_mindformers", broken)
-    ladder = climbed(MINI, recipe_like(MINI, tmp_path, "model.model_config.moe_grouped_gemm=false"), tmp_path, corpus)
-    assert statuses(ladder) == ["passed", "failed", *["not run"] * 4]
+    comparison = compared(
+        MINI, recipe_like(MINI, tmp_path, "model.model_config.moe_grouped_gemm=false"), tmp_path, corpus
+    )
+    assert statuses(comparison) == ["passed", "failed", *["not run"] * 4]
 
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_logs_are_kept_when_a_run_broke_down(broken, tmp_path, monkeypatch):
     made = []
 
-    def climb(wanted, say):
+    def compare_stages(wanted, say):
         made.append(wanted.folder)
         (wanted.folder / "ours").mkdir()
         (wanted.folder / "ours" / "mindformers.log").write_text("why")
         (wanted.folder / "ours" / "record.npz").write_text("large")
         stage = Stage("forward", state="failed") if broken else Stage("forward", [Row("logits", 1, 0.5, "")])
-        return Ladder("a", "b", [stage])
+        return Comparison("a", "b", [stage])
 
-    monkeypatch.setattr(align, "climb", climb)
+    monkeypatch.setattr(align_comparison, "compare_stages", compare_stages)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = click.testing.CliRunner().invoke(command, [str(MINI), "--json"])
     assert result.exit_code == 1 and json.loads(result.stdout)["passed"] is False
@@ -222,10 +236,10 @@ def test_logs_are_kept_when_a_run_broke_down(broken, tmp_path, monkeypatch):
 
 
 def test_undecided_numbers_are_told_by_their_cause():
-    ladder = Ladder("a", "b", [Stage("forward", [Row("logits", 3e-5, 1e-5, "", floor=2e-5)])])
-    ladder.stages.append(Stage("steps", [Row("step 3 by itself: loss", 2e-4, 1e-5, "", excuse=3e-4)]))
+    comparison = Comparison("a", "b", [Stage("forward", [Row("logits", 3e-5, 1e-5, "", floor=2e-5)])])
+    comparison.stages.append(Stage("steps", [Row("step 3 by itself: loss", 2e-4, 1e-5, "", excuse=3e-4)]))
     console = Console(record=True, width=200)
-    print_ladder(ladder, console)
+    print_comparison(comparison, console)
     lines = console.export_text().splitlines()
     rounding, tie = (line for line in lines if line.startswith("undecided: 1 numbers"))
     assert "weights change in the last place (largest: logits)" in rounding
@@ -311,7 +325,7 @@ def wanted(path, against, folder, **changes):
 @pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
 def test_without_torch_there_is_one_message_and_nothing_runs(python, tmp_path):
     with pytest.raises(ClusterError, match=r"reference-python") as caught:
-        climb(wanted(MINIS / "pretrain.yaml", "hf", tmp_path, python=python), print)
+        compare_stages(wanted(MINIS / "pretrain.yaml", "hf", tmp_path, python=python), print)
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
@@ -332,25 +346,27 @@ def test_a_failed_side_is_told_by_its_own_words(tmp_path):
         start("raise SystemExit(3)")
 
 
-def test_settings_that_must_match_stop_the_ladder(tmp_path):
+def test_settings_that_must_match_stop_the_comparison(tmp_path):
     write_learnable(tmp_path / "corpus", 512)
     data = str(tmp_path / "corpus")
-    ladder = climb(wanted(MINIS / "pretrain.yaml", MINIS / "pretrain_ep4.yaml", tmp_path / "runs", data=data), print)
-    assert [stage.status for stage in ladder.stages] == ["failed", *["not run"] * 5]
-    assert {row.name for row in ladder.stages[0].rows if row.status == "failed"} == {"lr_schedule.learning_rate"}
-    assert not ladder.passed and not (tmp_path / "runs").exists()
+    comparison = compare_stages(
+        wanted(MINIS / "pretrain.yaml", MINIS / "pretrain_ep4.yaml", tmp_path / "runs", data=data), print
+    )
+    assert [stage.status for stage in comparison.stages] == ["failed", *["not run"] * 5]
+    assert {row.name for row in comparison.stages[0].rows if row.status == "failed"} == {"lr_schedule.learning_rate"}
+    assert not comparison.passed and not (tmp_path / "runs").exists()
 
 
 def test_what_is_printed():
-    model, ladder = cases.sizes(mtp=0), Ladder("recipe.yaml", "Hugging Face DeepseekV3")
-    compare_records(ladder, cases.record(model, ScaledSoftmax), cases.record(model), None, cases.HYPER, ROPE)
+    model, comparison = cases.sizes(mtp=0), Comparison("recipe.yaml", "Hugging Face DeepseekV3")
+    compare_records(comparison, cases.record(model, ScaledSoftmax), cases.record(model), None, cases.HYPER, ROPE)
     console = Console(record=True, width=160)
-    print_ladder(ladder, console)
+    print_comparison(comparison, console)
     text = console.export_text()
     assert "recipe.yaml  against  Hugging Face DeepseekV3" in text
     assert "forward: first difference: layer 0, self_attention.core_attention" in text
     assert "logits: " in text and text.rstrip().endswith("not aligned")
-    data = json.loads(json.dumps(ladder.as_json()))
+    data = json.loads(json.dumps(comparison.as_json()))
     assert data["passed"] is False and data["stages"][0]["rows"][-1]["status"] in ("passed", "failed")
 
 

@@ -1,11 +1,11 @@
 """This module compares two recipes in six stages, as Figure 1 of the report does (section 3.2.1). The six stages of the
 comparison are: configuration, forward, backward, optimizer, training steps, more devices.
 
-`climb` runs both sides and stops at the first stage that fails. On the last stage each side trains with its own
-workers, and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU
+`compare_stages` runs both sides and stops at the first stage that fails. On the last stage each side trains with its
+own workers, and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU
 workers. If one of them splits its model (tensor, pipeline or context parallelism), both run as MindSpore's sharded
-graph, in which every layout starts from the same weights. `print_ladder` shows a line for each stage, and below it the
-likely cause of the first failure.
+graph, in which every layout starts from the same weights. `print_comparison` shows a line for each stage, and below it
+the likely cause of the first failure.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
         for path, one in zip(paths, split, strict=True)
     ]
     if len(recipes) == 1:
-        recipes.append(_sharded(Recipe(align_sides.alone(recipes[0], steps))))
+        recipes.append(_sharded(Recipe(align_sides.on_one_worker(recipes[0], steps))))
     views = [View(recipe) for recipe in recipes]
     told = ["the sharded graph on " + " and ".join(_processes(view) for view in views)]
     if any(view.dp * view.cp * view.micro_batches * view.accumulation > 1 for view in views):
@@ -161,8 +161,8 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 
 @dataclass
-class Ladder:
-    """A `Ladder` is the result of comparing two recipes: the stages of the comparison, the settings in which the
+class Comparison:
+    """A `Comparison` is the result of comparing two recipes: the stages of the comparison, the settings in which the
     recipes differ, and in `about` a description of what ran, with software versions.
     """
 
@@ -237,38 +237,40 @@ class Wanted:
     seed: int = 0
 
 
-def climb(wanted: Wanted, say: Say) -> Ladder:
+def compare_stages(wanted: Wanted, say: Say) -> Comparison:
     """Compare a recipe with its reference stage by stage, up to the first stage that fails; `say` is called with
     sentences about the progress.
 
     Raises:
         TC3Error: an input is wrong. If a run fails, its stage fails, and no error is raised.
     """
-    ladder = Ladder(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
+    comparison = Comparison(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
     if align_sides.is_mini(wanted.path):
-        ladder.about["size"] = "the recipe is for Ascend: its CPU mini was run, as `tc3 train --mini` makes it"
+        comparison.about["size"] = "the recipe is for Ascend: its CPU mini was run, as `tc3 train --mini` makes it"
     try:
-        (_against_reference if wanted.against == "hf" else _against_recipe)(ladder, wanted, say)
+        (_against_reference if wanted.against == "hf" else _against_recipe)(comparison, wanted, say)
     except align_sides.SideFailedError as error:
-        ladder.stages.append(Stage(STAGES[len(ladder.stages)], state=FAILED, reason=f"its run broke down: {error}"))
-    done = {stage.name for stage in ladder.stages}
-    stopped = next((stage.name for stage in ladder.stages if stage.status == FAILED), "")
-    ladder.stages += [
+        comparison.stages.append(
+            Stage(STAGES[len(comparison.stages)], state=FAILED, reason=f"its run broke down: {error}")
+        )
+    done = {stage.name for stage in comparison.stages}
+    stopped = next((stage.name for stage in comparison.stages if stage.status == FAILED), "")
+    comparison.stages += [
         Stage(name, state=NOT_RUN, reason=f"{stopped} failed") for name in STAGES if name not in done and stopped
     ]
-    return ladder
+    return comparison
 
 
-def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
+def _against_reference(comparison: Comparison, wanted: Wanted, say: Say) -> None:
     """Compare MindFormers and Hugging Face: the same recipe in two frameworks."""
     recipe = align_sides.load(wanted.path, wanted.overrides, wanted.data, wanted.steps)
-    plain = align_sides.alone(recipe, wanted.steps)
+    plain = align_sides.on_one_worker(recipe, wanted.steps)
     sizes, hyper = align_sides.reference_sizes(plain), hyper_of(plain, wanted.steps)
     align_sides.find_torch(wanted.python)  # not for a recipe that the reference cannot express
     align_config.corpus_checksum(recipe)
     expressed = [Row(key, 0, NONE, "as the recipe", detail=str(value)) for key, value in sizes.hf.items()]
-    ladder.stages.append(Stage(STAGES[0], expressed))  # what cannot be expressed has been refused above
-    ladder.about["reference"] = (
+    comparison.stages.append(Stage(STAGES[0], expressed))  # what cannot be expressed has been refused above
+    comparison.about["reference"] = (
         f"DeepseekV3Config, and beyond it: epsilon {sizes.latent_eps:g} in latent attention, {sizes.mtp_layers} MTP "
         f"layer, balance loss {sizes.aux_coefficient:g}, router bias moved by {sizes.bias_rate:g} a step"
     )
@@ -278,25 +280,25 @@ def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     ours = in_hugging_face_names(ours, sizes)
     say("Hugging Face: training, twice")
     theirs, floor = align_sides.reference_and_floor(wanted.python, wanted.folder, sizes, hyper, weights, ours)
-    ladder.about.update(theirs.about)
-    compare_records(ladder, ours, theirs, floor, hyper, rope_dimensions(plain))
-    if ladder.stages[-1].status != FAILED:
-        ladder.stages.append(_more_devices(recipe, None, wanted, say))
+    comparison.about.update(theirs.about)
+    compare_records(comparison, ours, theirs, floor, hyper, rope_dimensions(plain))
+    if comparison.stages[-1].status != FAILED:
+        comparison.stages.append(_more_devices(recipe, None, wanted, say))
 
 
-def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
+def _against_recipe(comparison: Comparison, wanted: Wanted, say: Say) -> None:
     """Compare two recipes, both with MindFormers: their settings at their own size, and their results at a size that a
     CPU can run.
     """
     paths = wanted.path, Path(wanted.against)
-    ladder.stages.append(_configuration(ladder, paths, wanted))
-    if ladder.stages[-1].status == FAILED:
+    comparison.stages.append(_configuration(comparison, paths, wanted))
+    if comparison.stages[-1].status == FAILED:
         return
     recipe, other = (align_sides.load(path, wanted.overrides, wanted.data, wanted.steps) for path in paths)
-    sides = [align_sides.alone(side, wanted.steps) for side in (recipe, other)]
+    sides = [align_sides.on_one_worker(side, wanted.steps) for side in (recipe, other)]
     if align_sides.numbers(sides[0], "parallel") == align_sides.numbers(sides[1], "parallel"):
         reason = f"on one device the {'minis of the ' * align_sides.is_mini(wanted.path)}two recipes are the same"
-        ladder.stages += [Stage(name, state=SAME, reason=reason) for name in STAGES[1:5]]
+        comparison.stages += [Stage(name, state=SAME, reason=reason) for name in STAGES[1:5]]
     else:
         align_config.corpus_checksum(recipe)
         hyper = hyper_of(sides[0], wanted.steps)
@@ -304,18 +306,18 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
         ours = align_sides.run_mindformers(sides[0], wanted.folder / "ours", hyper, None)
         say(f"{wanted.against}: compiling and training")
         theirs = align_sides.run_mindformers(sides[1], wanted.folder / "theirs", hyper, ours.initial)
-        compare_records(ladder, ours, theirs, None, hyper, rope_dimensions(sides[0]))
-    if ladder.stages[-1].status != FAILED:
-        ladder.stages.append(_more_devices(recipe, other, wanted, say))
+        compare_records(comparison, ours, theirs, None, hyper, rope_dimensions(sides[0]))
+    if comparison.stages[-1].status != FAILED:
+        comparison.stages.append(_more_devices(recipe, other, wanted, say))
 
 
-def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> Stage:
+def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wanted) -> Stage:
     """Return stage 1: the recipes as they are written, not their mini recipes, which have sizes, layout and precision
     of their own.
     """
     ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
-    ladder.settings = align_config.differences(ours, theirs)
-    wrong = [setting for setting in ladder.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
+    comparison.settings = align_config.differences(ours, theirs)
+    wrong = [setting for setting in comparison.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
     rows = [Row(setting.path, 1, NONE, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")
             for setting in wrong]  # fmt: skip
     stage = Stage(STAGES[0], rows or [Row("settings that must match", 0, NONE, "differ")])
@@ -325,7 +327,7 @@ def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> 
 
 
 def compare_records(
-    ladder: Ladder, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
+    comparison: Comparison, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
     """Compare the forward pass, the backward pass, the optimizer's update and the losses of two runs (stages 2 to 5),
     and stop after the first stage that fails.
@@ -337,7 +339,7 @@ def compare_records(
         (align_stages.curve, align_stages.explain_curve),
     ):
         stage = compare(ours, theirs, floor)
-        ladder.stages.append(stage)
+        comparison.stages.append(stage)
         if stage.status == FAILED:
             stage.reason = explain(stage)
             return
@@ -348,7 +350,7 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
     if sides is None:  # as they are; one worker beside a single recipe
-        sides = Sides([recipe, Recipe(align_sides.alone(recipe, wanted.steps)) if other is None else other])
+        sides = Sides([recipe, Recipe(align_sides.on_one_worker(recipe, wanted.steps)) if other is None else other])
     return train_and_compare(sides, wanted.steps, wanted.folder, say)
 
 
@@ -363,15 +365,15 @@ def failed_text(row: Row) -> str:
     return f"{row.name}: {row.error:.3g} ({row.measure}; at most {row.tolerance:g}) {row.detail}".rstrip()
 
 
-def print_ladder(ladder: Ladder, console: Console) -> None:
+def print_comparison(comparison: Comparison, console: Console) -> None:
     """Write the whole result of the alignment to `console`."""
-    console.print(f"{ladder.ours}  against  {ladder.theirs}", markup=False, soft_wrap=True)
-    for key, value in ladder.about.items():
+    console.print(f"{comparison.ours}  against  {comparison.theirs}", markup=False, soft_wrap=True)
+    for key, value in comparison.about.items():
         console.print(f"{key}: {value}", style="dim", markup=False, soft_wrap=True)
     table = Table("stage", "status", "compared", "error", "tolerance", "rounding", "worst")
     for column in table.columns[:2]:
         column.no_wrap = True
-    for number, stage in enumerate(ladder.stages, 1):
+    for number, stage in enumerate(comparison.stages, 1):
         style, worst = STYLES.get(stage.status, "dim"), stage.worst
         cells = ["", "", "", ""]
         if worst is not None and worst.error > 0:
@@ -380,21 +382,21 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
             cells = [*numbers, floor, f"{worst.name} ({worst.measure})"]
         table.add_row(f"{number} {stage.name}", f"[{style}]{stage.status}[/]", str(len(stage.rows) or ""), *cells)
     console.print(table)
-    for stage in ladder.stages:
+    for stage in comparison.stages:
         if stage.reason:
             style = "red" if stage.status == FAILED else "dim"
             console.print(f"{stage.name}: {stage.reason}", style=style, markup=False, soft_wrap=True)
         failed = [row for row in stage.rows if row.status == FAILED]
         for row in sorted(failed, key=lambda row: -row.error)[:MOST]:
             console.print(f"  {failed_text(row)}", style="red", markup=False, soft_wrap=True)
-    for setting in [setting for setting in ladder.settings if setting.kind in (LAYOUT, MAY)]:
+    for setting in [setting for setting in comparison.settings if setting.kind in (LAYOUT, MAY)]:
         text = f"{setting.kind}: {setting.path}: {setting.ours} | {setting.theirs} ({setting.meaning})"
         console.print(text, style="dim", markup=False, soft_wrap=True)
-    undecided = [row for stage in ladder.stages for row in stage.rows if row.status == UNDECIDED]
+    undecided = [row for stage in comparison.stages for row in stage.rows if row.status == UNDECIDED]
     for rows, words in (([row for row in undecided if row.rounding], BY_ROUNDING),
                         ([row for row in undecided if not row.rounding], BY_A_TIE)):  # fmt: skip
         if rows:
             text = f"undecided: {len(rows)} numbers {words} (largest: {max(rows, key=lambda row: row.error).name})"
             console.print(text, style="yellow", markup=False, soft_wrap=True)
-    told = VERDICTS[ladder.verdict] + ", but for what is undecided" * bool(ladder.passed and undecided)
-    console.print(told, style="green" if ladder.passed else "bold red", soft_wrap=True)
+    told = VERDICTS[comparison.verdict] + ", but for what is undecided" * bool(comparison.passed and undecided)
+    console.print(told, style="green" if comparison.passed else "bold red", soft_wrap=True)
