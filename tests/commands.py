@@ -64,7 +64,7 @@ class Command(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a command is shown to work.
+    """A `Way` says how a test shows that a command works.
 
     run: in this process, to its end, with exit code 0, or 1 where it judges (`JUDGES`) what the folder has.
     start: in this process, until it starts its long work: a compile, a training, a search, a process of its own.
@@ -146,7 +146,7 @@ _OTHERS = {
 
 
 def way_of(words: tuple[str, ...]) -> Way | None:
-    """How a command is shown to work; None where nobody has said."""
+    """Return how a test shows that a command works; return None if no entry of the tables names the command."""
     if words[0] != "tc3":
         text = " ".join(words)
         return next((way for pattern, way in _OTHERS.items() if re.match(pattern, text)), None)

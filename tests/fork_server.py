@@ -124,7 +124,7 @@ def wait_for_listener(pid, port):
 
 
 def work(job):
-    """What `python` does with these arguments, then the end of this process."""
+    """Do what `python` would do with these arguments, then end this process."""
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

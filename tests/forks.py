@@ -45,7 +45,7 @@ def start_server():
 
 
 class Done(NamedTuple):
-    """How a fork ended, and what it said."""
+    """A `Done` holds the exit code of a fork and the texts that it printed."""
 
     returncode: int
     stdout: str
@@ -53,7 +53,9 @@ class Done(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One of several processes: its arguments, the files of its stdout and stderr, what its environment has besides."""
+    """A `Member` is one of several processes: its arguments, the files of its stdout and stderr, and the variables
+    that its environment has in addition.
+    """
 
     arguments: Sequence
     outputs: Sequence[str]

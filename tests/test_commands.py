@@ -54,7 +54,9 @@ class Started(BaseException):
 
 
 def whole(command: Command) -> bool:
-    """Whether it can be run; in running text its name may stand alone, or without its recipe."""
+    """Return whether the command can be run as written; in running text a command may stand without its recipe or
+    other arguments.
+    """
     leaf, rest = leaf_of(command.words)
     if leaf == "search" and not any(word.endswith(".yaml") for word in rest):
         return False

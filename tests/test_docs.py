@@ -1,4 +1,4 @@
-"""What the pages say exists: links, folders, and every `tc3` command line with its options."""
+"""These tests check that what the pages name exists: links, folders, and every `tc3` command line with its options."""
 
 import ast
 import re
@@ -95,7 +95,7 @@ def test_names_of_python_that_pages_name_exist(page, dotted):
 
 @lru_cache
 def _names(file):
-    """What a module defines at its top level."""
+    """Return the names that a module defines at its top level."""
     found = set()
     for node in ast.parse(file.read_text("utf-8")).body:
         if isinstance(node, ast.Assign):

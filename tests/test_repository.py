@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole.
+"""These tests check rules that hold for the repository as a whole.
 
 Tools maintain style, types and shell scripts. The tree of the tests mirrors that of the sources. Folders import only
 what lies below them, without circles (docs/architecture.md). Slow tests have a budget of processor time, and property
@@ -145,7 +145,9 @@ def graph() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    """Where a module lives: `launch`, `plugins`, a folder (or lone module) of `tools`, or its part with a row."""
+    """Return the part of the repository to which a module belongs: `launch`, `plugins`, a folder or single module of
+    `tools`, or the part of such a folder that has a row of its own.
+    """
     parts = module.split(".")
     named = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((name for name in named if name in ROW), ".".join(parts[:2]) if parts[0] == "tools" else parts[0])

@@ -43,7 +43,7 @@ def _prepared(folder: Path, prefix: str, held_out: float) -> None:
 
 @cache
 def _made(prefix: str, held_out: float) -> tuple[str, dict[str, bytes]]:
-    """Where it was made, and the files made there."""
+    """Return the folder in which a corpus was prepared, and the files that were made there."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         jsonl(folder)

@@ -41,7 +41,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True)
 class Row:
-    """One bad input; see the module's docstring."""
+    """A `Row` describes one bad input; the docstring of this module explains its fields."""
 
     table: str
     name: str
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def apart(self) -> bool:
-        """Whether it needs a process of its own."""
+        """Return whether the row needs a separate process."""
         return bool(self.process or self.shell or self.interrupt or self.locked)
 
     @property
@@ -113,7 +113,7 @@ def _edit(path: Path, edits: list[list[str]]) -> None:
 
 
 def places(folder: Path) -> dict[str, Path]:
-    """What the placeholders stand for."""
+    """Return the paths that replace the placeholders."""
     recipes = ROOT / "recipes"
     return {
         "tmp": folder,

@@ -29,7 +29,7 @@ _MEMORY = 12 << 30  # bytes of address space; what asks for more is refused inst
 
 
 class Ended(NamedTuple):
-    """How a command ended.
+    """An `Ended` holds how a command ended.
 
     Args:
         text: of stdout and stderr. after: seconds from Ctrl-C to the end, 0 where nobody pressed it.
@@ -148,5 +148,5 @@ def _words(process: psutil.Process) -> str:
 
 
 def have_tools() -> bool:
-    """Whether this machine has what a process of its own is started with (util-linux)."""
+    """Return whether this machine has the tools of util-linux that start a row in a separate process."""
     return all(map(shutil.which, ("prlimit", "setpriv")))

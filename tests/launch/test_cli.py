@@ -191,7 +191,7 @@ cli.main()
 
 
 def coloured(arguments, **more):
-    """What a command writes to a terminal."""
+    """Return what a command writes to a terminal."""
     ours, theirs = pty.openpty()
     environment = {**ENVIRONMENT, "TERM": "xterm-256color", **more}
     process = subprocess.Popen([*TC3, *arguments], cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)

@@ -1,4 +1,4 @@
-"""Which backend a recipe trains on.
+"""These tests check the parts of a worker: its backend, its exit code, saves on request, its cores, and its metrics.
 
 A worker that crashes while its interpreter is torn down has ended as it ended; what runs at exit has run.
 

@@ -1,4 +1,4 @@
-"""What MindSpore puts around the train step in sink mode, which a CPU does not have."""
+"""This module makes the cells that MindSpore puts around the train step in sink mode; a CPU has no sink mode."""
 
 from mindspore import nn
 from mindspore.train.dataset_helper import _DataWrapper

@@ -1,4 +1,4 @@
-"""Which recipes `plugins.grouped_gradient` can work in.
+"""These tests check in which recipes `plugins.grouped_gradient` can work.
 
 The pass in MindSpore's own compiler, and what it makes of a gradient, executed on CPU.
 """

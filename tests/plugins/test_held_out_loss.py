@@ -1,4 +1,4 @@
-"""What an evaluation runs and writes back, and when a run evaluates that was interrupted."""
+"""These tests check what an evaluation runs and writes, and when an interrupted run evaluates again."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a recipe says of residual streams, and the sizes that follow.
+"""These tests check what a recipe may say about residual streams, and the sizes that follow.
 
 The reference: Sinkhorn's sums, and gradients against finite differences.
 

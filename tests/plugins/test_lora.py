@@ -1,4 +1,5 @@
-"""What a recipe says of adapters, where they are, and their merge against the reference.
+"""These tests check what a recipe may say about adapters, which layers have adapters, and their merge against the
+reference.
 
 Linear layers with adapters, as MindFormers builds them, forward and backward, against the reference.
 """

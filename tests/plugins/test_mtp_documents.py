@@ -1,4 +1,4 @@
-"""Which tokens begin a document, and which recipes the plugin serves.
+"""These tests check which tokens begin a document, and for which recipes the plugin works.
 
 MindFormers' MTP layer on packed documents, forward and backward, against each document in a sample of its own.
 """

@@ -1,4 +1,4 @@
-"""What a recipe says of biases on outputs.
+"""These tests check what a recipe may say about biases of outputs.
 
 The model that MindFormers builds, with the plugin and without it; what it computes: tests/tools/weights.
 """

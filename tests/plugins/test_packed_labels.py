@@ -173,7 +173,9 @@ def wrong_labels(packed):
 
 
 def test_mindformers_labels_are_one_place_too_far_and_end_in_the_padding(data):
-    """Why the plugin is there; when this fails, MindFormers has mended it."""
+    """This test shows the fault of MindFormers that the plugin mends; if the test fails, MindFormers has mended the
+    fault.
+    """
     packed = list(packing_handler.PackingHandler(seq_length=60, tokenizer=None)(data))
     words = data[0]["input_ids"]
     wrong = wrong_labels(packed)

@@ -396,7 +396,7 @@ class Step(nn.Cell):
 
 @pytest.fixture
 def saved_folder(tmp_path):
-    """One process saved it at step 4."""
+    """Return the folder of a checkpoint that one process saved at step 4."""
     network = Step()
     optimizer = AdamW(network.trainable_params())
     optimizer.global_step.set_data(ms.Tensor([4], ms.int32))

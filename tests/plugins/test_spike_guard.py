@@ -1,4 +1,4 @@
-"""What is a spike, and what follows from it.
+"""These tests check what counts as a spike, and what the guard does about it.
 
 The guard in MindFormers' monitors and loader, driven without a training; with one, see tests/training.
 

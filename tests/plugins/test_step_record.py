@@ -1,4 +1,4 @@
-"""What is recorded of a step, against what is known of it."""
+"""These tests compare what is recorded of a step with values that are known."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Which ranks are named, and which are not: against the slow reference, and by what must not matter.
+"""These tests check which ranks are named as slow and which are not: against the slow reference, and under changes
+that must not matter.
 
 The form of a rank's probes, written and read.
 
@@ -341,7 +342,7 @@ def test_the_callback_follows_the_steps_of_a_resumed_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need a core each")
 def test_nobody_is_named_where_nobody_is_slowed(tmp_path):
-    """Where this machine does other work as well, a worker may be named for that; it is true then."""
+    """No worker is named if none was slowed, except those whose cores other processes of this machine use."""
     workers.train(tmp_path, 100)
     verdict = slow_ranks(read_run(tmp_path))
     own = [one for one in verdict.slow if "others have its cores" not in one.seen]

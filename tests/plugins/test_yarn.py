@@ -1,4 +1,5 @@
-"""What a recipe says of YaRN, and the reference against the paper's properties and against transformers' own YaRN.
+"""These tests check what a recipe may say about YaRN, and compare the reference with the paper's properties and with
+transformers' own YaRN.
 
 MindFormers' positions as the plugin sets them, forward and backward, against the reference.
 """
@@ -147,7 +148,9 @@ def config():
 
 
 class Positions(nn.Cell):
-    """What a GPTModel has of positions: the angles of all of them, and the layer that turns queries or keys."""
+    """A `Positions` has the parts of a GPTModel that know positions: the angles of all positions, and the layer that
+    rotates queries or keys.
+    """
 
     def __init__(self):
         super().__init__()

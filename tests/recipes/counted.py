@@ -1,4 +1,4 @@
-"""How many parameters MindFormers builds for a recipe's model, without memory for them."""
+"""This module counts the parameters that MindFormers builds for a recipe's model, without memory for them."""
 
 import json
 import subprocess

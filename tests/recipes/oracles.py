@@ -1,4 +1,6 @@
-"""What the recipes are measured against: numbers typed from the papers, and a parameter count from first principles."""
+"""This module holds what the recipes are compared with: numbers typed from the papers, and a parameter count from
+first principles.
+"""
 
 import functools
 from pathlib import Path

@@ -100,7 +100,7 @@ def test_every_source_names_where_it_stands(card):
 
 
 def value_of(card, file, key):
-    """What the recipe `file` beside a card has for the key of a conflict."""
+    """Return the value that the recipe `file` beside a card has for the key of a conflict."""
     name = f"{card.file.parent.name}/{file}"
     return ENTRIES[name].global_batch_size if key == "global_batch_size" else dict(leaves(load(name)))[key]
 

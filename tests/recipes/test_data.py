@@ -1,4 +1,6 @@
-"""What the recipes feed: columns, mesh and masks agree, and MindFormers' loaders make of them what the model reads."""
+"""These tests check what the recipes feed to the model: columns, mesh and masks agree, and MindFormers' loaders make
+the inputs that the model reads.
+"""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ EOD = [name for name in FAMILY if "pretrain" not in name]
 
 
 def mask_settings(recipe):
-    """Where a loader's mask keys stand: Megatron nests them."""
+    """Return the mapping that holds a loader's mask keys: Megatron's loader nests them."""
     loader = recipe["train_dataset"]["data_loader"]
     return loader.get("config", loader)
 
@@ -97,7 +99,9 @@ def test_every_sample_has_a_document_mask(name):
 
 
 def test_without_a_reset_key_mindformers_loses_the_mask_of_the_second_sample():
-    """Why the context recipes reset positions; when this fails, MindFormers has mended it and the key can go."""
+    """This test shows why the context recipes reset positions; if it fails, MindFormers has mended the fault, and the
+    key is no longer needed.
+    """
     settings = {**mask_settings(load(CONTEXT[0])), "reset_position_ids": False}
     assert samples(settings, 1)
     with pytest.raises(AttributeError):

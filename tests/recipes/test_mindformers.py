@@ -206,12 +206,16 @@ def test_mindformers_builds_a_model_of_the_named_size(name, built):
 
 @pytest.mark.slow
 def test_stock_mindformers_cannot_build_the_36b_with_yarn(built):
-    """When this fails, MindFormers can do YaRN for grouped-query models; see what of plugins/yarn can go."""
+    """If this test fails, MindFormers supports YaRN for grouped-query models; then see which parts of plugins/yarn can
+    be removed.
+    """
     assert "qk_pos_emb_head_dim" in built[IMPOSSIBLE]
 
 
 def test_no_layer_of_the_training_graph_reads_pangus_sandwich_norm():
-    """When this fails, Pangu's card may claim more."""
+    """If this test fails, a layer of MindFormers' training graph reads the sandwich norm, and Pangu's card may claim
+    more.
+    """
     (package,) = find_spec("mindformers").submodule_search_locations  # importing it takes longer
     folder = Path(package) / "parallel_core" / "training_graph"
     assert list(folder.rglob("*.py"))

@@ -125,7 +125,7 @@ def test_the_438b_run_is_the_reports():
 
 @pytest.mark.parametrize("name", all_recipes())
 def test_sizes_divide(name):
-    """What MindFormers or the mesh needs to be whole numbers."""
+    """Every size is divisible by the numbers by which MindFormers or the mesh divides it."""
     recipe = load(name)
     model, mesh = recipe["model"]["model_config"], recipe["parallel_config"]
     tp, cp, ep = mesh["model_parallel"], mesh.get("context_parallel", 1), mesh.get("expert_parallel", 1)

@@ -1,4 +1,4 @@
-"""What stands at a path, files that are whole or absent, and the end of a log.
+"""These tests check what exists at a path, files that are either complete or absent, and the end of a log.
 
 Text in a page is escaped wherever it stands, and its elements are nested as they should be.
 """

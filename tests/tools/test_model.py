@@ -200,7 +200,9 @@ def test_every_reader_counts_the_same(recipe):
 @given(recipe=recipes(), recompute=st.sampled_from([False, True]))
 @settings(max_examples=40)
 def test_imbalance_weighs_samples_by_the_flops_of_tc3_check(recipe, recompute):
-    """What `tc3 data imbalance` predicts with, and what a launch writes for the plugin."""
+    """`tc3 data imbalance` predicts with the FLOPs of `tc3 check`, and a launch writes the same
+    costs for the plugin.
+    """
     recipe["recompute_config"] = {"recompute": recompute}
     cost = setting_of(recipe, "nowhere", None).cost
     view = View(recipe)

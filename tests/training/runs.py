@@ -71,7 +71,7 @@ def steps(run_dir, rank=0):
 
 
 def numbers(run_dir):
-    """What a golden file keeps of a run that recorded only its metrics."""
+    """Return the numbers that a golden file keeps of a run that recorded only its metrics."""
     return {"steps": [step_numbers(record) for _, record in sorted(steps(run_dir).items())]}
 
 

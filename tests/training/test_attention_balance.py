@@ -39,7 +39,7 @@ def killed(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(killed, corpus):
-    """What `tc3 train --resume auto` printed then."""
+    """Return what `tc3 train --resume auto` printed after the run was killed."""
     return runs.train(BALANCED, killed[0], corpus, "--resume", "auto", **runs.compiled_once(killed[0].parent / "graph"))
 
 

@@ -37,7 +37,7 @@ def check_same_curve(one, several):
 
 
 def test_global_dispatch_keeps_what_a_dry_run_says(whole_ep2, forks, tmp_path):
-    """What `tc3 dryrun` says that a rank keeps is what each of the workers kept."""
+    """Each worker kept the tensors of which `tc3 dryrun` says that a rank keeps them."""
     with forked_compiles(forks, tmp_path):
         done = CliRunner(catch_exceptions=False).invoke(
             tc3, ["dryrun", str(whole_ep2 / "recipe.yaml"), "--ranks", "1", "--json"]

@@ -37,7 +37,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(model, corpus):
-    """What `tc3 generate` makes of each prompt."""
+    """Return what `tc3 generate` makes of each prompt."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     command = [runs.TC3, "generate", str(model / "weights"), "--recipe", str(model / "recipe.yaml"), "--json", *prompts]
     more = ["--tokens", str(TOKENS), "--tokenizer", f"{corpus}_tokenizer"]

@@ -101,7 +101,9 @@ def test_biases_reach_their_golden_losses(recipe, workers, corpus, tmp_path):
 
 
 def off_golden(recipe, run_dir):
-    """What a mini's losses and norms differ in from tests/golden; with TC3_RENEW_GOLDEN they are written."""
+    """Return in which losses and norms a mini recipe differs from tests/golden; with TC3_RENEW_GOLDEN the golden file
+    is written.
+    """
     file = golden_gate.golden_file(golden_gate.GOLDEN, recipe)
     found = {"mini": runs.numbers(run_dir)}
     if os.environ.get("TC3_RENEW_GOLDEN"):

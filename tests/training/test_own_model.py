@@ -22,7 +22,7 @@ PARENT = runs.ROOT / "recipes" / "telechat3_105b" / "pretrain_4k.yaml"
 
 
 def said(finding):
-    """Whether the page shows a finding, wherever it breaks its line."""
+    """Return whether the page shows a finding, wherever a line of the page breaks."""
     return " ".join(str(finding).partition("error: ")[2].split()) in " ".join(PAGE.split())
 
 

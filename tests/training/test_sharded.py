@@ -89,7 +89,7 @@ def calls_of(run_dir, rank):
 
 @pytest.fixture(scope="session")
 def one_process(workers, corpus, tmp_path_factory):
-    """One process."""
+    """Return the steps of the run in one process."""
     return runs.steps(run("", workers, corpus, tmp_path_factory))
 
 

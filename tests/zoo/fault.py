@@ -1,4 +1,4 @@
-"""What a fault of the zoo is, and how one is put into a run.
+"""This module defines what a fault of the zoo is, and puts a fault into a run.
 
 A fault is a function that is called when the plugins have been enabled and before MindFormers builds the model, the
 data, the optimizer and the callbacks. The recipe that the run writes is the one without the fault: whoever diagnoses
@@ -111,8 +111,9 @@ def in_samples(change=None, place=lambda idx: idx):
 
 
 def before_training(pattern, change):
-    """When a training begins, before it is recorded, replace weights, moments and counters whose name `pattern` finds:
-    `change` makes the new array of the old one, or, of a weight that a sharded graph has yet to make, of its name.
+    """At the start of a training, before its state is recorded, replace the weights, moments and counters whose name
+    matches `pattern`; `change` makes the new array from the old one, or from the name of a weight that a sharded graph
+    has not made yet.
     """
 
     def spoil(step):

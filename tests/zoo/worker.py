@@ -1,4 +1,6 @@
-"""One process that trains a recipe with a fault: `launch/train.py` with the fault as its last plugin."""
+"""This program trains a recipe with a fault in one process: it runs `launch/train.py` with the fault as its last
+plugin.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Act = Callable[["Trial"], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """One row of the table.
+    """A `Fault` is one row of the table.
 
     Attributes:
         act: does the harm, and mends later what is to be mended.
@@ -86,11 +86,11 @@ class Trial:
         return {line["step"]: line["loss"] for line in self.records(0) if "step" in line}
 
     def starts(self) -> int:
-        """How often rank 0 has begun to step."""
+        """Return how many times rank 0 has started to train."""
         return sum("total_steps" in line for line in self.records(0))
 
     def fresh(self) -> bool:
-        """Whether a step was made since it began last."""
+        """Return whether rank 0 has made a step since it last started."""
         return "step" in self.records(0)[-1]
 
     def attempts(self) -> list[Attempt]:
@@ -112,18 +112,18 @@ class Trial:
         self.nodes.signal(node, signal.SIGKILL)
 
     def left(self, node: int) -> list[str]:
-        """What still runs in a node, apart from what a fault has put there."""
+        """Return the processes that still run in a node, without those that a fault started there."""
         return sorted(set(self.nodes.running(node).values()) - {"other"})
 
     def failed(self) -> bool:
-        """Whether somebody has written that the first attempt failed."""
+        """Return whether an agent has written that the first attempt failed."""
         first = next(iter(self.attempts()), None)
         return bool(first) and any(end.outcome != "done" for end in first.ends.values())
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a run. Seconds are from the fault on; None: it did not happen."""
+    """A `Result` holds what happened to a run. The seconds count from the fault; None means that it did not happen."""
 
     name: str
     seen: float | None
@@ -243,7 +243,9 @@ def _listener(nodes: Nodes, port: int) -> Iterator[None]:
 
 
 def wrong(fault: Fault, result: Result, slack: float = 0.0) -> list[str]:
-    """What is not as it should be, in words; `slack`: seconds that a busy machine may need more to see it."""
+    """Return what differs from the expected result, in words; `slack` is the number of seconds that a busy machine may
+    need in addition to see the fault.
+    """
     found = []
     names = ["nobody" if node is None else f"node {node}" for node in fault.by]
     if fault.restarts or fault.codes:

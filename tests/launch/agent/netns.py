@@ -24,7 +24,7 @@ EVERYTHING = ("worker", "scheduler", "msrun", "agent", "other")
 
 
 def missing() -> str | None:
-    """Why there can be no namespaces here; None where there can."""
+    """Return why this machine cannot make network namespaces; return None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not (shutil.which("ip") and shutil.which("nsenter")):
@@ -141,7 +141,7 @@ class Nodes:
 
 
 def _role(entry: Path) -> str | None:
-    """What a process of a run is; None: it has ended."""
+    """Return the role of a process in a run; return None if the process has ended."""
     if (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX":
         return None
     words = (entry / "cmdline").read_bytes().decode("utf-8", "replace")

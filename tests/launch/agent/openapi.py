@@ -1,4 +1,4 @@
-"""What a document breaks of a structural schema of Kubernetes (OpenAPI 3.0), as far as jobs need it."""
+"""This module lists how a document violates a structural schema of Kubernetes (OpenAPI 3.0), as far as jobs need it."""
 
 from __future__ import annotations
 

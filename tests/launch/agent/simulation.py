@@ -26,7 +26,9 @@ class Died(BaseException):
 
 @dataclass
 class Agent:
-    """One simulated agent: what it does, what it asked of the disk, and what it was told in the end."""
+    """An `Agent` is one simulated agent: what it does, what it asked of the disk, and the verdict that it got at the
+    end.
+    """
 
     host: str
     skew: float

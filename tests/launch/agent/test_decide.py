@@ -1,4 +1,4 @@
-"""What follows the end of an attempt."""
+"""These tests check the decision that follows the end of an attempt."""
 
 from dataclasses import replace
 

@@ -91,7 +91,7 @@ def test_a_disk_that_hangs_is_lost_in_time(tmp_path):
 
 
 def test_several_threads_share_a_disk(tmp_path):
-    """One looks around while another one ends the workers: a call that has not returned yet is no lost disk."""
+    """Several threads can use a disk at once: a call that has not returned yet does not count as a lost disk."""
     disk, wrong = Disk(20), []
 
     def work(name):

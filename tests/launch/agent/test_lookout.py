@@ -1,4 +1,6 @@
-"""Whether the cable is in: the interface by which the others are reached."""
+"""These tests check what an agent notices while its workers run: the lost link of its host, a stopped worker, and the
+fault that made a worker fail.
+"""
 
 import os
 import shutil

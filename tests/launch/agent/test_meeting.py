@@ -80,7 +80,7 @@ def plan_of(*hosts):
 
 
 def until(what, seconds=60.0):
-    """What `what` gives, as soon as that is something; and after how many seconds."""
+    """Call `what` until its result counts as true; return the result, and the seconds that this took."""
     began = time.monotonic()
     while not (found := what()):
         assert time.monotonic() - began < seconds

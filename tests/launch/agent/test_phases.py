@@ -70,7 +70,7 @@ def test_a_slower_device_has_longer_limits(durations, factor):
 
 @given(st.floats(0.01, 1000.0), st.integers(ENOUGH, 200))
 def test_a_hang_is_seen_within_ten_steps_or_the_floor(usual, count):
-    """Where steps scatter by less than half."""
+    """A hang is seen in time if the durations of steps scatter by less than half."""
     durations = usual * np.random.default_rng(count).uniform(0.75, 1.5, count)
     assert learned(durations).limit("step") <= max(FLOORS["step"], TYPICAL * 1.5 * usual)
 

@@ -1,4 +1,4 @@
-"""Who takes part in the attempt after the last one."""
+"""These tests check which hosts take part in the next attempt."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -151,7 +151,7 @@ class Training(World):
         return verdict
 
     def _part(self, agent: Agent, job: Job, meeting: Meeting, plan: Plan) -> Iterator[None]:
-        """What the workers of one host do; the first host's make the steps, once all hosts are there."""
+        """Do the work of one host's workers; the first host's workers make the steps as soon as all hosts are there."""
         number, first = plan.attempt, agent.host == plan.hosts[0]
         around = Around(meeting, plan, agent.host)
         if around.look():  # the workers of a host that was held up are ended before they read a checkpoint
@@ -196,7 +196,7 @@ class Training(World):
         return None
 
     def _save(self, run: SimpleNamespace, plan: Plan, left_out) -> bool:
-        """Whether the save is put in its place: else rank 0 was killed before it could."""
+        """Save a checkpoint, and return whether it was moved to its final place; if not, rank 0 was killed before."""
         root = self.folder / "checkpoint"
         folder = saving_folder(root, plan.name) / f"iteration_{run.step:08d}"
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""How the checks judge the outputs of the commands that they run; the commands themselves have tests of their own.
+"""These tests check how the checks judge the outputs of the commands that they run; the commands have separate tests.
 
 Variants of a stage: which dispatch modes and fused operators are tried, which wins, and what the overlay holds.
 """

@@ -1,4 +1,6 @@
-"""Which checkpoints a run goes on from, puts aside or removes: `tc3 train --resume` and --force; msrun is replaced."""
+"""These tests check which checkpoints a run continues from, puts aside or removes (`tc3 train --resume` and --force);
+a stand-in replaces msrun.
+"""
 
 import fcntl
 import json
@@ -40,7 +42,7 @@ MODEL, SECOND = "mini-model-0000000-0000002.safetensors", "mini-model-0000001-00
 
 
 def of_ranks(folder, shapes):
-    """What several ranks leave: their shapes in one file."""
+    """Write the file in which several ranks record the shapes of their tensors."""
     shapes = {name: {"global_shape": shape} for name, shape in shapes.items()}
     (folder / "metadata.json").write_text(json.dumps({"state_dict_metadata": shapes}))
 
@@ -52,7 +54,7 @@ def recipe():
 
 @pytest.fixture
 def whole(tmp_path, recipe):
-    """What two ranks save of its model."""
+    """Return a complete checkpoint of the recipe's model that two ranks saved."""
     return of_two_ranks(tmp_path / "iteration_00000004", recipe)
 
 

@@ -1,4 +1,4 @@
-"""What `RUN/data.json` covers of a corpus that is too large to be read whole."""
+"""These tests check which parts of a corpus `RUN/data.json` covers if the corpus is too large to be read whole."""
 
 from types import SimpleNamespace
 

@@ -412,7 +412,7 @@ def test_a_launch_hands_the_flags_to_its_workers(train, fused, monkeypatch):
 
 
 def run(text, **environ):
-    """What a script does about the flags, above its body and in it, and what msrun would see."""
+    """Run the part of a launch script that sets the fusion flags, and print the value that msrun would see."""
     flags = [line for line in text.splitlines() if line.startswith("FUSION_FLAGS=")]
     fail, block = (
         re.search(each, text, re.M | re.S)[0] for each in (r"^fail\(\) .*?^}$", r"^if \S+ -n .{,4}FUSION.*?^fi$")

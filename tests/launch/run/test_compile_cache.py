@@ -259,7 +259,7 @@ def test_nodes_share_a_key(recipe, starts):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_several_nodes_all_load_or_none(recipe, starts, rank):
-    """One node's file is damaged: only that node reads it, and the others compile as well."""
+    """If the file of one node is damaged, only that node notices; the other nodes compile as well."""
     key = trained_on(starts, recipe, {}, {})
     (key / f"rank_{rank}" / GRAPH).write_bytes(b"damaged")
     caches = starts.nodes(recipe, {}, {})
@@ -360,7 +360,9 @@ def test_each_way_of_training_on_cpu_has_a_cache(name, tmp_path):
 
 
 def test_conversations_are_known_by_their_text_and_by_all_that_makes_tokens_of_it(starts, tmp_path):
-    """How many samples they are packed into depends on both."""
+    """The key of a graph depends on the text of the conversations and on the tokenizer, because the number of packed
+    samples depends on both.
+    """
     talk, tokenizer = tmp_path / "talk.jsonl", tmp_path / "tokenizer"
     tokenizer.mkdir()
     files = [talk, tokenizer / "tokenizer.json", tokenizer / "merges.txt", tokenizer / "model.safetensors"]

@@ -1,4 +1,4 @@
-"""Which keys `--steps` changes."""
+"""These tests check which keys `--steps` changes, and how the number of conversations limits the steps of a run."""
 
 import json
 

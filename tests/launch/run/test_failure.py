@@ -1,4 +1,6 @@
-"""What is said of a worker that failed: its error first, and nothing that only MindSpore's developers read."""
+"""These tests check the message about a worker that failed: it states the error first, and leaves out what only
+MindSpore's developers read.
+"""
 
 import signal
 from pathlib import Path

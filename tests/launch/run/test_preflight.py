@@ -1,4 +1,4 @@
-"""What is refused before anything starts."""
+"""These tests check which launches are refused before any process starts."""
 
 import errno
 import json

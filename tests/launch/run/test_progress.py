@@ -1,4 +1,4 @@
-"""What is made of metrics while they are written: the bar, the plain lines and the picture."""
+"""These tests check what is shown of metrics while they are written: the bar, the plain lines and the picture."""
 
 import io
 import math
@@ -29,7 +29,7 @@ def test_the_progress_follows_the_rank_it_is_told(tmp_path):
 
 
 def shown(tmp_path, terminal, *parts):
-    """What the progress writes when `parts` (lists of records) arrive one after the other."""
+    """Return the text that the progress writes if `parts` (lists of records) arrive one after the other."""
     out = io.StringIO()
     with TrainingProgress(tmp_path, Console(file=out, force_terminal=terminal, width=120)) as progress:
         for records in parts:

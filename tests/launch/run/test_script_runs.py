@@ -1,4 +1,4 @@
-"""What the launch scripts start, with a stand-in for msrun, and how they end it."""
+"""These tests check what the launch scripts start, with a stand-in for msrun, and how they end it."""
 
 import functools
 import json

@@ -1,4 +1,5 @@
-"""Which rows of the global batch a rank computes in each micro-batch, read from MindSpore's compiled graph.
+"""This program reads from MindSpore's compiled graph which rows of the global batch a rank computes in each
+micro-batch.
 
     python -m tests.plugins.attention_balance.micro_batches_worker pipeline|accumulation RANK
 

@@ -176,7 +176,9 @@ def test_data_dealt_to_other_ranks_than_planned_is_refused(adapter, corpora):
 
 
 def test_the_compressed_mask_and_its_overflow(adapter, corpora):
-    """What MindFormers puts into the mask, when it is long enough, and by one too short."""
+    """MindFormers writes the ends of documents into the compressed mask; if the mask is one entry too short, the
+    plugin refuses the recipe, because MindFormers does not notice.
+    """
     layout = Layout(2, 2, 2, Objective(1))
     source = build(["1", corpora[0]], create_compressed_eod_mask=True, eod_pad_length=LENGTH).source
     segments = segments_of(adapter.index_of(source.datasets[0]), 0, SAMPLES)

@@ -36,7 +36,7 @@ def parts(splits, rows):
 
 
 def moved(splits, rows, room):
-    """What each member holds after an all-to-all-v, zeros behind."""
+    """Return the rows that each member holds after an all-to-all-v, followed by zeros."""
     cut = parts(splits, rows)
     out = np.zeros((len(rows), room, rows[0].shape[1]), np.float32)
     for member in range(len(rows)):

@@ -1,4 +1,6 @@
-"""What is recorded of a forward pass, for models of other parts than the shipped ones."""
+"""These tests check what is recorded of a forward pass, for models with other parts than those of
+the shipped recipes.
+"""
 
 from types import SimpleNamespace
 

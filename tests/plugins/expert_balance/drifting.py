@@ -39,7 +39,9 @@ def live(
     spread: float = 0.5,
     nodes: int = 1,
 ) -> list[Record]:
-    """What a run with the plugin records, in the plugin's own words: record, predict, plan, move."""
+    """Return the records of a simulated run with the plugin, made by the plugin's own functions for prediction and
+    planning.
+    """
     slots, prediction, records = np.tile(np.arange(experts), (layers, 1)), Prediction(settings.memory), []
     copies = none(layers, devices, settings.spare)
     for step, tokens in enumerate(drifting(0, spread, 0.9, steps, layers, experts, tokens=128 * experts), 1):

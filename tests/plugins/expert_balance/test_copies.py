@@ -182,7 +182,9 @@ def test_a_state_is_no_worse_than_moves_alone_but_for_the_gate_and_the_next_one_
 
 
 def test_homes_are_planned_with_their_copies_in_mind():
-    """One expert has half of all tokens: moves leave max/mean at 2 and more, copies of it and swaps bring it near 1."""
+    """One expert has half of all tokens: moves leave max/mean above 2, but copies of this expert together with swaps
+    bring it near 1.
+    """
     loads = np.array([[800, 150, 120, 110, 100, 90, 80, 150]], float)
     wanted, start = Settings(spare=1), none(1, 4, 1)
     moves = next_placements(wanted, loads, HOME, 4, step=3)

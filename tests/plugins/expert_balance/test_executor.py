@@ -20,7 +20,7 @@ HERE = np.tile(np.arange(EXPERTS), (LAYERS, 1))
 
 
 class Held:
-    """What the executor needs of a parameter."""
+    """A `Held` stands in for a parameter, with the methods that the executor calls."""
 
     def __init__(self, value):
         self.value, self.written = value, 0
@@ -201,7 +201,7 @@ def nothing_written(layers):
 
 
 def refused(size, mesh, work):
-    """What each rank is told."""
+    """Return the error message of each rank."""
 
     def one(rank):
         with pytest.raises(ClusterError) as caught:

@@ -45,7 +45,9 @@ def healthy(seed, steps):
 
 
 def slow_measures(history):
-    """One layer's measures after its last step, written out; history: of lists of tokens."""
+    """Compute the measures of one layer after its last step in the obvious way; `history` is a list of lists of
+    tokens.
+    """
     now, before = history[-1], history[-2] if len(history) > 1 else None
     total, experts = sum(now), len(now)
     fullest = max(now) / (total / experts)

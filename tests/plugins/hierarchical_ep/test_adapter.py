@@ -1,4 +1,6 @@
-"""What the adapters refuse; what they do is shown by training (tests/training) and by compiling (test_ascend.py)."""
+"""These tests check what the adapters refuse; other tests show what the adapters do by training (tests/training) and
+by compiling (test_ascend.py).
+"""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 
 
 class Run:
-    """What MindSpore hands to the monitor, step after step."""
+    """A `Run` gives the checkpoint monitor what MindSpore would give it, step after step."""
 
     def __init__(self, folder, monitor=SealingCheckpointMonitor, **settings):
         network = nn.Dense(3, 2)

@@ -77,7 +77,7 @@ class Stack(nn.Cell):
 
 
 def gradients():
-    """What Stack gives for x, by the weights."""
+    """Return the value of `Stack` for x, followed by the gradients of its weights."""
     stack = Stack()
     value, gradients = ms.value_and_grad(stack, None, stack.trainable_params())(x / 8)
     return [float(value), *map(float, gradients)]

@@ -1,4 +1,5 @@
-"""Which operators Python computes.
+"""These tests check which operators are computed in Python, which recipes the plugin runs, and which groups of ranks
+it knows.
 
 Which recipes run as the sharded graph on CPU.
 

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks is told by operator, group and rank, on each of them.
+"""These tests check that an error between ranks names the operator, the group and the rank, on each of these ranks.
 
 Delays change nothing; faults are named, or change the result in the way that they should.
 """
@@ -258,7 +258,9 @@ def test_a_missing_all_reduce_is_named_on_one_rank_and_gives_back_its_input_on_a
 
 
 def test_crossing_sends_run_through_buffered_and_wait_for_ever_synchronous():
-    """What the dry run's check refuses: on NPUs it depends on how much a Send may leave behind."""
+    """Two Sends that cross each other end if Sends are buffered and wait for ever if they are synchronous; the dry run
+    refuses them, because on NPUs the result depends on how much a Send may buffer.
+    """
     to, back = send(), ("Receive", LINK | {"src_rank": "1"}, [], [np.ones(4, "f4")])
     other = ("Send", LINK | {"dest_rank": "0"}, [np.ones(4, "f4")], [])
     programs = [[to, back], [other, receive()]]

@@ -1,4 +1,6 @@
-"""What a loaded graph is told, and when none is loaded; MindSpore's files are letters here."""
+"""These tests check which information a loaded graph gets, and when no graph is loaded; short texts replace
+MindSpore's files here.
+"""
 
 import json
 from types import SimpleNamespace
@@ -78,7 +80,7 @@ def start(tmp_path, monkeypatch, kernels):
 
 @pytest.fixture
 def folder(start, tmp_path, kernels):
-    """What a first process has left of two compiles, a train step and another one."""
+    """Return the folder in which a first process left the files of two compiles: a train step, and another graph."""
     first, folder = start(), tmp_path / "rank_0"
     kernels.register("TensorMove")  # by the pass
     (folder / "graph_cache").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a launch of an operator tells; and the C++ library in real processes.
+"""These tests check what the launch of an operator reports, and run the C++ library in real processes.
 
 There two lines of a model run on one process and on two, and one graph for each rule.
 """
@@ -129,7 +129,9 @@ def start(name, *arguments, **environment):
 
 
 def finish(*processes):
-    """What each printed last, and its stderr; where one fails, the stderr of all: the first is seldom the cause."""
+    """Return the last output and the stderr of each process; if one fails, show the stderr of all, because the first
+    to fail is seldom the cause.
+    """
     try:
         texts = [process.communicate(timeout=600) for process in processes]
     finally:
@@ -140,7 +142,9 @@ def finish(*processes):
 
 
 def two_line(dp, tp, folder, cache=None):
-    """What each rank printed; `cache`: the folder of MindSpore's compile cache, a folder in it for each rank."""
+    """Return what each rank printed; `cache` is the folder of MindSpore's compile cache, which has a subfolder for
+    each rank.
+    """
     folder.mkdir()
     ranks = []
     for rank in range(dp * tp):

@@ -54,7 +54,7 @@ GROUPS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")  # of version 1 and 
 
 
 def can_limit() -> bool:
-    """Whether control groups with a limit of processor time can be made here."""
+    """Return whether this machine allows making control groups that limit processor time."""
     try:
         with limit([], 1.0):
             return True

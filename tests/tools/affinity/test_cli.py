@@ -84,6 +84,6 @@ def test_what_is_refused(tmp_path):
 
 
 def test_this_host():
-    """Whatever it is: a plan for one worker, with real files and tools."""
+    """On any host the command makes a plan for one worker, from real files and tools."""
     result = CliRunner().invoke(affinity, ["--workers", "1", "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout)["workers"][0]["cores"]

@@ -193,7 +193,7 @@ def _structural(recipe):
 
 
 def _layout(recipe, model, parallel):
-    """What breaks a pipelined, tensor-parallel layout."""
+    """Yield changes that break a pipelined, tensor-parallel layout."""
     dp, tp, pp = (parallel[key] for key in ("data_parallel", "model_parallel", "pipeline_stage"))
     yield ("parallel", "dataset_strategy"), [[dp + 1, 1]] * len(recipe["parallel"]["dataset_strategy"])
     yield ("parallel", "dataset_strategy"), recipe["parallel"]["dataset_strategy"][:-1]

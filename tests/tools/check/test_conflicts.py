@@ -62,7 +62,7 @@ def test_what_mindformers_stops_at(startable, key, path, value, words):
 
 
 class Held:
-    """What a MindSpore parameter is to the code that is tried."""
+    """A `Held` stands in for a MindSpore parameter, with the methods that the tested code calls."""
 
     def __init__(self, value):
         self.value = np.array(value)

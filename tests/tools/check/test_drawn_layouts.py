@@ -130,7 +130,7 @@ def _bases(name, model):
 
 
 def errors_of(flat, folder):
-    """What `tc3 check` says against a recipe that is given as a mapping."""
+    """Return the errors that `tc3 check` finds in a recipe that is given as a mapping."""
     file = Path(folder) / "flat.yaml"
     dump_recipe(flat, file)
     return [str(error) for error in check_recipe(load_recipe(file)).errors]

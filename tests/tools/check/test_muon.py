@@ -1,4 +1,4 @@
-"""What MindFormers' Muon refuses once it is built, after the launch, is refused before."""
+"""These tests check that `tc3 check` refuses what MindFormers' Muon would refuse only after the launch."""
 
 import re
 from pathlib import Path

@@ -49,7 +49,7 @@ def name(path):
 
 
 def refusal(recipe, folder):
-    """Why a recipe, or the text of one, is refused, or None."""
+    """Return why a recipe, or the text of a recipe, is refused; return None if it is accepted."""
     file = folder / "recipe.yaml"
     if isinstance(recipe, str):
         file.write_text(recipe, encoding="utf-8")

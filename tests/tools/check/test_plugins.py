@@ -28,7 +28,9 @@ def test_shipped_recipes_pass(recipe):
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.parametrize("settings", [{"no_such": 1}, 3])
 def test_what_is_no_setting_of_a_plugin_is_named(name, settings):
-    """What is wrong with a value is said by the plugin's own tests and by tests/inputs."""
+    """A setting that a plugin does not have is reported under the plugin's name; tests of wrong values are those of
+    the plugin and tests/inputs.
+    """
     recipe = load_recipe("recipes/mini/pretrain.yaml")
     recipe["plugins"][name] = settings
     keys = [finding.key for finding in check_recipe(recipe).errors]

@@ -55,7 +55,9 @@ def numbered(*shape):
 
 
 def of_two_ranks(folder, recipe):
-    """What two ranks save of a recipe's model, unsealed, all zeros: experts are cut in two, the rest is copied."""
+    """Write what two ranks save of a recipe's model, without seals and with all values zero: experts are cut in two,
+    all other tensors are copied.
+    """
     checkpoint = Saved(folder, 2)
     for each in table(sizes_of(convert(View(recipe), load_schema()).fields, bias_updated=False)):
         cut = ".experts." in each.mindformers

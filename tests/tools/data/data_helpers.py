@@ -1,4 +1,6 @@
-"""What these tests share beyond fixtures; not in conftest.py, whose module name other folders use too."""
+"""This module holds what these tests share in addition to fixtures; it is not in conftest.py, because other folders
+use that module name, too.
+"""
 
 from __future__ import annotations
 

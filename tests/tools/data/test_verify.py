@@ -1,4 +1,6 @@
-"""Whatever bytes a pair and its sidecar hold, verify says so - never a traceback, never "ok" for what has changed."""
+"""These tests check that `verify` reports every change of a pair of files and its sidecar: it never ends in a
+traceback, and never says "ok" for changed bytes.
+"""
 
 from __future__ import annotations
 

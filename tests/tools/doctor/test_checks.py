@@ -62,7 +62,7 @@ DRIVER, FIRMWARE = next(iter(ASCEND)), "usr/local/Ascend/firmware/version.info"
 
 
 def output(name):
-    """What a real tool printed; SOURCES.md there says whose."""
+    """Return what a real tool printed; SOURCES.md beside the file says whose tool."""
     return (OUTPUTS / f"{name}.txt").read_text()
 
 

@@ -45,7 +45,7 @@ def test_json(tmp_path):
 
 
 def test_this_host():
-    """Whatever it is: every check has a verdict."""
+    """On any host every check has a verdict."""
     result = call("--json")
     report = json.loads(result.stdout)
     found, facts = report["findings"], report["facts"]
@@ -65,7 +65,7 @@ REFUSE = '#!/bin/sh\n[ "$(id -u)" = 0 ] && { echo "$ANSWER"; exit 0; }\necho "Pe
 
 @pytest.fixture
 def folder():
-    """One that everybody may write to; pytest's own are only for their owner."""
+    """Make a folder that everybody may write to, because only the owner may write to pytest's own folders."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o777)
     yield path

@@ -1,4 +1,6 @@
-"""What sets hosts apart: by reports in a folder, and by clocks that were measured."""
+"""These tests check which differences between hosts are found: by reports in a folder, and by clocks that were
+measured.
+"""
 
 from __future__ import annotations
 
@@ -235,7 +237,7 @@ def test_a_link_to_a_worker_that_is_not_there():
 
 @pytest.mark.parametrize("numbers", [[], [1.0], [1e-9] * 9])
 def test_numbers_that_a_failed_worker_leaves(numbers):
-    """Whatever is in the lists, the comparison ends."""
+    """The comparison ends without an error, whatever numbers a failed worker leaves in the lists."""
     probes = probed_hosts(3)
     for key in ("matmul", "memory", "disk", "waited", "throttled"):
         probes["node1"]["workers"][0][key] = numbers

@@ -49,7 +49,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What is read under each version, a cpuset of the first of this process's cores."""
+    """Return what is read under each version of control groups, with a cpuset of the first core of this process."""
     try:
         namespace = subprocess.run(["unshare", "--mount", "mount", "--bind", "/tmp", "/sys/fs/cgroup"])
     except FileNotFoundError:

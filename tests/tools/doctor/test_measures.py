@@ -1,4 +1,4 @@
-"""What a worker measures, and what is taken out of it.
+"""These tests check what a worker measures, and what is subtracted from the measurement.
 
 The checks of NPUs on what real tools printed, by generation of driver; SOURCES.md beside the outputs says whose.
 """

@@ -1,4 +1,4 @@
-"""Who stands out among the workers, links and disks of probes."""
+"""These tests check which workers, links and disks of probes are named as outliers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One small probe of this host, and the pairs of a ring."""
+"""These tests probe this host, and check the pairs of a ring and workers that fail."""
 
 from __future__ import annotations
 

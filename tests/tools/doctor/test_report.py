@@ -1,4 +1,5 @@
-"""What a host says of a recipe and its data; of its hardware, tests/tools/doctor/test_measures.py.
+"""These tests check what a host's report says about a recipe and its data; tests/tools/doctor/test_measures.py tests
+what it says about the hardware.
 
 Probes recorded on a machine with two loaded cores, by benchmarks/cluster/doctor_probe.py: what is said of them.
 

@@ -138,7 +138,7 @@ def replace_experts(experts, experts_arguments):
 
 
 def inputs_of(recipe):
-    """One data-parallel rank's batch: input_ids, labels, loss_mask, position_ids, attention_mask."""
+    """Return the batch of one data-parallel rank: input_ids, labels, loss_mask, position_ids, attention_mask."""
     import numpy as np
     from mindspore import Tensor
 

@@ -1,4 +1,4 @@
-"""What is read off a graph, and its activations by layer.
+"""These tests check what is read from a graph, and its activations by layer.
 
 The graph was written by hand after MindSpore 2.9.0's text, so that every number can be counted.
 """

@@ -1,4 +1,6 @@
-"""How gradients are summed over ranks, read from the text of a graph, and judged against the ranks with a copy."""
+"""These tests check how the sums of gradients over ranks are read from the text of a graph, and compared with the
+ranks that hold a copy.
+"""
 
 import numpy as np
 import pytest

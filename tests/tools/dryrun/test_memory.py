@@ -181,7 +181,7 @@ class Parameter(NamedTuple):
 
 
 def test_what_an_optimizer_has_beside_the_weights_is_its_state():
-    """Whatever it calls it."""
+    """All that an optimizer holds in addition to the weights counts as its state, whatever its name."""
     weights = [Parameter("decoder.w"), Parameter("head.w")]
     own = [Parameter("second_moments.decoder.w"), Parameter("global_step", "Int32")]
     rest = [Parameter("accu_grads.decoder.w"), Parameter("decoder.bias", "BFloat16")]

@@ -1,4 +1,4 @@
-"""Whether ranks can run together, call by call and link by link.
+"""These tests check whether ranks can run together, call by call and link by link.
 
 The verdict is what happens when ranks run their programs: threads, real messages, short time-outs.
 """
@@ -249,7 +249,7 @@ RANKS = 3
 
 
 def planned(rank, op, members, size, tag=0):
-    """One call of a rank: as the check sees it, and as `Collectives.run` takes it."""
+    """Return one call of a rank in two forms: as the check reads it, and as `Collectives.run` takes it."""
     x = np.ones(size, np.float32)
     if op == "p2p":
         source, target = members
@@ -263,7 +263,7 @@ def planned(rank, op, members, size, tag=0):
 
 
 def draw(chosen):
-    """What a world does together, one after the other: (op, members, size, tag)."""
+    """Draw one call that ranks make together: (op, members, size, tag)."""
     if chosen.random() < 0.5:
         return "p2p", tuple(chosen.sample(range(RANKS), 2)), chosen.choice([2, 3]), chosen.choice([1, 2])
     members = tuple(sorted(chosen.sample(range(RANKS), chosen.randint(2, RANKS))))

@@ -1,4 +1,6 @@
-"""One stage of a recipe: its layers and sizes are the recipe's own, and tc3 check finds nothing wrong with it."""
+"""These tests check the ranks that stand for each kind of stage, and the recipe of a single stage: its layers and
+sizes are those of the whole recipe, and tc3 check finds nothing wrong with it.
+"""
 
 from pathlib import Path
 

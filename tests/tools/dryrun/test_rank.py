@@ -27,7 +27,7 @@ DEREDUNDENCY = ("--set", "model.model_config.moe_token_dispatcher_type=alltoall_
 
 
 def compile_rank(forks, folder, *arguments, rank=RANK):
-    """What the worker reports of a model of one layer."""
+    """Return what the worker reports of a model of one layer."""
     out = folder / "out.json"
     worker = ("-m", "tests.tools.dryrun.compile_worker", out, "--rank", rank, *ONE_LAYER)
     done = forks.python(*worker, *arguments, cwd=folder)

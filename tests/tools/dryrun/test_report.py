@@ -1,4 +1,4 @@
-"""What a device sends, and the report in a terminal."""
+"""These tests check how much a device sends, and the report in a terminal."""
 
 import copy
 import io

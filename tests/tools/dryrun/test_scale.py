@@ -1,4 +1,6 @@
-"""What a gradient is multiplied by between the loss and the optimizer, read from the text of a graph."""
+"""These tests check by which number a gradient is multiplied between the loss and the optimizer, read from the text of
+a graph.
+"""
 
 import math
 

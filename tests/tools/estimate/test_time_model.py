@@ -170,7 +170,7 @@ def test_what_is_left_to_auto_has_no_seconds(plugins, key):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_overlap_is_that_of_the_plugins_own_plan(mode):
-    """What is waited for, and what cutting costs, are taken from the plan and nothing else is changed."""
+    """The times of waiting and of cutting are those of the plugin's own plan, and no other time is changed."""
     whole = replace(recipe_run("438b/pretrain_4k"), ep_mode=mode)
     cut = replace(whole, ep_cut=Cut((1, 4), 1))
     before, after = A2.layer(whole, "moe"), A2.layer(cut, "moe")
@@ -299,7 +299,7 @@ def test_a_pair_is_between_its_bounds(forward, backward, layers):
 
 
 def test_equal_pieces_hide_all():
-    """One layer by hand."""
+    """The times of one layer are those computed by hand."""
     forward, backward = LayerSeconds(2, 1, 2, 1), LayerSeconds(2, 1, 2, 1, weights=2)
     # compute: attention, experts' backward, experts, attention's backward, weights; all links beside
     assert pair_seconds(forward, backward, 1) == 2 + 2 + 2 + 2 + 2

@@ -86,7 +86,7 @@ def test_a_run_that_moved_is_compared_with_what_others_would_have_done(tmp_path)
 
 
 def test_seconds_are_those_of_ep_report(large):
-    """One estimator: the recorded loads cost what `tc3 ep-report --loads` says of them."""
+    """Both commands use one estimator: recorded loads cost the seconds that `tc3 ep-report --loads` prints."""
     source = open_run(Path(large), LARGE, print)
     found = seconds_of(source.recipe, source.records, "atlas_800t_a2")
     even, uneven, recorded = (

@@ -1,4 +1,6 @@
-"""What would change a step under uneven loads: each row against the time model, and what is unknown."""
+"""These tests check what would change a step under uneven loads: each row against the time model,
+and what is unknown.
+"""
 
 import json
 from dataclasses import replace
@@ -23,7 +25,7 @@ LARGE = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
 
 
 def advised(config, loads, **section):
-    """What `what_if` takes of an advice."""
+    """Return the parts of an advice that `what_if` reads."""
     step = step_under(TIMES, config, loads)
     return SimpleNamespace(
         hardware=load_hardware("atlas_800t_a2"),

@@ -8,7 +8,7 @@ BYTES = {"Float32": 4, "BFloat16": 2, "Int64": 8}
 
 
 def node(op, taken: Sequence[int | str], takes, gives, scope="", more=()):
-    """One operator.
+    """Return the node of one operator.
 
     Args:
         taken: places of operators, or names of parameters. takes: (type, shape) of each. gives: of its result.

@@ -1,4 +1,5 @@
-"""What must hold of clusters and kernels whatever the graph, and the model against the passes of MindSpore.
+"""These tests check properties of clusters and kernels that hold for every graph, and compare the model with the
+passes of MindSpore.
 
 Graphs and answers of the passes are committed; a slow test asks for a few anew.
 """
@@ -198,7 +199,9 @@ def test_every_rule_is_needed(change, clusters_change):
 
 @pytest.mark.slow
 def test_the_installed_passes_still_answer_so(tmp_path):
-    """What is committed is not of another MindSpore; mend with python -m tests.tools.fusion.renew"""
+    """The stored answers are those of the installed MindSpore; if not, renew them with python -m
+    tests.tools.fusion.renew
+    """
     committed = read("random.jsonl.gz")
     seeds = (0, 1, 2, 39, 118, random_graphs.LONG, random_graphs.KNOTS, random_graphs.CHAINS)
     assert renew.of_seeds(seeds, tmp_path) == {seed: committed[seed] for seed in seeds}

@@ -287,7 +287,9 @@ def test_that_of_minis_too(name):
 
 
 def test_by_hand():
-    """One dense and one MoE layer, latent attention, an MTP layer; heads and head widths as in the mini."""
+    """The cost of a sample is that computed by hand for one dense and one MoE layer with latent attention and an MTP
+    layer; the heads and their widths are those of the mini recipe.
+    """
     recipe = load_recipe(BALANCED)
     recipe["recompute_config"] = {"recompute": False}
     recipe["model"]["model_config"].update({

@@ -48,7 +48,9 @@ def real_times(made, plans, table):
 
 
 def after_of(made, table):
-    """What the slowest stage adds by its layers, of which a micro-batch's work hides a part."""
+    """Return a function for the time that the slowest stage's layers add, a part of which the work of a micro-batch
+    hides.
+    """
 
     def of(early, late, slowest, pipeline):
         work = pipeline[:, None] / made.micro_batches

@@ -17,7 +17,8 @@ from tools.pipeline.simulate import Durations, in_flight, simulate
 
 @dataclass(frozen=True)
 class Published:
-    """One row: seconds of bubble of (p, f, b, w, pair), the most in flight on a device of (p).
+    """A `Published` is one published row: the bubble in seconds for (p, f, b, w, pair), and the most micro-batches
+    that a device holds at once for (p).
 
     Args:
         own: the bubble is that of a stage between its own first and last operation, which is what a step waits only
@@ -118,7 +119,9 @@ def test_zb_h2_has_no_bubble_of_its_own_and_a_step_that_waits_for_all_stages_sti
 @pytest.mark.parametrize("pieces", [2, 4, 8, 12, 16])
 @pytest.mark.parametrize("times", [(1, 2, 1, 3), (3, 5, 2, 7), (4, 7, 3, 10), (5, 7, 2, 9)])
 def test_dual_pipe_equals_the_table(name, pieces, times):
-    """Where a forward takes as long as a backward's input gradients; the table does not say which of them it means."""
+    """The simulation equals the table of DualPipe if a forward pass takes as long as the input gradients of a backward
+    pass; the table does not say which of the two it means.
+    """
     f, b, w, pair = map(float, times)
     row = PUBLISHED[name]
     assert simulated(name, pieces, 2, f, b, w, pair) == (row.bubble(pieces, f, b, w, pair), row.held(pieces))

@@ -25,7 +25,7 @@ FOUR = ["144-191"] * 2 + ["96-143"] * 2 + ["0-47"] * 2 + ["48-95"] * 2  # as PAI
 
 
 def topology(columns: list[str]) -> str:
-    """What `npu-smi info -t topo` prints of NPUs with these last columns."""
+    """Return what `npu-smi info -t topo` prints of NPUs with these last columns."""
     rows = [
         f"NPU{npu}       " + "".join(f"{'X' if other == npu else 'HCCS':11s}" for other in range(len(columns))) + column
         for npu, column in enumerate(columns)

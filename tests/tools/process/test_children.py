@@ -84,7 +84,7 @@ IMPORTABLE = f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE.paren
 
 
 def squarer(naps: bool) -> Callable[[int], tuple[int, int]]:
-    """What a worker runs: squares, at a different pace for each number."""
+    """Return a function for workers that squares numbers, with a different delay for each number."""
 
     def square(number: int) -> tuple[int, int]:
         if naps:

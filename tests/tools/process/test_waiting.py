@@ -1,4 +1,4 @@
-"""What a command says of work that takes its time, on a terminal and where no terminal shows a bar."""
+"""These tests check what a command prints about long work, on a terminal and where no terminal shows a bar."""
 
 from __future__ import annotations
 

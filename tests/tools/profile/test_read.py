@@ -1,4 +1,4 @@
-"""What the reader of Ascend profiles takes and what it refuses."""
+"""These tests check which Ascend profiles the reader accepts, and which it refuses."""
 
 import json
 import re

@@ -24,7 +24,7 @@ EPOCH = 1_795_418_422_975_426  # microseconds, as of the clock of a host
 
 
 class Trace:
-    """One device's step, kernel by kernel."""
+    """A `Trace` writes the step of one device, kernel by kernel."""
 
     def __init__(self, config, hardware, efficiency, stage, scoped=True):
         self.config, self.stage, self.scoped = config, stage, scoped

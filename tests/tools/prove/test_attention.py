@@ -98,7 +98,7 @@ class Case:
         return {(first + n, 0): frozenset(self.axes["rows"]) for n in (0, 1)} if self.axes["rows"] else {}
 
     def types(self, *values, differs=None, offsets=None):
-        """What the rule says of the result, or of the gradients of queries, keys and values."""
+        """Return the types that the rule gives to the result, or to the gradients of queries, keys and values."""
         op = "FlashAttentionScore" if len(values) == 3 else "FlashAttentionScoreGrad"
         masks = (None,) * 8 if len(values) == 3 else (None,) * 11
         small = (self.batch, HEADS, ROWS, 8) if self.layout != TND else (ROWS, HEADS, 8)

@@ -165,7 +165,9 @@ def attended(q, k, v, ends, key_ends):
 
 
 def agrees(queries, keys, seed, most=4):
-    """Whether ranks that attend to these ends give what one device gives, for random documents, at most `most`."""
+    """Return whether ranks that attend to these ends compute the same as one device, for random documents, of which
+    there are at most `most`.
+    """
     random = np.random.default_rng(seed)
     count = random.integers(0, most)
     ends = np.array([*sorted(random.choice(np.arange(1, WHOLE), count, replace=False)), *[WHOLE] * (5 - count)])
@@ -227,7 +229,7 @@ def test_twice_the_start_of_a_piece_is_not_where_it_starts():
 
 
 def refused(queries, keys):
-    """Whether nothing is known of ends that were computed in this way."""
+    """Return whether ends that were computed in this way are refused as unknown."""
     with pytest.raises(NotKnown, match="documents"):
         check_ends(queries, keys, ("c",), PIECE, WHOLE, SIZES)
     return True
@@ -294,7 +296,9 @@ def test_pieces_over_two_axes_lie_in_their_order():
 
 
 def test_a_last_document_without_padding_behind_it_sees_keys_behind_its_queries():
-    """What is trusted of MindSpore's way, therefore: that the last entry is padding."""
+    """The proof assumes that the last entry of MindSpore's ends is padding: without padding, queries of the last
+    document would see keys that come after them.
+    """
     queries, keys = as_mindspore(plain((5,)))
     assert all(agrees(queries.formula, keys.formula, seed) for seed in range(60))
     assert not all(agrees(queries.formula, keys.formula, seed, most=5) for seed in range(60))

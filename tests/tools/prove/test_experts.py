@@ -20,7 +20,7 @@ STEP = read("experts")
 
 
 def result(op, *values, of=(), axes=(), number=0, scope=""):
-    """What an operator's rule gives, its output of the shape `of`."""
+    """Return what the rule of an operator gives; the operator's output has the shape `of`."""
     types = ("()", f"(<Tensor[Float32], ({', '.join(map(str, of))})>)")
     head = f"{op}(%0, Tensor(shape=[1], dtype=Float32, value=[...]))"
     return RULES[op].of(Call(Node(op, head, head, [], scope=scope, types=types), number, values, SIZES, axes=axes))

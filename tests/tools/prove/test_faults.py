@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_gradient(found, said):
 
 
 def test_a_gradient_without_a_sum_is_compared_in_the_shape_of_its_weight():
-    """Where each rank has experts of its own, the walk ends at GroupedMatmul, in front of a reshape."""
+    """If each rank has different experts, the walk ends at GroupedMatmul, before a reshape."""
 
     def verdict(weight):
         typing = SimpleNamespace(

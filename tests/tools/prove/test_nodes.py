@@ -37,7 +37,9 @@ WIDE = 6 * OWN  # experts in all
 
 
 def result(op, *values, of=(), given=(), axes=(), over=(), number=0, text=""):
-    """What an operator's rule gives; its output has the shape `of`, and its constants differ along `over`."""
+    """Return what the rule of an operator gives; its output has the shape `of`, and its constants
+    differ along `over`.
+    """
     tensor = "<Tensor[Float32], ({})>"
     types = tuple(f"({tensor.format(', '.join(map(str, shape)))})" for shape in (given, of))
     node = Node(op, f"{op}(%0)", f"{op}(%0) {text}", [], scope="", types=types)
@@ -48,7 +50,9 @@ def result(op, *values, of=(), given=(), axes=(), over=(), number=0, text=""):
 
 
 def offsets(op, over, given, of):
-    """Where the experts of the first node start, and how much further those of the next; a node has six."""
+    """Return where the experts of the first node start, and how much further those of each next node start; a node has
+    six experts.
+    """
     if not over:
         return {}
     own = of[0] if op == "StridedSlice" else 6
@@ -115,7 +119,8 @@ class Dispatch:
 
 
 def executed(nodes, inner, ids, x, shares, w, dy):
-    """What each rank holds: the outputs before and after the sum over nodes, gradients of the weights and shares.
+    """Return what each rank holds: the outputs before and after the sum over nodes, and the gradients of the weights
+    and the shares.
 
     Args:
         ids, x, shares, w, dy: of each rank: experts of its tokens, tokens, shares, its experts' weights, gradients.
@@ -233,7 +238,7 @@ def test_forms_of_orders_that_no_dispatch_has_are_unknown():
 
 @anything
 def test_gradients_of_factors_that_were_repeated(random: Random) -> None:
-    """What ShapeCalc says is summed over, against NumPy's broadcasting on each rank."""
+    """The axes that ShapeCalc names for a sum are those of NumPy's broadcasting, on each rank."""
     shape = [random.choice([1, 2]), random.choice([1, 3])]
     x = some_spread(random, shape, partial=False, powers=False)
     y = some_spread(random, [random.choice([size, 1]) for size in shape], partial=False, powers=False)

@@ -19,7 +19,9 @@ EMPTY = (None,) * 5
 
 
 def result(op, *values, of=(), dtype="Float32", over=(), axes=(), number=0, text="", scope="", backwards=False):
-    """What the rules give for an operator; its output has the shape `of`, and a constant differs along `over`."""
+    """Return what the rules give for an operator; its output has the shape `of`, and a constant
+    differs along `over`.
+    """
     types = ("()", f"(<Tensor[{dtype}], ({', '.join(map(str, of))})>)")
     node = Node(op, f"{op}(%0)", f"{op}(%0) {text}", [], scope=scope, types=types)
     steps, far = {}, EXPERTS_OF_NODE * (-1 if backwards else 1)

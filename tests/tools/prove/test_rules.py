@@ -19,7 +19,7 @@ HEAD = "X(%0)"
 
 
 def result(op: str, place: int, *values: Any, of: tuple[int, ...] = ()) -> Spread:
-    """What an operator's rule gives, its output of the shape `of`."""
+    """Return what the rule of an operator gives; the operator's output has the shape `of`."""
     types = ("()", f"(<Tensor[Float32], ({', '.join(map(str, of))})>)")
     found = RULES[op].of(Call(Node(op, HEAD, HEAD, [], types=types), 0, values, SIZES))
     return found[place] if isinstance(found, list) else found

@@ -67,7 +67,7 @@ def scale(spread: Spread) -> float:
 
 
 def hold(spread: Spread, whole: np.ndarray, random: Random, own: int = 0) -> Held:
-    """What each rank holds of a value: random parts that add up to it along the partial axes."""
+    """Return what each rank holds of a value: random parts that add up to the value along the partial axes."""
     generator = np.random.default_rng([random.randrange(2**32), 1, own])
     held = [piece(spread, whole, place, SIZES) * scale(spread) for place in RANKS]
     for axis in sorted(spread.partial):
@@ -91,7 +91,7 @@ def along(axes: Sequence[str], place: dict[str, int]) -> list[int]:
 
 
 def describes(spread: Spread, whole: np.ndarray, held: Held) -> bool:
-    """Whether the ranks hold the value as the spread says."""
+    """Return whether the ranks hold the value as the spread says."""
     if spread.whole(SIZES) != whole.shape or spread.shape != held[0].shape:
         return False
     for place in RANKS:

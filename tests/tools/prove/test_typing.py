@@ -25,7 +25,7 @@ def node(number, text, given, gives, scope="Default"):
 
 
 def graph(own, tmp_path, first=True, added="%0", more=()):
-    """One stage with one micro-batch; its input comes from the data or from the stage before."""
+    """Return the graph of one stage with one micro-batch; its input comes from the data or from the stage before."""
     forward = [
         node(0, "PrimFunc_MatMul(%para11_x, %para12_w, Bool(0), Bool(1))", f"{T48}, {T88}", T48),
         node(1, "Partial(@2_◂Step, %para11_x, %para13_accu)", f"{T48}, {ACCU}", ""),
@@ -155,7 +155,7 @@ BALANCE = "Gradients/Default/Router/Grad_AllReduce"
 
 
 def of_balancing_losses(tmp_path, starts, divided, other="TensorMove(%1)"):
-    """What is said of the backward pass of a sum of balancing losses in a graph that the step calls.
+    """Return what is proven of the backward pass of a sum of balancing losses in a graph that the step calls.
 
     Args:
         starts: how the step makes the gradient. divided: where the losses' mean divides by the ranks. other: what is

@@ -1,4 +1,4 @@
-"""What sets two recipes apart, and what that means for training."""
+"""These tests check which differences between two recipes are found, and what they mean for training."""
 
 from pathlib import Path
 

@@ -146,7 +146,7 @@ class Builder:
         self.built.failures += 1
 
     def step_made(self) -> bool:
-        """Whether this attempt has made a step."""
+        """Return whether this attempt has made a step."""
         kinds = [kind for *_, kind, _ in self.built.moments]
         return "step" in kinds and "step" in kinds[len(kinds) - kinds[::-1].index("start") :]
 

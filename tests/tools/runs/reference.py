@@ -1,4 +1,6 @@
-"""Where a run's time went, the slow way: the files are read as they lie, and every tenth of a second is asked."""
+"""This module computes slowly where the time of a run went: it reads the files as they are, and asks for every tenth
+of a second.
+"""
 
 from __future__ import annotations
 

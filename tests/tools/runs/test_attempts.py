@@ -1,4 +1,4 @@
-"""What a launch writes of an attempt, and what a reader makes of it.
+"""These tests check what a launch writes about an attempt, and what a reader makes of it.
 
 What a run writes is read: across resumes, while it is written, with broken lines.
 

@@ -1,4 +1,6 @@
-"""Where a run's time went, against runs whose answer is known, and against a slow reference that asks every moment."""
+"""These tests compare where the time of a run went with known answers, and with a slow reference that asks for every
+moment.
+"""
 
 import json
 

@@ -14,7 +14,7 @@ def stand_in(config, model, *rest, **more):
 
 @pytest.fixture
 def stand_in_placement(monkeypatch):
-    """One process, and nothing is placed: by its bounds no other candidate is faster."""
+    """Let the search run in one process and place nothing: its bounds say that no other candidate is faster."""
     monkeypatch.setattr(workers, "processes", lambda: 1)
     monkeypatch.setattr(workers, "screen", stand_in)
     monkeypatch.setattr(workers, "place", stand_in)

@@ -29,7 +29,7 @@ INSTANCE = Path(__file__).parents[3] / "tools" / "search" / "examples" / "pipeli
 
 
 def refused(result, *words):
-    """One line that says all of `words`."""
+    """Check that the error is one line that contains all of `words`."""
     if isinstance(result.exception, TC3Error):
         said = str(result.exception)
     else:

@@ -1,4 +1,6 @@
-"""What an overlay writes, read back: the configuration it was made from, in a recipe that `tc3 check` accepts."""
+"""These tests read back what an overlay writes: the configuration from which it was made, in a recipe that `tc3 check`
+accepts.
+"""
 
 import os
 from dataclasses import replace
@@ -147,7 +149,7 @@ def without_zeros(config):
 
 
 def dispatch_of(recipe):
-    """How tokens travel."""
+    """Return the settings of a recipe that say how tokens are sent to experts."""
     return recipe.get("plugins", {}).get("hierarchical_ep"), recipe["model"]["model_config"].get(
         "moe_token_dispatcher_type"
     )

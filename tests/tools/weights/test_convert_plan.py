@@ -1,4 +1,5 @@
-"""What a conversion is about to do, only by headers: every tensor once or named, and files of a bounded size.
+"""These tests check the plan of a conversion, which reads only headers: every tensor is written once or named, and
+files have a bounded size.
 
 The forward passes in NumPy, which MindFormers is compared with, against transformers' Llama in torch, if installed.
 

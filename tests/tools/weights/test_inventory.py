@@ -1,4 +1,4 @@
-"""What weights hold, group by group, from headers; and what reading them finds."""
+"""These tests check which weights a folder holds, group by group, from headers, and what reading the weights finds."""
 
 import json
 import math

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def refusal(folder, model, config):
-    """What is said of a config.json; None if it is taken."""
+    """Return the error about a config.json; return None if the file is accepted."""
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     try:
         assert check_config(folder, MODELS[model])
@@ -69,7 +69,7 @@ def test_a_key_that_is_not_known_is_never_converted_in_silence(folder, model, na
 @settings(max_examples=150)
 @given(model=st.sampled_from(list(MODELS)), data=st.data(), value=values)
 def test_another_value_of_a_key_that_decides_numbers_is_refused(folder, model, data, value):
-    """Whatever its type: nothing of a config.json ends in a traceback."""
+    """Another value of a key that decides numbers is refused, whatever its type: no config.json ends in a traceback."""
     config = config_of(MODELS[model], "float32")
     free = {"architectures", "torch_dtype", "use_cache", "tie_word_embeddings", "pad_token_id", "attention_dropout"}
     free |= {"hidden_dropout", "max_position_embeddings", "num_nextn_predict_layers"}

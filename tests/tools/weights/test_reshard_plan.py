@@ -1,4 +1,4 @@
-"""Who writes what, and what it costs, against slow counting.
+"""These tests compare which rank writes what, and what it costs, with slow counting.
 
 Layouts from recipes against those that MindFormers wrote for runs of them (frozen/layouts.json, see freeze.py).
 """

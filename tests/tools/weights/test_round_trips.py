@@ -175,7 +175,9 @@ def converted(source, target, recipe, limit):
 
 
 def as_trained(recipe, weights, sizes):
-    """What a run of these weights would save: adapters, moments and a counter; experts in the order of slots."""
+    """Return what a run with these weights would save: adapters, moments and a counter; experts are in the order of
+    slots.
+    """
     rng = np.random.default_rng(5)
     trained = {name: array.shape for name, array in weights.items() if not name.endswith("expert_bias")}
     adapters = {}

@@ -17,7 +17,7 @@ from types import FrameType
 
 
 def is_local(address: str) -> bool:
-    """Whether an address belongs to this node."""
+    """Return whether an address belongs to this node."""
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))

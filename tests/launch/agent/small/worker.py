@@ -36,7 +36,7 @@ def setting(name: str, otherwise: float) -> float:
 
 
 def contribution(state: float, step: int, rank: int) -> float:
-    """What a rank adds to the sum of a step."""
+    """Return the number that a rank adds to the sum of a step."""
     return math.sin(state * (rank + 1) + step)
 
 

@@ -27,5 +27,5 @@ def numerical(function: Callable[..., np.ndarray], inputs: Sequence[np.ndarray],
 
 
 def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """What the caller stores."""
+    """Return the values as the caller stores them, rounded to `dtype`."""
     return x.astype(np.float32).astype(dtype)

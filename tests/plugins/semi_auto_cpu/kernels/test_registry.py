@@ -1,4 +1,6 @@
-"""What the decorator does to inputs and outputs, and that kernels take the inputs of MindSpore's operators."""
+"""These tests check what the decorator does to inputs and outputs, and that kernels accept the inputs of MindSpore's
+operators.
+"""
 
 import ast
 import importlib.util

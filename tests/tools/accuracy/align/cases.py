@@ -20,7 +20,7 @@ UPDATE_SAMPLE = 1e-3  # of an element of an update, relative to its tensor's roo
 
 
 def sizes(mtp=1, interleaved=True, **changes):
-    """One dense and one MoE layer."""
+    """Return the sizes of a model with one dense and one MoE layer."""
     hf = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "n_shared_experts": 1,

@@ -53,7 +53,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What was run; each run gives the same record, and the same losses."""
+    """Return the list of what was run; each run gives the same record and the same losses."""
     started = []
 
     def run_mindformers(recipe, folder, hyper, weights):

@@ -43,7 +43,7 @@ class HalvesRotated(Forward):
 
 
 class ExpertsSwapped(Forward):
-    """What expert 0 should compute, expert 1 does, and vice versa."""
+    """An `ExpertsSwapped` computes with expert 1 what expert 0 should compute, and vice versa."""
 
     def swiglu(self, name, x):
         swap = {"experts.0": "experts.1", "experts.1": "experts.0"}

@@ -82,7 +82,7 @@ class Run:
         return RATE * np.sign(1 / EXPERTS - load)
 
     def restored(self, state):
-        """What a resume makes of the state of the step that it goes on from."""
+        """Return the state with which a resumed run starts, made from the state of the step from which it continues."""
         return state
 
     def copy(self, rank, name, value):

@@ -78,7 +78,7 @@ def test_another_shape_is_not_other_bits(tmp_path, monkeypatch):
 def test_a_first_step_with_rate_0_shows_what_a_sharded_run_started_from(tmp_path, rate, stage):
     class Sharded(Run):
         def line(self, rank, kind, line):
-            """When the run begins, its graph has not made the weights yet."""
+            """Leave the weights out of the record of a run's start, because a sharded graph has not made them yet."""
             kept = {} if kind == "start" else line["state"]
             super().line(rank, kind, {**line, "state": kept})
 

@@ -28,7 +28,7 @@ class Spoilt(Run):
 
 
 class NotANumber(Run):
-    """One element of a gradient is NaN in the last step."""
+    """In a `NotANumber` run one element of a gradient is NaN in the last step."""
 
     def gradient(self, step, name):
         made = super().gradient(step, name)

@@ -24,7 +24,7 @@ def tensor(name, values, folder, task):
 
 
 def write_rank(folder, calls, level="L0", task="tensor"):
-    """One `stepN/rankM`: calls is {key: {group: arrays or plain values}} as in `model`."""
+    """Write one folder `stepN/rankM`; `calls` is {key: {group: arrays or plain values}}, as in `model`."""
     folder = Path(folder)
     (folder / "dump_tensor_data").mkdir(parents=True)
     data = {}
@@ -87,7 +87,9 @@ def weights(seed=0):
 
 
 def step(held, seed):
-    """One step of a model of two layers: `layers.0` holds `linear` and `act`, `layers.1` the same."""
+    """Return the calls of one step of a model of two layers; `layers.0` holds `linear` and `act`, and so does
+    `layers.1`.
+    """
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(4, H)).astype(np.float32)
     tokens = rng.integers(0, 9, 4).astype(np.int32)

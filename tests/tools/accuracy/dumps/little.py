@@ -16,7 +16,7 @@ T, H, V, E = 24, 16, 32, 4  # tokens, width, vocabulary, experts
 
 @dataclass(frozen=True)
 class Faults:
-    """What is wrong; nothing by default."""
+    """A `Faults` says what is wrong with the model; by default nothing is wrong."""
 
     softmax: float = 1.0  # factor of the attention's weights
     inside: float = 1.0  # factor of the scores that go to the router's inner cell
@@ -142,7 +142,7 @@ def _update(w, gradients, state, faults, step):
 
 
 def train(faults, steps=2):
-    """What L0 shows of each step, and of the weights behind the last."""
+    """Return what a dump of level L0 shows of each step, and of the weights after the last step."""
     w, state, found = _initial(faults), _state(faults), []
     for step in range(steps):
         rng = np.random.default_rng([5, faults.seed, step, step >= faults.data_from])

@@ -404,7 +404,7 @@ def test_a_rerun_is_clean_and_faults_are_placed(corpus, workers, tmp_path):  # n
 
 
 def check_layout(folder):
-    """What `dump_writer` writes is what msprobe wrote: keys, groups and files of one call of each kind."""
+    """Check that `dump_writer` writes the keys, groups and files that msprobe wrote for one call of each kind."""
     rank = folder / "step0" / "rank0"
     data = json.loads((rank / "dump.json").read_text())["data"]
     linear = "Cell.network.model.decoder.layers.0.self_attention.linear_proj.RowParallelLinear"

@@ -261,7 +261,7 @@ def test_the_files_are_read_once_unless_there_may_be_a_factor(folder, monkeypatc
 
 
 def layer(path, kind, given, out):
-    """One call of a cell."""
+    """Return one call of a cell as a dump holds it."""
     return {f"Cell.layers.0.{path}.{kind}.forward.0": {"input_args": [given], "output": [out], "parameters": {}}}
 
 

@@ -31,7 +31,7 @@ def adamw(weight, gradients, decay=DECAY, rate=RATE, betas=(0.9, 0.95), eps=1e-8
 
 
 def calls(weight, gradient):
-    """One step: what L0 shows of one cell."""
+    """Return what a dump of level L0 shows of one cell in one step."""
     found = {f"{CELL}.forward.0": {"input_args": [], "output": [], "parameters": {"weight": weight}}}
     return found if gradient is None else {**found, f"{CELL}.parameters_grad.0": {"weight": [gradient]}}
 
@@ -55,7 +55,7 @@ def compared(folder, golden, bench, **settings):
 @pytest.mark.parametrize("shape", [(64, 64), (256, 256)])
 @pytest.mark.parametrize("noise", [0, 1e-7, 1e-6, 1e-5, 5e-5])
 def test_a_missing_weight_decay_is_found_across_platforms(tmp_path, shape, noise):
-    """Whatever the gradients' own errors hide of the whole update."""
+    """A missing weight decay is found even if errors of the gradients hide much of the whole update."""
     report = compared(tmp_path, trained(0, shape, 0), trained(0, shape, noise, decay=0.0))
     rows = [row for row in report.findings if row.kind == "update"]
     assert [row.step for row in rows] == [1, 2, 3] and report.updates == 3
@@ -139,7 +139,9 @@ def test_updates_that_are_none_or_along_the_weight(tmp_path):
 
 
 def functions(steps, noise=0.0):
-    """What L1 shows of the same run: a function's backward pass, no cells and no weights."""
+    """Return what a dump of level L1 shows of the same run: the backward pass of a function, without cells and
+    weights.
+    """
     rng = np.random.default_rng(0)
     found = []
     for _ in steps[:-1]:

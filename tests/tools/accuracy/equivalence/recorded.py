@@ -1,4 +1,4 @@
-"""What the ranks of a small run record, and ways to spoil it."""
+"""This module writes what the ranks of a small run record, and offers ways to spoil it."""
 
 import json
 
@@ -9,7 +9,7 @@ from tools.accuracy.equivalence import runs
 
 
 def record(folder, workers=1, change=None, steps=2):
-    """What ranks of a small run write; `change(rank, arrays, json, metrics)` spoils it."""
+    """Write what the ranks of a small run record; `change(rank, arrays, json, metrics)` spoils it."""
     rng = np.random.default_rng(0)
     state = {name: rng.standard_normal((8, 4)).astype(np.float32) for name in WEIGHTS}
     state |= {f"{runs.START}{name}": value - 0.25 for name, value in state.items()}
@@ -118,7 +118,7 @@ def spoil_loads(rank, arrays, content, metrics):
 
 
 def tie(rank, arrays, content, metrics):
-    """One choice of 1024 goes to the other expert of those at their share, so that one of them gets too much."""
+    """Move one of 1024 choices between two experts that have exactly their share, so that one of them gets too much."""
     arrays[f"load.{ROUTER}"][1, :2] += np.float32([1 / 1024, -1 / 1024])
     arrays[f"bias.{ROUTER}"][2:, :2] += [-RATE, RATE]
 

@@ -60,7 +60,9 @@ def test_all_singular_values_come_near_one_and_directions_stay(shape, exact):
 
 
 def test_a_shards_matrix_is_not_the_matrix_shard():
-    """Why matrices must be gathered: what a wrong group or none would do is far from every tolerance."""
+    """Matrices must be gathered before Newton-Schulz: with a part of the matrix or with a wrong group, results differ
+    by far more than every tolerance.
+    """
     x = np.random.default_rng(2).standard_normal((16, 12))
     whole = newton_schulz(x, exact=True)
     for wrong in (newton_schulz(x[:8], True), newton_schulz(np.concatenate([x[:8], x[:8]]), True)[:8]):
@@ -68,7 +70,9 @@ def test_a_shards_matrix_is_not_the_matrix_shard():
 
 
 def test_only_rounding_to_bfloat16_makes_a_gradients_last_bits_a_part_of_a_step():
-    """Why two layouts differ with Muon (docs/muon.md): eight numbers of 3,072 are rounded the other way."""
+    """Rounding to bfloat16 is why two layouts differ with Muon (docs/muon.md): eight numbers of 3,072 are rounded the
+    other way.
+    """
     rng = np.random.default_rng(4)
     left, right = (np.linalg.qr(rng.standard_normal((rows, 48)))[0] for rows in (64, 48))
     one = ((left * np.logspace(0, -3, 48)) @ right.T).astype(np.float32)

@@ -1,4 +1,6 @@
-"""What a pass needs beside what is kept, and how logits travel, against MindSpore 2.9.0's compiled graphs."""
+"""These tests compare with MindSpore 2.9.0's compiled graphs what a pass needs in addition to kept tensors, and how
+logits are sent.
+"""
 
 from collections import Counter
 from dataclasses import replace
