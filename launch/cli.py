@@ -83,7 +83,10 @@ COMMANDS = {
         "Check and measure a new cluster; say whether to train.",
     ),
     "fusion": ("tools.fusion.cli:fusion", "Predict which operators DVM fuses into one kernel, and what that saves."),
-    "generate": ("launch.generate.command:generate", "Generate text with a trained mini, to see what it has learnt."),
+    "generate": (
+        "launch.generate.command:generate",
+        "Generate text with a small trained model, to see what it has learnt.",
+    ),
     "memory": ("tools.memory:memory", "Predict a device's memory without compiling, and what would free some."),
     "prove": ("tools.prove.cli:prove", "Prove on the compiled graphs that each gradient is summed exactly once."),
     "recipe": ("tools.recipe.cli:recipe", "Show a recipe flat, or compare two."),

@@ -54,8 +54,8 @@ def enable_model(config) -> None:
 
 
 def enable_plugins(config) -> None:
-    """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Also enable sealed checkpoints
-    and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them.
+    """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Also enable seals (recorded
+    checksums of checkpoints) and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them.
 
     `name: False` leaves a plugin off, for a recipe that inherits it from its base, or that wants none of `UNWRITTEN`.
 

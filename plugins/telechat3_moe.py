@@ -96,8 +96,8 @@ def apply_edits(model) -> None:
 
 
 def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any], None]]]) -> None:
-    """Build models from now on inside the context `around(TransformerConfig)`, and call the function that this context
-    yields with each GPTModel that was built.
+    """Build models from now on inside the context manager `around(TransformerConfig)`. The context manager yields a
+    function, which is then called with each GPTModel that was built.
     """
     _positions[:] = [around]
 

@@ -71,7 +71,9 @@ class Proposal:
 
 
 def verdict(peak: float, room: Room) -> str:
-    """Return whether a predicted peak fits into the room, as far as the model's known error allows a statement."""
+    """Return whether a predicted peak fits into the memory that the job may use, as far as the model's known error
+    allows a statement.
+    """
     return fit_between(peak, peak, room.cap, room.bytes)
 
 

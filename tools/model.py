@@ -420,9 +420,9 @@ FORMULA = "6 x (weights and gates that multiply a token) + 3 x seq x heads x (d_
 
 
 def multiplied(model: Model) -> dict[str, int]:
-    """Return the number of weight elements that multiply one token, by module: "attention", "mlp", "experts", "router",
-    "mtp" and "head"; with several residual streams also "hyper-connections", which count the gates of a token as well
-    as the weights that make them.
+    """Return the number of weight elements that multiply one token, by module: "attention", "mlp", "experts",
+    "router", "mtp" and "head"; with several residual streams also "hyper-connections": the gates of a token and the
+    weights that compute them.
 
     Of the routed experts the top-k. An MTP layer counts as "mtp" but for its prediction, which is another head.
     """

@@ -80,7 +80,9 @@ class Around:
         return None
 
     def began(self) -> End | None:
-        """Return how the workers of one host ended: of the host whose failure ended the attempt."""
+        """Return how the workers ended on the host whose failure ended the attempt; return None if no host has failed
+        yet.
+        """
         number = self.plan.attempt
         first = self.meeting.over(number)
         return self.meeting.ended(number, first) if first else None

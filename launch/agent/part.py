@@ -80,7 +80,7 @@ def own_ranks(job: Job, plan: Plan) -> range:
 
 @dataclass
 class Part:
-    """This is this node's part of one attempt of a run."""
+    """A `Part` runs this node's workers in one attempt of a run (one start of all its workers)."""
 
     job: Job
     plan: Plan

@@ -347,8 +347,8 @@ def under_way(run_dir: Path) -> bool:
 
 
 def history(job: Job, number: int) -> list[Attempt]:
-    """Return the attempts before `number` that belong to the same launch, which are those after the last attempt that
-    ended a run.
+    """Return the attempts before `number` that belong to the same launch: those after the last attempt with which a
+    run ended.
     """
     found: list[Attempt] = []
     for earlier in reversed([each for each in numbers(job.run_dir) if job.first <= each < number]):

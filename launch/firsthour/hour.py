@@ -162,7 +162,9 @@ class Hour:
         return judge_hosts(compared(evidence), self.names, versions=False), evidence
 
     def versions(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Judge the facts that the reports of the check `hosts` hold."""
+        """Judge whether all nodes have the same versions, by the reports that the check `hosts` has
+        collected.
+        """
         evidence = done["hosts"].evidence
         if not evidence:
             raise ClusterError("no node has reported its versions, because the check `hosts` gave no results")
@@ -225,7 +227,9 @@ class Hour:
     # The checks that train.
 
     def mini(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train the mini recipe of the recipe in one process, and compare its losses with the golden numbers."""
+        """Train a small version of the recipe (its mini recipe) in one process, and compare its losses with the golden
+        losses.
+        """
         content = ask(self.commands()["mini"][0], seconds)
         known = Path(content["golden_file"]).name if content["golden_file"] else ""
         evidence = {"differences": content["golden"], "golden_file": known, "steps": content["steps"]}

@@ -119,7 +119,7 @@ class NpuHour(Hour):
             self.hosts_of(devices).write_text("".join(f"{name} {self.each}\n" for name in names), encoding="utf-8")
 
     def mini(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train one device and a CPU process, and compare their losses."""
+        """Train a small recipe on one device and in one CPU process, and compare the losses."""
         self.write_small()
         until = time.monotonic() + seconds
         for words in self.commands()["mini"]:

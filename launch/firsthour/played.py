@@ -156,8 +156,8 @@ def _update(state: State, gradients: Weights) -> None:
 
 
 def resumed(rank: Rank, steps: int, save: int, whole: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (step -> loss without a kill, step -> loss with a kill and a resume from step `save`), whose
-    moments are lost unless the checkpoint is `whole`.
+    """Return the losses by step of two runs: one without a kill, and one with a kill and a resume from step `save`.
+    The resume loses the moments unless the checkpoint is `whole`.
     """
     one, _ = train([rank], steps)
     before, state = train([rank], save)

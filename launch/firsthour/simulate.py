@@ -179,7 +179,7 @@ class Play:
         return judge_hosts(compared(evidence), self.cluster.hosts, versions=False), evidence
 
     def versions(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Judge the facts of the reports that the check `hosts` stored."""
+        """Judge whether all nodes have the same versions, by the reports that the check `hosts` has stored."""
         return judge_hosts(compared(done["hosts"].evidence), self.cluster.hosts, versions=True), {}
 
     def _answer(self, host: str) -> Answer:

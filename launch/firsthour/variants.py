@@ -1,5 +1,5 @@
-"""This module measures a recipe's dispatch modes and fused operators against each other, and writes the winners into an
-overlay, a child of the recipe.
+"""This module measures a recipe's dispatch modes and fused operators against each other, and writes the winners into
+an overlay, which is a small recipe with the measured recipe as its base.
 
 A variant is the recipe with one other value. Each is trained for a few steps; its time is that of a usual step, without
 the first one, which compiles. A variant wins if its step is shorter than the recipe's own by more than `SURE`. Fused
@@ -111,7 +111,9 @@ def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) 
 
 
 def write_overlay(recipe: Path, variants: Sequence[Variant], seconds: Mapping[str, float | None], file: Path) -> bool:
-    """Write the winners as a child of the recipe; write nothing and return False if every own value stays."""
+    """Write the winners into a recipe that has `recipe` as its base; if no value of `recipe` changes, write nothing
+    and return False.
+    """
     content: dict[str, Any] = {}
     for key in dict.fromkeys(one.key for one in variants):
         best = winner_of([one for one in variants if one.key == key], seconds)

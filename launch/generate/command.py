@@ -216,7 +216,7 @@ def generate(
     tokenizer: Path | None,
     as_json: bool,
 ) -> None:
-    """Generate text with a trained mini, to see what it has learnt.
+    """Generate text with a small trained model, to see what it has learnt.
 
     RUN is a run's folder (its newest complete checkpoint is used), CHECKPOINT one iteration of any layout, other
     weights in MindFormers' names, or a Hugging Face folder. Each token is the likeliest one, unless --temperature,

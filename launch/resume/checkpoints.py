@@ -393,8 +393,8 @@ def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
 
 
 def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
-    """Raise CheckpointError if this worker's part of a sealed checkpoint is damaged; together the workers read every
-    file once.
+    """Raise CheckpointError if this worker's part of a checkpoint does not match its recorded checksums (its seal);
+    together the workers read every file once.
 
     A checkpoint without seals is accepted, because the user named it.
     """
@@ -455,7 +455,9 @@ def check_save_path(root: Path, resume: bool, force: bool) -> None:
 
 
 def clear_save_path(root: Path) -> None:
-    """Remove the sealed iterations of an earlier run and its unfinished saves, and nothing else."""
+    """Remove the checkpoints that an earlier run has completed (sealed) and its unfinished saves,
+    and nothing else.
+    """
     for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*")]:
         shutil.rmtree(folder)
 

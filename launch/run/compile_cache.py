@@ -115,9 +115,9 @@ class CompileCache:
             self._publish(rank)
 
     def close(self, ended_well: bool) -> None:
-        """After the workers have ended, publish the graphs that are not published yet if the workers `ended_well` or
-        the graph was in use, so that the next attempt can load what a failed attempt has compiled; remove the attempt's
-        own folder.
+        """Publish the graphs that are not published yet, after the workers have ended, and remove the attempt's own
+        folder. The graphs of a failed attempt are published only if they were in use, so that the next attempt can
+        load them.
         """
         if self.environment:
             for rank in self.ranks:

@@ -95,7 +95,7 @@ def effective_recipe(
 
 
 def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
-    """Return the recipe, or its mini recipe, with the user's overrides."""
+    """Return the recipe, or its mini recipe (a small version for CPU), with the user's overrides."""
     flat = size.load(path)
     for override in overrides:
         if others := also_changed(flat, override):

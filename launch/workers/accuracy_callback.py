@@ -61,7 +61,9 @@ class AccuracyDump(Callback):
 
 
 def enable(config, settings) -> None:
-    """Add the callback to `config` (a MindFormerConfig), and run L0, L1 and mix in PyNative, which they need."""
+    """Add the callback to `config` (a MindFormerConfig); for dumps of msprobe's levels L0, L1 and mix, also switch to
+    PyNative mode, which these levels need.
+    """
     if settings["level"] != "L2":
         _switch_to_pynative()
     config.callbacks.append({"type": "AccuracyDump", "run_dir": config.output_dir, **settings})

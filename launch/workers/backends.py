@@ -38,7 +38,9 @@ class Ascend:
 
 
 class Cpu(Ascend):
-    """This backend is for a CPU process that has the whole model, or its share of the data or the experts."""
+    """This backend is for CPU runs without a sharded graph: each process has the whole model (with expert parallelism,
+    only a part of the experts) and trains on its share of the data.
+    """
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
         """Replace functions that MindFormers copies when it is imported and that have no CPU kernel."""

@@ -38,7 +38,8 @@ def metrics_file(run_dir: str | Path, rank: int) -> Path:
 
 
 class FirstStep:
-    """A `FirstStep` records the first step of this process's part of a sharded CPU run, for `tc3 accuracy collectives`.
+    """A `FirstStep` records which collectives this process executes in the first step of a sharded CPU run, for `tc3
+    accuracy collectives`.
 
     Every such run records its first step: recording a call takes a microsecond, and later steps make the same calls.
     The record also holds the rank's place in each group as MindSpore was given it, by which MindSpore slices weights.

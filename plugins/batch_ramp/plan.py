@@ -127,8 +127,8 @@ def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
 
 
 def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
-    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run: with `learning_rate: samples`,
-    the number of steps of the full batch that train as many samples as these `steps` steps, rounded up.
+    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run. With `learning_rate: samples`
+    this is the number of steps with the full batch that train as many samples, rounded up; otherwise it is `steps`.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     by_samples = settings is not None and settings.learning_rate == SAMPLES
@@ -169,7 +169,7 @@ class Division:
 
     @property
     def full(self) -> int:
-        """Return the samples of a step of the recipe's own batch."""
+        """Return the number of samples of a step with the recipe's own batch."""
         return self.ranks * self.micro * self.micro_batches
 
     @property
@@ -178,8 +178,8 @@ class Division:
         return 1 if self.whole else fewest_micro_batches(self.pipeline, self.scheduler)
 
     def advice(self, micro_batches: int, word: str = "write at least") -> str:
-        """Return the advice for a stage that needs this number of micro-batches, if the recipe's own batch is
-        larger.
+        """Return the advice for a stage that needs this number of micro-batches: a number of samples, or to leave the
+        stage out if the recipe's own batch is not larger than that.
         """
         samples = micro_batches * self.unit
         if samples < self.full:

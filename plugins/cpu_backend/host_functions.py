@@ -1,5 +1,5 @@
-"""This module gives the Python functions that a MindSpore graph calls (`ops.Custom`) numbers that are the same in every
-process, so that a process can load a graph that another process compiled.
+"""This module numbers the Python functions that a MindSpore graph calls (`ops.Custom`). A function has the same number
+in every process, so that a process can load a graph that another process compiled.
 
 MindSpore knows the function of `ops.Custom(func_type="pyfunc")` by its address in the process that compiled the graph.
 A graph that another process loads would look for the wrong number. Here a function's number is a digest of its name:

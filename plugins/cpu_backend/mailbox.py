@@ -113,8 +113,8 @@ def greet(connection: socket.socket, rank: int, size: int) -> None:
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Read the greeting from the rank at the other end of a connection; return (this rank's number, the number of
-    ranks). The function raises the errors that `receive` raises.
+    """Read the greeting from the rank at the other end of a connection; return the number of that rank and the number
+    of ranks. The function raises the errors that `receive` raises.
     """
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))

@@ -198,9 +198,9 @@ def next_state(
 
 
 def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
-    """Return the tokens that each expert's own slot would keep, integers [E], if all D x spare copies were made one by
-    one, each time of the expert whose own slot then has the most tokens. This is EPLB's rule, except that an expert
-    gets at most one slot on each device.
+    """Return the tokens that stay in each expert's own slot, integers [E], after D x spare copies were made one by
+    one. Each copy is one of the expert whose own slot has the most tokens at that moment. This is EPLB's rule, except
+    that an expert gets at most one slot on each device.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):

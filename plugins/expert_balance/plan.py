@@ -178,8 +178,8 @@ def moved(new: np.ndarray, old: np.ndarray, devices: int) -> int:
 
 
 def greedy(loads: np.ndarray, devices: int) -> np.ndarray:
-    """Return the placement of the greedy rule: take the experts from the largest load down, and put each on the
-    emptiest device that has room.
+    """Return the placement of the greedy rule: take the experts from the largest load down, and put each on the device
+    with the least load that has a free slot.
     """
     each = len(loads) // devices
     full, used = np.zeros(devices, loads.dtype), np.zeros(devices, np.int64)

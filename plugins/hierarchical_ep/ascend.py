@@ -75,7 +75,7 @@ class Net:
 
     def all_gather(self, group, small=False):
         """Return an AllGather operator, which joins the tensors [m, ...] of n ranks to one tensor [n * m, ...]; a
-        `small` result is kept, so that recomputation does not send it again.
+        `small` result is stored for the backward pass, so that recomputation does not send it again.
         """
         gather = ops.AllGather(group=self._name(group))
         return gather.recompute(False) if small else gather

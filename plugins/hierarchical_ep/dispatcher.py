@@ -418,8 +418,8 @@ class RoutedLayer(nn.Cell):
         return self.rows.take(self.join(tuple([chunk[0] for chunk in chunks])), self.whole)
 
     def start(self, tokens, meta):
-        """Return for each chunk the tuple with which it starts: its rows, its metadata (replaced later by counts), and
-        empty records, in which the two steps of its dispatch store what the way back needs.
+        """Return for each chunk a tuple of its rows, its metadata (later replaced by counts), and two empty records.
+        The two steps of the dispatch store in these records how to send results back.
         """
         if self.count == 1:
             return ((tokens, meta, (), ()),)

@@ -52,7 +52,9 @@ def enable(config, settings) -> None:
 
 
 def along_of(config) -> str:
-    """Return over which ranks MindFormers splits the sequence between layers, as a name of `layout`."""
+    """Return "cp_tp" if MindFormers splits sequences between layers over context- and tensor-parallel ranks, and
+    "None" if it does not split them.
+    """
     return "cp_tp" if config.sequence_parallel or (config.context_parallel_size or 1) > 1 else "None"
 
 

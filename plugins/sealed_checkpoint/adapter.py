@@ -1,5 +1,5 @@
-"""This module extends MindFormers' CheckpointMonitor: it also seals the saved files (see `plan`), and can resume with
-another global batch size.
+"""This module extends MindFormers' CheckpointMonitor: it also seals the saved files (records their sizes and
+checksums), and can resume with another global batch size.
 
 This module is imported for its registration. `forget_logits` leaves out of a resume what belongs to a finished step.
 `load_scaled_step` corrects the optimizer's count of steps, on which the learning rate and Adam's bias correction

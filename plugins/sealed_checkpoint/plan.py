@@ -67,7 +67,7 @@ def number_of(attempt: str | None) -> int:
 
 
 def seal_file(folder: Path, rank: int) -> Path:
-    """Return the path of one rank's seal in a checkpoint folder."""
+    """Return the path of one rank's seal (the file with sizes and checksums) in a checkpoint folder."""
     return folder / f"seal_rank_{rank}.json"
 
 
@@ -154,8 +154,8 @@ def _write(seal: dict, folder: Path, rank: int) -> Path:
 
 
 def publish(saved: Path, root: Path) -> Path | None:
-    """Move a saved iteration that all ranks have sealed into `root`, the folder of finished checkpoints; return the new
-    path.
+    """Move a checkpoint that all ranks have completed and sealed into `root`, the folder of finished checkpoints;
+    return the new path.
 
     An iteration of that name makes room: it is of an attempt before. None where it is of a later one, or somebody else
     has published this one meanwhile. Who saves in place is done already.
@@ -295,8 +295,8 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
 
 
 def newest_of_rank(root: Path, rank: int) -> Path | None:
-    """Return the newest iteration below `root` that this rank has sealed, even if other ranks have not sealed it; None
-    if this rank has sealed no iteration.
+    """Return the newest checkpoint below `root` whose part of this rank is complete (sealed), even if parts of other
+    ranks are not; return None if there is no such checkpoint.
 
     One that is not in its place yet is named by where it will be.
     """

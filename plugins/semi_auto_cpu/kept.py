@@ -63,8 +63,9 @@ class KeptGraphs:
         self._loads = bool(self._there)
 
     def to_load(self, what: Entry) -> Entry | None:
-        """Return the information that an earlier process kept for the next compile if that compile was also described
-        by `what` (see `described`); None means that MindSpore must compile.
+        """Return the stored information about the next graph, so that MindSpore can load it instead of compiling.
+        Return None if no graph is stored, or if the stored graph was compiled for something else than `what` (see
+        `described`).
         """
         number = len(self._entries)
         there = self._there[number]["cell"] if number < len(self._there) else {}

@@ -123,8 +123,8 @@ def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
 
 
 def parts_of_meshes(devices: int, rank: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield every group of `size` ranks that contains `rank` and that varies some axes of a device mesh and keeps the
-    others.
+    """Yield every group of `size` ranks that contains `rank` and whose ranks differ only in their positions along some
+    axes of a device mesh.
 
     Then, where `optimizer_weight_shard_size` cuts such a group of more ranks into equal parts, the part with `rank`.
     Axes of any mesh are products of the axes of one whose lengths are primes: these are tried in each order.

@@ -76,8 +76,8 @@ def enable(config, settings) -> None:
 
 @contextmanager
 def positions(config, yarn: Yarn) -> Iterator[Any]:
-    """Let GPTModel build YaRN from `config` (a TransformerConfig) inside the block, which yields a function that puts
-    the attention factor on cos and sin of the model that was built.
+    """Let GPTModel build YaRN from `config` (a TransformerConfig) inside the block. The block yields a function that
+    multiplies cos and sin of the built model by the attention factor.
     """
     config.qk_pos_emb_head_dim = config.kv_channels
     try:

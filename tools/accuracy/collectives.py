@@ -36,8 +36,8 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe in `path` unchanged if it is for CPU; for an Ascend recipe, return the mini recipe with the
-    same parallel strategy.
+    """Return the recipe in `path` unchanged if it is for CPU; for an Ascend recipe, return a small version for CPU
+    (its mini recipe) with the same parallel strategy.
 
     Raises:
         RecipeError: the file or an override is wrong, or MindSpore would not shard the recipe's graph.

@@ -77,7 +77,8 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the part to which a kept tensor belongs: a tensor that only a later layer reads is that layer's input.
+    """Return the name of the part of the model to which a tensor counts that is kept for the backward pass. A tensor
+    that only one later layer reads counts to that layer, because it is the layer's input.
 
     Args:
         own: the part of the operator that computes it. readers: the parts of the operators that read it in the forward

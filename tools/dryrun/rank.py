@@ -99,7 +99,7 @@ def compile_job(
 
 
 def keep_text(graph: Path, text: Path) -> None:
-    """Compress the text of a graph into the file in which it is kept."""
+    """Write the text of a graph, compressed, into the file `text`."""
     with atomic_file(text) as part, graph.open("rb") as plain, gzip.open(part, "wb", compresslevel=3) as packed:
         shutil.copyfileobj(plain, packed)
 

@@ -162,8 +162,8 @@ def clear_cache() -> None:
 
 
 def newer_error(hardware: Hardware) -> Newer | None:
-    """Return the errors of predicted step times on software that is newer than the fitted runs; None if the cluster's
-    file has its own efficiencies, which `calibrate` fitted to the software that was measured.
+    """Return the errors of predicted step times on software that is newer than that of the fitted runs. Return None if
+    the cluster's file has its own efficiencies, because `calibrate` fitted them to the measured software.
     """
     return None if hardware.efficiency else Newer(**_content()["newer"])
 

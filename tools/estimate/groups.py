@@ -85,8 +85,8 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds in which a stage communicates weights and gradients, as `TimeModel` does, and list the
-        calls of data parallelism (the group dp).
+        """Return the seconds in which a stage communicates weights and gradients, as `TimeModel` does, and add these
+        calls to the list of the group dp (data parallelism).
         """
         with self._of("dp"):
             return super().once_and_each(config, stage)

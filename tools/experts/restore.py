@@ -29,8 +29,8 @@ def target_of(folder: Path) -> Path:
 def restore_order(
     folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None, salvage: bool = False
 ) -> tuple[int, Sequence[str]]:
-    """Write `folder` to `target`, sealed, with every expert in the slot of its own number; return the number of
-    restored layers, and the damaged values of `folder` that were copied nevertheless.
+    """Copy the checkpoint `folder` to `target`, with every expert in the slot of its own number and with seals
+    (recorded checksums). Return the number of restored layers, and the damaged values that were copied nevertheless.
 
     A rank's file is written at a time, from the files that hold its experts: no more than one is in memory.
 

@@ -1,5 +1,5 @@
-"""This module finds which layers go to which stage and chunk, and which of them are recomputed in which way. The search
-looks for the fastest plan that keeps every stage's memory cap.
+"""This module finds which layers go to which stage and chunk, and which of them are recomputed in which way. The
+search looks for the fastest plan in which no stage exceeds the memory cap.
 
 1. A first plan: the one that is given, or else the quick placement (`fast`); and, if they fit, evenly spread layers
    that recompute as little as memory allows.
@@ -66,7 +66,7 @@ def even_plan(instance: Instance) -> np.ndarray:
 
 
 def _ease(instance: Instance, plan: np.ndarray, chunk: int, index: int) -> np.ndarray:
-    """Give a chunk's layers of a type, one by one, the fastest option that keeps the cap."""
+    """Give a chunk's layers of a type, one by one, the fastest option that stays within the memory cap."""
     columns = instance.type_columns(index)
     fastest = columns.start + instance.costs[1, columns].argsort(kind="stable")
     for slow in reversed(fastest):

@@ -42,8 +42,8 @@ from tools.pipeline.schedules import pairs_up
 
 
 def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
-    """Return `config` with fewer recomputed layers of each group, as long as every stage keeps `cap_bytes`. The
-    function tries the most expensive group first.
+    """Return `config` with fewer recomputed layers of each group, as long as every stage needs at most `cap_bytes`.
+    The function tries the most expensive group first.
     """
     kind = config.model.last_kind
     names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
@@ -88,9 +88,9 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
 
 
 def recomputing_least(config: Configuration, model: TimeModel, cap_bytes: float) -> list[Configuration]:
-    """Return variants of `config` that recompute less and leave the layers on their stages; the last variant recomputes
-    no whole layer. On each stage the first layers have one option and the others a weaker one, so that the stage
-    keeps `cap_bytes` and takes the least time.
+    """Return variants of `config` that recompute less and leave the layers on their stages; the last variant
+    recomputes no whole layer. On each stage the first layers have one option and the others a weaker one, so that the
+    stage needs at most `cap_bytes` and takes the least time.
     """
     some = [_least(config, model, cap_bytes, options) for options in (ORDER, ORDER[1:])]
     return [one for one in some if one is not None]
@@ -161,8 +161,8 @@ def place(
     groups: bool = False,
     start: Placement | None = None,
 ) -> Placement:
-    """Return the fastest placement of `config`'s layers, with the recomputation of each, that keeps `cap_bytes` on
-    every stage.
+    """Return the fastest placement of `config`'s layers, with the recomputation of each, in which no stage needs more
+    than `cap_bytes`.
 
     The configuration's own tables are one of the candidates. Where dense and MoE layers alternate, layers stay where
     they are, and only what they recompute is chosen (`recomputing_least`). Of schedules with pairs

@@ -189,8 +189,8 @@ def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
 
 
 def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
-    """Return how the parts lie on the ranks (their spreads) into which each rank splits a dimension; this dimension
-    must not be cut.
+    """Return for each part of a dimension how it lies on the ranks (its spread) after every rank has split the
+    dimension; the dimension must not be cut over ranks.
     """
     require_home(x)
     axis %= len(x.dims)

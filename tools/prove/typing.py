@@ -441,7 +441,7 @@ class Typing:
         return [number for number in sums if f"ref_key={ADDED}{weight}," in nodes[nodes[number].value or 0].types[1]]
 
     def losses(self) -> list[Spread]:
-        """Return how those reported losses lie on the ranks that are not the same on all ranks."""
+        """Return how the reported losses lie on the ranks, without losses that are equal on all ranks."""
         found = []
         for node in self.graph.graphs[self.graph.root]:
             number = re.match(r"AssignAdd\(%para\d+_\w*loss, %(\d+)", node.head.removeprefix("PrimFunc_"))

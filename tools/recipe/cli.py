@@ -31,7 +31,8 @@ def effective(
     as_written: bool = False,
     workers: int | None = None,
 ) -> Recipe:
-    """Return the recipe of a file as it would run, or the mini recipe that `tc3 train --mini` would train instead.
+    """Return the recipe of a file as it would run, or the mini recipe (a small version for CPU) that `tc3 train
+    --mini` would train instead.
 
     With a number of `workers` the mini recipe keeps the recipe's parallel strategy, scaled to this number (`--mini
     --parallel`). What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves

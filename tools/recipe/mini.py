@@ -171,7 +171,8 @@ def _cut_fewer_samples(mini: dict[str, Any]) -> None:
 def load_mini(
     path: str | os.PathLike[str], data_path: str = CORPUS, steps: int = 10, workers: int | None = None
 ) -> Recipe:
-    """Return the mini recipe of a recipe's file, as a Recipe to which overrides can be applied.
+    """Return the mini recipe (a small version for CPU) of a recipe's file, as a Recipe to which overrides can be
+    applied.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk.
@@ -336,7 +337,9 @@ def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
 
 
 def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Print every step, save at the end, and count the experts of the mini."""
+    """Change the callbacks so that the small recipe prints every step, saves at the end, and counts the tokens of its
+    own number of experts.
+    """
     kept = []
     for callback in mini.get("callbacks", []):
         if callback["type"] == "MFLossMonitor":

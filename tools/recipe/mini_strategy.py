@@ -1,5 +1,5 @@
-"""This module gives a mini recipe the parallel strategy of the full recipe, at a few processes: the parallel degrees
-(scaled down), the pipeline schedule, recomputation and optimizer sharding.
+"""This module gives a mini recipe (a small version for CPU) the parallel strategy of the full recipe, on a few
+processes: the parallel degrees (scaled down), the pipeline schedule, recomputation and optimizer sharding.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
 
 
 def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
-    """Give the mini recipe of `recipe` (in place) the recipe's parallel strategy at `workers` processes. A step of
+    """Give the mini recipe of `recipe` (in place) the recipe's parallel strategy on `workers` processes. A step of
     this mini recipe has `batch` samples, or more if its pipeline needs more micro-batches.
 
     Raises:

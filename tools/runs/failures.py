@@ -155,8 +155,8 @@ def has_failed(attempt: Attempt) -> bool:
 
 
 def failure_of(attempt: Attempt) -> Failure:
-    """Return the failure of an attempt: the failure that its verdict names; without a verdict, that of the first node
-    that ended badly; if neither names a worker, the failure that the logs show.
+    """Return the failure of an attempt that its verdict names. Without a verdict, return the failure of the first node
+    that ended badly; if neither names a worker, return the failure that the logs show.
     """
     bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
     verdict = attempt.verdict

@@ -188,7 +188,8 @@ def pipeline(
     the cap. tools/search/examples has a commented instance. With one effort the plan is the same on every machine,
     unless the time limit ends the search; the output says so then.
 
-    Exit codes: 0 a plan; 1 none keeps the cap; 2 a wrong input; 130 interrupted, with the best plan so far.
+    Exit codes: 0 a plan; 1 no plan stays within the memory cap; 2 a wrong input; 130 interrupted, with the best plan
+    so far.
     """
     seconds = max(time_limit - _RESERVE, time_limit / 2)
     budget = Budget(effort_within(effort, "high", seconds), seconds)

@@ -1,5 +1,5 @@
 """This module finds the MindFormers keys in which a configuration differs from its recipe, and writes them as a child
-of this recipe.
+recipe (a file with this recipe as its base).
 
 Only keys with a different effect are written, including those of the machine that the search assumed. Values that the
 recipe shares through anchors change at all their places. Lists are written as a whole, because a child cannot change
@@ -187,7 +187,8 @@ _CHUNKS = (*MODEL, "pp_interleave_num")
 
 
 def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> dict[str, Any]:
-    """Return the keys, nested, by which a child of `recipe` runs `config`; {} if the recipe already does.
+    """Return the keys, nested, that a child recipe (a file with `recipe` as its base) needs to run `config`; return {}
+    if `recipe` already runs it.
 
     Raises:
         RecipeError: the recipe is not for several devices, or MindFormers has no key for something in `config`.
@@ -198,7 +199,8 @@ def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
 def write_overlay(
     recipe: Recipe, config: Configuration, path: str | os.PathLike[str], notes: Sequence[str], site: Site | None = None
 ) -> None:
-    """Write atomically a child of the recipe's own file, with `notes` as comments at its head.
+    """Write atomically a child recipe (a file with the recipe's own file as its base), with `notes` as comments at its
+    head.
 
     Changes that were made in `recipe` after it was read are written, too. If a mapping replaces a plain value or a
     list, which a child cannot express, the file holds the whole recipe instead.

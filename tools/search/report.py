@@ -388,8 +388,8 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
 
 
 def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
-    """Return rows for a table: the best layout of each schedule, sorted by time, among them `first` (of 1F1B or
-    interleaved 1F1B).
+    """Return the rows of a table with the best layout of each schedule, sorted by time. `first` is the best layout of
+    1F1B or interleaved 1F1B, and has a row, too.
     """
     own = Scheduled(first.config.schedule, first, "")
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]

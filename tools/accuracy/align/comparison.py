@@ -67,8 +67,8 @@ class Sides:
 
 
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Return two recipes that train as a sharded graph on CPU; a recipe for Ascend becomes the mini recipe that keeps
-    its parallel strategy. Return None if no recipe splits its model over ranks.
+    """Return two recipes that train as a sharded graph on CPU; a recipe for Ascend is replaced by a small version for
+    CPU (its mini recipe) with the same parallel strategy. Return None if no recipe splits its model over ranks.
 
     A recipe is compared with one process that runs the same graph. Features that MindFormers computes differently in
     other layouts are switched off on both sides (docs/stock-differences.md).

@@ -157,8 +157,8 @@ def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe in `path` unchanged if it is for CPU, or its mini recipe for CPU if it is for Ascend; then
-    apply the overrides and the corpus `data`.
+    """Return the recipe in `path` unchanged if it is for CPU, or its mini recipe (a small version for CPU) if it is
+    for Ascend; then apply the overrides and the corpus `data`.
 
     Args:
         workers: the number of workers of a mini recipe that keeps its parallel strategy; None for a mini recipe that
@@ -183,13 +183,12 @@ def _corpus(recipe: Recipe, data: str | None) -> list[str]:
 
 
 def is_mini(path: Path) -> bool:
-    """Return whether `load` makes a mini recipe for CPU instead of returning the recipe unchanged."""
+    """Return whether `load` replaces the recipe by a mini recipe (a small version for CPU)."""
     return not View(load_recipe(path)).on_cpu
 
 
 def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return the recipe changed so that one worker trains `steps` steps with the same global batch; sections that it
-    would share with `recipe` are copied.
+    """Return a copy of the recipe for one worker that trains `steps` steps with the same global batch.
 
     Raises:
         RecipeError: the recipe has a plugin without which the computation would be different.

@@ -61,7 +61,7 @@ def owner(file: Path, recipe: str) -> str:
 
 
 def numbers_of(run: Trained) -> dict[str, Any]:
-    """Return those numbers of a training that are kept in a golden file."""
+    """Return those numbers of a training that a golden file stores."""
     steps = [
         {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
         for step, norms in zip(run.steps, run.norms, strict=True)

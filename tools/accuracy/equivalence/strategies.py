@@ -136,7 +136,8 @@ def baseline_variant(name: str) -> Variant:
 
 def one_worker(path: str) -> Recipe:
     """Return the recipe in `path`, changed to train on one CPU worker with the whole global batch and with those
-    plugins only that belong to its model; a recipe for Ascend becomes its mini recipe.
+    plugins only that belong to its model; a recipe for Ascend is replaced by its mini recipe (a small version for
+    CPU).
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk.

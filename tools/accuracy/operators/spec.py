@@ -71,7 +71,8 @@ def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
     """Return the numbers of summed terms in the outputs and gradients of an operator that picks rows of a table by
-    indices: forward it only moves rows, and backward it sums as many terms for a row as the most frequent index occurs.
+    indices: the forward pass only moves rows, and the backward pass sums for a row as many terms as the most frequent
+    index occurs.
     """
     return Counts(0, busiest(index))
 

@@ -233,8 +233,8 @@ def mtp_option(config: Configuration) -> str:
 
 
 def working(config: Configuration, kinds: list[str]) -> float:
-    """Return the largest number of bytes that one pass of a chunk needs in addition to kept tensors, for a recomputed
-    layer or for the loss.
+    """Return the largest number of bytes that one pass of a chunk needs, for a recomputed layer or for the loss, in
+    addition to the tensors that are kept for the backward pass.
     """
     return fullest_pass(config, kinds)[1]
 

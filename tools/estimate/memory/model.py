@@ -338,8 +338,8 @@ def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return the name of the pass of a stage that needs most memory, and the bytes that this pass needs in addition to
-    kept tensors.
+    """Return the name of the pass of a stage that needs the most memory, and the bytes that this pass needs in
+    addition to the tensors that are kept for the backward pass.
     """
     return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
 

@@ -192,8 +192,8 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 
 def layer_pass(config: Configuration, kind: str, again: bool) -> float:
-    """Return the largest number of bytes that a layer's backward pass needs in addition to kept tensors, with or
-    without a recomputed forward pass.
+    """Return the largest number of bytes that a layer's backward pass needs, with or without a recomputed forward
+    pass, in addition to the tensors that the forward pass has kept for it.
 
     The results of recomputed groups of operators are included, whether this layer recomputes all groups of the run or
     not.
@@ -221,8 +221,8 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the largest number of bytes that the loss needs in addition to kept tensors; this includes the gradient of
-    MTP's logits.
+    """Return the largest number of bytes that the loss needs in addition to the tensors that are kept for the backward
+    pass; this includes the gradient of MTP's logits.
     """
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
