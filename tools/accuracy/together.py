@@ -256,8 +256,8 @@ _MARKS = {EQUAL: "=", TRAINS: "t", COMPILED: "c", REFUSED: "x", UNSHOWN: "."}
 _INTRO = """# Which plugins go together
 
 This page says for every plugin whether it can be combined with every other plugin, and with every kind of parallelism.
-`python -m tools.accuracy.together` writes this page. A test makes sure that `tc3 check` refuses each refused pair for the
-reason that this page gives, and accepts every other pair.
+`python -m tools.accuracy.together` writes this page. A test makes sure that `tc3 check` refuses each refused pair for
+the reason that this page gives, and accepts every other pair.
 
 | sign | meaning |
 |---|---|
