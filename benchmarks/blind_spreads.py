@@ -388,7 +388,9 @@ FAULTS: tuple[Fault, ...] = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled rank: its report, its graph, and that with the constants of the next rank along each axis."""
+    """A `Compiled` is a compiled rank: its report, its graph, and the graph of its next rank along
+    each axis.
+    """
 
     result: dict[str, Any]
     graph: GraphText
@@ -404,7 +406,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Steps:
-    """The compiled ranks of all kinds of stage, with the micro-batches of a step."""
+    """A `Steps` holds the compiled ranks of all kinds of stage, and the number of micro-batches of a step."""
 
     ranks: list[Compiled]
     micro_batches: int

@@ -18,7 +18,7 @@ BURSTS = {"inter": 32 << 10, "intra": 96 << 10}
 
 
 class Unavailable(Exception):
-    """Raised with the reason if this machine cannot make the network of two namespaces."""
+    """This error says why this machine cannot make the network of two namespaces."""
 
 
 def run(*command: str) -> None:

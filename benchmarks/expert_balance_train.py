@@ -99,7 +99,7 @@ def main() -> None:
 @click.option("--case", "cases", multiple=True, type=click.Choice(list(CASES)), help="Run only these; by default all.")
 @click.option("--spare", default=0, show_default=True, help="Give each worker this many slots for copies.")
 def same(steps: int, cases: tuple[str, ...], spare: int) -> None:
-    """Losses of shuffled experts against those of experts that stay."""
+    """Compare the losses of runs whose experts are shuffled with those of runs whose experts stay."""
     heads = "case | steps | moves | experts in a move | copies | steps whose loss is bit-identical | losses | norms"
     click.echo(f"| {heads} |\n{'|---' * 8}|")
     with tempfile.TemporaryDirectory() as temporary:
@@ -169,7 +169,7 @@ def same_placements(one: Record, two: Record) -> bool:
 @click.option("--every", default=5, show_default=True)
 @click.option("--untamed", is_flag=True, help="Switch off the router's own balancing: no auxiliary loss, no biases.")
 def topic(steps: int, every: int, untamed: bool) -> None:
-    """max/mean and step time where the topic changes in the middle."""
+    """Print max/mean and step time of runs in which the topic of the text changes in the middle."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         corpus = two_topics(folder, steps)

@@ -40,7 +40,7 @@ NAMES, BRIDGE, SHAPED = [f"tc3-probe{node}" for node in range(4)], "tc3-probe", 
 
 
 class Unavailable(Exception):
-    """Raised with the reason if this machine cannot make a kind of fault."""
+    """This error says why this machine cannot make a kind of fault."""
 
 
 def seats() -> list[Seat]:

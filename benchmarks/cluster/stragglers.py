@@ -74,7 +74,7 @@ def named(times: np.ndarray) -> dict[int, int]:
 @click.option("--clean", type=int, default=200, help="Simulate this many runs without a slow rank.")
 @click.option("--trials", type=int, default=24, help="Simulate this many runs for each slowness.")
 def simulate(every, clean, trials):
-    """512 simulated ranks."""
+    """Print how many slow and healthy ranks the test names in simulated runs of 512 ranks."""
     print(f"{RANKS} ranks in {STAGES} stages, {STEPS} steps, floor {FLOORS['device']:.0%}")
     for steps in every:
         for by, runs in ((0.0, clean), (0.05, trials), (0.02, trials)):
@@ -95,7 +95,7 @@ def simulate(every, clean, trials):
 @click.option("--steps", type=int, default=100)
 @click.option("--recipe", default="recipes/mini/pretrain_dp2.yaml")
 def train(limit, steps, recipe):
-    """Two real workers."""
+    """Train with two real workers, one of which a limit of processor time may slow down."""
     with tempfile.TemporaryDirectory() as folder:
         child, run_dir = Path(folder) / "probed.yaml", Path(folder) / "run"
         child.write_text(f"base_config: {ROOT / recipe}\nplugins: {{held_out_loss: False, straggler_probe: {{}}}}\n")
@@ -143,7 +143,7 @@ def pid_of(run_dir: Path, rank: int) -> int:
 @cli.command()
 @click.option("--threads", type=int, default=80)
 def cost(threads):
-    """Processor time of a probe."""
+    """Print the processor time that a probe takes."""
     done = threading.Event()
     for _ in range(threads):
         threading.Thread(target=done.wait, daemon=True).start()

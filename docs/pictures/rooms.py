@@ -53,7 +53,9 @@ COLOURS = {"launch": "#dbe9ff", "plugins": "#e5f5dd"}
 
 
 def picture() -> str:
-    """The picture as SVG: a box for each room, its rows from top to bottom, and the direction of imports."""
+    """Return the picture as SVG: a box for each part of the repository, its rows from top to bottom, and an arrow for
+    the direction of imports.
+    """
     rows = [[module.removeprefix("tools.") for module in row] for row in reversed(ROWS)]
     boxes = [_box(name, row, number) for number, row in enumerate(rows) for name in row]
     bottom = GAP + len(ROWS) * (HEIGHT + GAP)
@@ -77,7 +79,7 @@ def picture() -> str:
 
 
 def _box(name: str, row: list[str], number: int) -> str:
-    """One room: its name, and what it is for."""
+    """Return the box of one part of the repository: its name, and what it is for."""
     place = row.index(name)
     width = (WIDTH - LEFT - GAP * len(row)) / len(row)
     x, y = LEFT + place * (width + GAP), GAP + number * (HEIGHT + GAP)

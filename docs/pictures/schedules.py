@@ -41,7 +41,9 @@ DRAWN = {
 
 
 def simulation_of(schedule: str) -> Simulation:
-    """One step of equal stages: a whole model's forward is 4 units on each stage, its backward twice as long."""
+    """Return a simulated step of equal stages: on each stage the forward of the whole model takes 4 units, and its
+    backward twice as long.
+    """
     chunks, parts = DRAWN[schedule]
     # dual_pipe's stages hold two models: a half of the micro-batches goes through each
     unit = np.full((chunks, STAGES), 4.0 if schedule == "dual_pipe" else 4.0 / chunks)
@@ -50,7 +52,7 @@ def simulation_of(schedule: str) -> Simulation:
 
 
 def main() -> None:
-    """All pictures with one length of time to the centimetre."""
+    """Draw all pictures on one scale of time."""
     FOLDER.mkdir(exist_ok=True)
     found = {schedule: simulation_of(schedule) for schedule in DRAWN}
     longest = max(simulation.makespan for simulation in found.values())

@@ -294,7 +294,9 @@ def next_hosts(
 
 @dataclass(frozen=True)
 class _Failed:
-    """An attempt that failed, and all that decides what follows; the arguments of `verdict`."""
+    """A `_Failed` holds a failed attempt and everything on which its consequence depends; the fields are the arguments
+    of `verdict`.
+    """
 
     attempt: Attempt
     began: Began

@@ -230,7 +230,9 @@ class Lookout(threading.Thread):
         lost_after: float | None,
         link: Link,
     ):
-        """`limits`: of phases; None: nothing is a hang. `lost_after`: seconds until the disk is lost; None: never."""
+        """Prepare the watch. Without `limits` no phase counts as a hang; the disk counts as lost after `lost_after`
+        seconds, or never if this is None.
+        """
         super().__init__(daemon=True, name="lookout")
         self.phases, self.around, self.limits, self.show = phases, around, limits, show
         self.lost_after, self.link = lost_after, link

@@ -228,7 +228,9 @@ class Planning:
             self.meeting.beat(self.number, Beat(self.job.host, self.meeting.now(), "start", since))
 
     def _hosts(self, there: list[str], attempts: list[Attempt]) -> tuple[list[str], list[str]]:
-        """(hosts by rank, overrides of the recipe); no hosts while they are too few."""
+        """Return (hosts by rank, overrides of the recipe); the hosts are empty while there are too
+        few of them.
+        """
         last = attempts[-1] if attempts else None
         if last is None or last.plan is None or last.verdict is None:
             hosts = [host for host in self.job.hosts if host in there][: self.job.nodes]

@@ -129,7 +129,7 @@ def _of_rank(folder: Path, rank: int) -> list[list[float]]:
 
 
 def _seconds(groups: Sequence[Sequence[int]], ranks: Sequence[Sequence[float]]) -> list[list[float]]:
-    """For each group the seconds of each round, of its slowest rank."""
+    """Return for each group the seconds of each round: those of its slowest rank."""
     return [[max(times) for times in zip(*(ranks[rank] for rank in group), strict=True)] for group in groups]
 
 

@@ -143,7 +143,7 @@ def _gradients(rank: Rank, weights: Weights, tokens: np.ndarray, targets: np.nda
 
 
 def _update(state: State, gradients: Weights) -> None:
-    """One step of AdamW without weight decay, in place."""
+    """Make one step of AdamW without weight decay, in place."""
     state.step += 1
     first, second = (state.moments[moment] for moment in MOMENTS)
     for name, gradient in gradients.items():

@@ -219,7 +219,7 @@ def _how_telling(failure: Failure) -> tuple[bool, bool, bool, bool]:
 
 @dataclass
 class _Watch:
-    """The loop of `supervise`."""
+    """A `_Watch` runs the loop of `supervise`."""
 
     root: subprocess.Popen
     family: Family

@@ -56,7 +56,7 @@ class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
     """
 
     def __new__(cls, *, sizes, schedule=None, num_shards=None, shard_id=None, **arguments):
-        """A GeneratorDataset."""
+        """Return a GeneratorDataset, whose samples come in the order of `schedule` if that is given."""
         stock = super().__new__(cls, sizes=sizes, num_shards=num_shards, shard_id=shard_id, **arguments)
         if schedule is None:
             return stock

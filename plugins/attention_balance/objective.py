@@ -183,7 +183,7 @@ def lower_bound(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, o
 
 
 def _least_maxima(falling: np.ndarray, together: int, slots: int) -> np.ndarray:
-    """[rows, blocks]: the k-th slowest block of any assignment takes at least this long.
+    """Return [rows, blocks]: a lower bound on the time of the k-th slowest block of any assignment.
 
     By the claim its largest sample is at least x[k * together * slots]; its rank has slots - 1 others besides, each
     of them at least as heavy as the lightest of all.
@@ -193,7 +193,9 @@ def _least_maxima(falling: np.ndarray, together: int, slots: int) -> np.ndarray:
 
 
 def _pigeonhole(falling: np.ndarray, groups: int) -> np.ndarray:
-    """Bound 3, for items [rows, n] falling, as many in each of `groups` groups."""
+    """Return bound 3 for items [rows, n] in falling order, which are divided into `groups` groups
+    of equal size.
+    """
     rows, count = falling.shape
     size = count // groups
     total = np.concatenate((np.zeros((rows, 1)), np.cumsum(falling, axis=1)), axis=1)
@@ -204,7 +206,8 @@ def _pigeonhole(falling: np.ndarray, groups: int) -> np.ndarray:
 
 
 def _pipeline(work: np.ndarray, blocks: np.ndarray, micro_batches: int, objective: Objective) -> np.ndarray:
-    """Bounds on the makespan of p stages; f: forward share, b = 1 - f, L: the slowest micro-batch, S: the fastest.
+    """Return a lower bound on the makespan of p stages, where f is the forward share, b is 1 - f, L the slowest
+    micro-batch and S the fastest.
 
     1. The last stage works through all of them, after the first came down and before the last goes up:
        sum + (p - 1) S.

@@ -165,7 +165,9 @@ def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout, first: int = 0)
 
 
 def _plan(costs: np.ndarray, layout: Layout, first: int, stop: int) -> np.ndarray:
-    """Steps [first, stop): whole windows, the dataset's last one perhaps shorter."""
+    """Return the plan of steps [first, stop), which are whole windows; the last window of the
+    dataset may be shorter.
+    """
     batch = np.asarray(costs[first * layout.batch : stop * layout.batch], np.float64).reshape(-1, layout.batch)
     shape = (layout.ranks, layout.micro_batches, layout.slots)
     if layout.window == 1:
@@ -177,7 +179,9 @@ def _plan(costs: np.ndarray, layout: Layout, first: int, stop: int) -> np.ndarra
 
 
 def _looking_ahead(batch: np.ndarray, layout: Layout) -> np.ndarray:
-    """Positions in `batch` [steps, batch] of each step's samples, windows dealt out where that makes them faster."""
+    """Return the positions in `batch` [steps, batch] of each step's samples; the samples of a window are dealt out to
+    its steps if the steps then take less time.
+    """
     shape, objective = (layout.ranks, layout.micro_batches, layout.slots), layout.objective
     position = np.arange(batch.size).reshape(batch.shape)
     for at in range(0, len(batch), layout.window):

@@ -208,7 +208,7 @@ def _of_items(index: GPTIndex, of: Callable[[Segments], np.ndarray], dtype: type
 
 
 def _segments(index: GPTIndex, samples: np.ndarray) -> Segments:
-    """`samples`: int64 [n], numbers before shuffling."""
+    """Return the segments of `samples`, int64 [n], which are the numbers of samples before shuffling."""
     first, offset = np.asarray(index.sample_index[samples]).T
     last, end = np.asarray(index.sample_index[samples + 1]).T
     counts = last - first + 1

@@ -263,7 +263,7 @@ class SparseGroupedMatmul(nn.Cell):
 
 
 class _Share(nn.Cell):
-    """A weight whose gradient is divided by the number of workers.
+    """This cell returns a weight unchanged, and divides the weight's gradient by the number of workers.
 
     Each worker's loss is the mean over its own tokens. The reducer averages the gradients of shared weights over the
     workers; an expert's gradient has been added up over all workers' tokens already, and nothing divides it.

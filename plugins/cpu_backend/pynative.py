@@ -43,17 +43,19 @@ def _call_morph(self, *args):
 
 
 def _call_one_hot(self, tensor, num_classes, on_value, off_value):
-    """`OneHotExt` has a CPU kernel in graphs only; `OneHot` has one in PyNative too."""
+    """Call `OneHot` instead of `OneHotExt`, which has a CPU kernel only in graphs."""
     return ops.OneHot(self.axis)(tensor, num_classes, on_value, off_value)
 
 
 def _call_zeros_like(self, tensor, dtype=None):
-    """The same of `ZerosLikeExt`."""
+    """Call `zeros_like` instead of `ZerosLikeExt`, which has a CPU kernel only in graphs."""
     return ops.zeros_like(tensor, dtype=dtype)
 
 
 def _shared_experts(self, hidden_states):
-    """MindFormers unpacks three values into two names here, which the graph compiler lets pass and Python does not."""
+    """Compute the shared experts; MindFormers' method unpacks three values into two names, which only the graph
+    compiler accepts.
+    """
     output, bias, _ = super(SharedExpertMLPInterleaved, self).construct(hidden_states)
     if self.use_shared_expert_gate:
         gate = self.sigmoid(self.shared_experts_gate(self.cast(hidden_states, self.router_dense_type)))

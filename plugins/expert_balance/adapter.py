@@ -75,7 +75,9 @@ def _rows(config) -> Ramp:
 
 
 def _add_callback(config, ours: Settings, kind: str, devices: int, samples: Ramp) -> None:
-    """kind: of the callback; devices: ranks of an EP group; samples: of a micro-batch, as many as a rank counts."""
+    """Add the callback of this `kind`, for EP groups of `devices` ranks; `samples` says how many samples of a
+    micro-batch a rank counts.
+    """
     model, checkpoint = config.model.model_config, config.get("checkpoint") or {}
     config.callbacks.append({
         "type": kind,

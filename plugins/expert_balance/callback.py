@@ -220,7 +220,9 @@ class ExpertBalance(ExpertMigrateCallback):
             )  # fmt: skip
 
     def _last_copies(self, records):
-        """[1, layers, D x spare] with which the run went on after its last step; [0, ...] if that is not known."""
+        """Return the copies [1, layers, D x spare] with which the run continued after its last step, or [0, ...] if
+        they are not known.
+        """
         if records and records[-1].step == self.done:
             slots, copies = records[-1].after
             if copies.shape == self.held.shape and np.array_equal(slots, self._placements()):
@@ -248,7 +250,9 @@ def layers_of(network, optimizer, decoder):
 
 
 def _moments(states, weight):
-    """The optimizer's state of a weight. Muon also has moments of AdamW, of one number each, which nothing reads."""
+    """Return the optimizer's state of a weight. Moments of AdamW with one element, which Muon keeps but never reads,
+    are left out.
+    """
     named = [states[name] for moment in _MOMENTS if (name := f"{moment}.{weight.name}") in states]
     return [state for state in named if state.ndim == weight.ndim]
 

@@ -243,14 +243,18 @@ class ShardedExpertBalance(ExpertBalance):
         return layer.tensors[0].name in self.compiled.parameter_layout_dict
 
     def _slice(self, tensor):
-        """A moment is cut as its weight is, or more finely."""
+        """Return the slice of a tensor that this rank holds; a moment is cut as its weight is, or
+        more finely.
+        """
         mesh, cuts, *_, whole = self.compiled.parameter_layout_dict[_MOMENT.sub("", tensor.name)][:7]
         first = cuts[0] if isinstance(cuts[0], (list, tuple)) else cuts[:1]
         sets = self.first + holders(mesh, first, whole[0] // tensor.shape[0])
         return Slice(tensor, self._among(next(each for each in sets.tolist() if self.rank in each)))
 
     def _among(self, members):
-        """The ranks `members`; a group of them is made once, in the same order on all of them."""
+        """Return the object that connects the ranks `members`; each group is created once, in the same order on all
+        its ranks.
+        """
         key = tuple(members)
         if key not in self.groups:
             self.groups[key] = CollectiveRanks(key, self.rank) if len(key) > 1 else Alone()

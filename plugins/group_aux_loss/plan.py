@@ -25,7 +25,7 @@ class Settings(Section):
 
     @classmethod
     def look(cls, written: Any) -> tuple[Settings | None, list[RecipeError]]:
-        """As `Section.look`."""
+        """Return the settings or the errors of the section, as `Section.look` does."""
         return (
             (cls(), []) if written is True else (None, [RecipeError(f"{written!r} is not allowed; {cls.RIGHT}", KEY)])
         )

@@ -43,7 +43,7 @@ UNCUT = tuple((0, step) for step in STEPS)
 
 
 class _Enter(nn.Cell):
-    """rows, from now on waiting for the turn."""
+    """This cell returns its rows, but makes them wait for the turn."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -58,7 +58,7 @@ class _Enter(nn.Cell):
 
 
 class _Leave(nn.Cell):
-    """rows, and the turn once they are there."""
+    """This cell returns its rows, and a turn that is there only after these rows."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -71,7 +71,9 @@ class _Leave(nn.Cell):
 
 
 class _Pass(nn.Cell):
-    """The turn once another scalar is there; its gradient goes past that."""
+    """This cell returns the turn after another scalar is there; the turn's gradient does not depend
+    on that scalar.
+    """
 
     def __init__(self):
         super().__init__(auto_prefix=False)

@@ -158,7 +158,7 @@ def _calls_by_group(program: Program) -> dict[frozenset[int], list[int]]:
 
 
 def _check_pair(programs, calls, members: frozenset[int], rank: int, other: int) -> None:
-    """Two members of a group must make the same calls on it, one by one."""
+    """Check that two members of a group make the same calls on it, one by one."""
     mine, theirs = calls[rank][members], calls[other].get(members, [])
     if not theirs:
         group = programs[rank][mine[0]].group

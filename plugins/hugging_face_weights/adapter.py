@@ -49,7 +49,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
     """
 
     def __init__(self, config: Any):
-        """config: MindFormers' TransformerConfig."""
+        """Prepare the template for the model that `config` (a TransformerConfig) describes."""
         self.model = Model(
             layers=config.num_layers,
             mtp_layers=config.mtp_num_layers or 0,

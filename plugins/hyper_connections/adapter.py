@@ -59,7 +59,8 @@ def along_of(config) -> str:
 
 
 def _on_tokens(function: Callable[..., Any], shape: Callable[..., list[int]], dtype: Any, weights: int, along: str):
-    """`function` as an operator of tensors [S, B, ...] and then `weights` weights; each device computes its tokens.
+    """Return `function` as an operator of tensors [S, B, ...] followed by `weights` weights; each device computes its
+    own tokens.
 
     Args:
         shape: a function from the shapes of all inputs to the shape of the result. dtype: the dtype of the result;

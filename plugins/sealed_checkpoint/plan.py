@@ -233,7 +233,9 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
 
 
 def _complete(folder: Path) -> bool:
-    """Whether all ranks have sealed `folder`, by names only: one listing, however many ranks."""
+    """Return whether all ranks have sealed `folder`, judged by the names of files only: this takes one listing,
+    however many ranks there are.
+    """
     try:
         ranks, names = range(_read_seal(folder, 0)["world_size"]), set(os.listdir(folder))
     except (OSError, ValueError, KeyError, TypeError, RefusedError):

@@ -98,7 +98,7 @@ class FrontEnd:
         replace(executor, "_set_compile_cache_dep_files", "_get_compile_cache_dep_files()", begin_or_load)
 
     def _begin_or_load(self, turn: Turn) -> None:
-        """MindSpore has no graph of this in the process: it compiles one, or loads it."""
+        """Prepare a compile or a load of a graph that MindSpore does not have in this process yet."""
         initialise_by_name(turn.cell)
         turn.whole = {each.name: np.array(each.asnumpy()) for each in turn.cell.get_parameters() if not each.sliced}
         turn.what = described(turn.cell, turn.inputs, turn.phase)

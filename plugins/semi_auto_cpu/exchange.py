@@ -250,7 +250,7 @@ def _flat(x: np.ndarray) -> np.ndarray:
 
 
 def _result(out: np.ndarray) -> np.ndarray:
-    """[...] -> [elements] of the same memory."""
+    """Return an array as [elements], which shares its memory."""
     assert out.flags.c_contiguous
     return out.reshape(-1)
 

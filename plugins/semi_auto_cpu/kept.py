@@ -139,7 +139,7 @@ class KeptGraphs:
         (self.folder / FILE).write_text(text, encoding="utf-8")
 
     def _know_strategies(self, cell: Any, told: Entry) -> None:
-        """Have whoever asks for the strategies of `cell` hear those of its compile."""
+        """Let MindSpore's code that asks for the strategies of `cell` get those of its compile."""
         from mindspore.parallel import strategy
 
         original, known = strategy._NetStrategyInfo.__init__, self._strategies

@@ -154,7 +154,9 @@ def _arguments(told: list[dict[str, Any]]) -> tuple[int | range | Constant, ...]
 
 
 def _constant(told: Any) -> Any:
-    """JSON has lists only; MindSpore's sequences of constants are tuples."""
+    """Return a constant read from JSON, with tuples in place of lists, because MindSpore's sequences of constants are
+    tuples.
+    """
     return tuple(map(_constant, told)) if isinstance(told, list) else told
 
 
@@ -260,7 +262,7 @@ class Library:
         self._loaded.tc3_register_cluster(ranks.rank)
 
     def _answer(self, text: bytes, inputs: Any, outputs: Any, error: Any, room: int) -> int:
-        """One call from C++, which an exception must not cross."""
+        """Answer one call from C++; no exception may reach the C++ code."""
         try:
             if text.startswith(b'{"event"'):
                 self._event(json.loads(text), outputs)

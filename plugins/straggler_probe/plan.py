@@ -255,7 +255,9 @@ def _data(record: Record) -> float | None:
 
 
 def _host(record: Record) -> float:
-    """Of several threads that wait at once each one's wait counts; the kernel counts that of a limit among it."""
+    """Return the share of the time in which a rank's threads waited for a core; the kernel adds up the waits of
+    threads that wait at once, and counts the time of a CPU limit among them.
+    """
     return max(0.0, record.waited - record.stopped) / max(record.seconds, record.cpu + record.waited)
 
 

@@ -480,7 +480,7 @@ def replayed(found: Found, seed: int) -> Report:
 def _row(
     kernel: Kernel, times: int, exact: list[np.ndarray], fused: list[np.ndarray], unfused: list[np.ndarray]
 ) -> Row:
-    """The result that used most of its tolerance stands for the kernel."""
+    """Return the judgement of a kernel, represented by the result that used most of its tolerance."""
     allowed = [allowances(kernel)[place] for place in kernel.outputs]
     ones = [verdict(got, want, each, FUSED) for got, want, each in zip(fused, exact, allowed, strict=True)]
     others = [verdict(got, want, each, UNFUSED) for got, want, each in zip(unfused, exact, allowed, strict=True)]

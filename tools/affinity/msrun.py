@@ -107,7 +107,9 @@ def own_plan(host: Host, devices: Sequence[int | None]) -> list[list[int]]:
 
 
 def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]]:
-    """`_assemble_env_info`: own node first, then the pool of the nodes without an NPU."""
+    """Return the cores by node as msrun's `_assemble_env_info` deals them: those of a worker's own node first, then
+    those of the nodes without an NPU.
+    """
     may = set(host.msrun)
     near = set(host.npus.values())
     pool = [core for node, cores in host.nodes.items() if node not in near for core in cores if core in may]

@@ -77,7 +77,7 @@ def _experts(view: View, built: Built, found: Findings) -> None:
 
 
 def _router(view: View, built: Built, found: Findings) -> None:
-    """Group-limited routing."""
+    """Check the keys of group-limited routing."""
     groups, chosen = built.number("moe_router_num_groups"), built.number("moe_router_group_topk")
     experts, topk = built.number("num_moe_experts"), built.number("moe_router_topk")
     if not experts or not chosen:
@@ -101,7 +101,9 @@ def _router(view: View, built: Built, found: Findings) -> None:
 
 
 def _tied(view: View, found: Findings) -> None:
-    """The training models of this family have output weights of their own, whatever these keys say."""
+    """Warn of keys that tie the output layer to the embedding: the training models of this family
+    never tie them.
+    """
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
         if view.get((*MODEL, key)) is tied:
             found.warning(

@@ -57,7 +57,9 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
 
 
 def _speed_up(view: View, found: Findings) -> None:
-    """parallel_speed_up_json_path: MindFormers reads nothing from a missing file, MindSpore then refuses it."""
+    """Check `parallel_speed_up_json_path`: if the file is missing, MindFormers reads nothing, and MindSpore then
+    refuses the key.
+    """
     name = view.get(_SPEED_UP)
     if not isinstance(name, str) or not name:
         return

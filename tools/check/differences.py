@@ -41,7 +41,8 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
 
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:
-    """The embedding stands on the first stage, MTP on the last, except where the pipeline runs back to the first.
+    """Note that MTP's share of the embedding's gradient counts twice in the global norm if both are on different
+    stages.
 
     Where the optimizer is sharded over copies of the embedding, the last stage's own copy gets no gradient.
     """
@@ -57,7 +58,9 @@ def _shared_embedding(view: View, built: Built, found: Findings) -> None:
 
 
 def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
-    """MindFormers takes it over the tokens that a rank has, whatever sequences they belong to."""
+    """Note that MindFormers computes the auxiliary loss over a rank's tokens, whatever sequences
+    they belong to.
+    """
     if not built.number("num_moe_experts") or not built.fields.get("moe_aux_loss_coeff"):
         return
     if view.on_cpu and not view.parallel:
@@ -83,7 +86,7 @@ def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
 
 
 def _rounded_probabilities(view: View, built: Built, found: Findings) -> None:
-    """Where activations are bfloat16, every dispatcher rounds them; in float32, one dispatcher does all the same."""
+    """Note that one dispatcher rounds the router's probabilities to bfloat16 in float32 models, too."""
     dispatcher, dtype = (built.fields.get(key) for key in ("moe_token_dispatcher_type", "compute_dtype"))
     rounds = dispatcher == DISPATCHER_OF["hierarchical"] and str(dtype).lower() not in ("bfloat16", "bf16")
     if built.number("num_moe_experts") and rounds and not view.cpu_classes:
@@ -93,7 +96,7 @@ def _rounded_probabilities(view: View, built: Built, found: Findings) -> None:
 
 
 def _rounded_queries(view: View, built: Built, found: Findings) -> None:
-    """Attention without latent compression rounds float32 to float16 in front of its kernel."""
+    """Note that attention without latent compression rounds float32 to float16 before its kernel."""
     fields = built.fields
     rounds = str(fields.get("compute_dtype")).lower() in ("float32", "fp32") and fields.get("use_flash_attention")
     if rounds and not fields.get("multi_latent_attention") and not view.cpu_classes:
@@ -132,7 +135,7 @@ def _taken_together(view: View, kind: str) -> list[str]:
 
 
 def _documents_of_mtp(view: View, built: Built, found: Findings) -> None:
-    """MTP shifts whole samples, also where attention keeps their documents apart."""
+    """Note that MTP shifts whole samples, even if attention keeps their documents apart."""
     config = view.get((*LOADER, "config"))
     if not view.megatron or view.get(("plugins", "mtp_documents")) not in (None, False):
         return
@@ -144,7 +147,9 @@ def _documents_of_mtp(view: View, built: Built, found: Findings) -> None:
 
 
 def _groups_of_experts(view: View, built: Built, found: Findings) -> None:
-    """A masked group counts as a score of 0, which is above the scores of experts whose bias is low enough."""
+    """Note that a masked group of experts has the score 0, which is higher than the scores of
+    experts with a low bias.
+    """
     groups, chosen = built.number("moe_router_num_groups"), built.number("moe_router_group_topk")
     limits = bool(built.number("num_moe_experts")) and groups > 1 and chosen < groups
     if limits and built.fields.get("moe_router_enable_expert_bias"):

@@ -139,7 +139,9 @@ def _has_experts(section: KeyPath, built: Built, found: Findings) -> bool:
 
 
 def _packed_labels(view: View, on: bool, found: Findings) -> None:
-    """MindFormers' packing moves labels of conversations once too often; in streams it packs in another way."""
+    """Check the packing of conversations: MindFormers shifts labels once too often; for streams it packs in another
+    way.
+    """
     if on:
         loader = view.get(LOADER)
         with _refusals(_PACKED, found):

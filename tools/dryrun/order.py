@@ -210,7 +210,9 @@ def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int
 
 
 def _links(stages: int, ranks: Sequence[_Rank]) -> list[tuple[int, int]]:
-    """Neighbours, and stages further apart that a compiled rank names: the first and the last."""
+    """Return the pairs of stages that send to each other: neighbours, and pairs further apart that a compiled rank
+    names (the first and the last stage).
+    """
     ends = (sorted((rank.stage, rank.stage + distance)) for rank in ranks for _, distance in rank.calls)
     far = {(first, last) for first, last in ends if last - first > 1}
     return [(stage, stage + 1) for stage in range(stages - 1)] + sorted(far)
@@ -223,7 +225,9 @@ def _own(ends: tuple[int, int], ranks: Sequence[_Rank]) -> tuple[_Rank, _Rank] |
 
 
 def _differences(one: _Rank, other: _Rank, stood: Sequence[tuple[int, int]], stages: int) -> list[str]:
-    """In which the two directions of a link, or of several with the same ranks for their ends, do not meet."""
+    """Return a line for each difference between the two ends of a link, or of several links whose ends the same ranks
+    represent.
+    """
     distance = stood[0][1] - stood[0][0]
     # between the last stage and the first, which are neighbours in a pipeline of two, a Send's chunk is not its
     # Receive's: activations go on to the next chunk
@@ -250,6 +254,6 @@ def _link_difference(sender: int, sent: Sequence[str], receiver: int, taken: Seq
 
 
 def _text(item: Mapping[str, Any], with_chunk: bool) -> str:
-    """That in which a Send and its Receive agree, whichever stages they are of."""
+    """Return as text the properties in which a Send and its Receive must agree, whatever their stages."""
     chunk = f", chunk {item['chunk']}" if with_chunk else ""
     return f"{_tensor(item)}, micro-batch {item['micro']}{chunk}"

@@ -190,7 +190,7 @@ _DATA_PLUGINS = ("attention_balance", "batch_ramp", "held_out_loss", "packed_lab
 
 
 class _Reached(Exception):
-    """The Trainer has called `Model.train`."""
+    """This exception means that the Trainer has called `Model.train`."""
 
 
 class _NoData:

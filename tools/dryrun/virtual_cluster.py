@@ -82,7 +82,7 @@ def final_graph(graphs: Path) -> Path:
 
 
 def _front_end_only(graphs: Path | None, stack: ExitStack) -> None:
-    """Graph mode that stops before the backend, and dumps only its last stage."""
+    """Set graph mode so that a compile stops before the backend, and dumps only its last stage."""
     import mindspore as ms
     from mindspore._c_expression import AutoParallelContext, DeviceManagerConf
 
@@ -102,7 +102,7 @@ def _front_end_only(graphs: Path | None, stack: ExitStack) -> None:
 
 
 def _unregister(cluster: VirtualCluster) -> None:
-    """`create_group` has also told MindSpore's C++ which name belongs to which ranks."""
+    """Remove the groups' names and ranks from MindSpore's C++ code, to which `create_group` has passed them."""
     from mindspore._c_expression import ParallelCommManager
 
     for group, ranks in cluster.groups.items():
@@ -132,7 +132,9 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def _forget_groups() -> None:
-    """Empty MindFormers' own caches of group names: they would hide a group's creation from the next cluster."""
+    """Empty MindFormers' own caches of group names, which would hide the creation of a group from
+    the next cluster.
+    """
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("mindformers."):
             for name, value in vars(module).items():

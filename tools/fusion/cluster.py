@@ -280,7 +280,9 @@ def _drop_wild_items(merged: Merged, operators: Sequence[Operator], chosen: list
 
 
 def _is_cluster(group: list[int], operators: Sequence[Operator], taken: Sequence[bool]) -> bool:
-    """A single Assign is left as it is, and what was opened before is a kernel already."""
+    """Return whether a group becomes a cluster; a single Assign does not, and an operator that was opened before is a
+    kernel already.
+    """
     computing = [place for place in group if not operators[place].virtual]
     if len(computing) == 1:
         alone = operators[computing[0]]

@@ -143,7 +143,9 @@ def _divide(found: Pieces, layers: Mapping[str, int]) -> None:
 
 
 def _end(name: str, number: int) -> str:
-    """The last stage of a model with MTP has the embedding, too."""
+    """Return the name of a part of a stage; the last stage of a model with MTP has the embedding, too, under a name of
+    its own.
+    """
     return f"{name} (last stage)" if number == -1 and name == "embedding" else name
 
 

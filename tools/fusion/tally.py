@@ -163,7 +163,9 @@ def _count(nodes: Sequence[Node], name: str, fusion: Fusion, rows: int, found: T
 
 
 def _pass(node: Node, graph: str) -> str:
-    """As `role_of`; what adds gradients up carries no sign of a gradient, and none of recomputation either."""
+    """Return the pass to which an operator belongs, by `role_of`; an operator that adds up gradients has no mark of a
+    gradient or of recomputation, and counts as gradient.
+    """
     role = role_of(node, graph)
     return "gradient" if role == "recompute" and not node.scope.startswith("recompute_") else role
 

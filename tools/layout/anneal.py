@@ -102,7 +102,9 @@ class Changes:
     def _pick(
         self, plans: np.ndarray, movers: np.ndarray, only: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A layer of each mover, from any stage or `only` one: (movers that have one, its column, its chunk)."""
+        """Draw a layer of each mover, from any stage or from the stage in `only`; return (the movers that have a
+        layer, its column, its chunk).
+        """
         layers, size = plans[movers], plans.shape[2]
         elsewhere = (only[:, None] >= 0) & (self._stage_of != only[:, None])
         layers = np.where(elsewhere[:, None], 0, layers).reshape(len(movers), plans.shape[1] * size).cumsum(axis=1)

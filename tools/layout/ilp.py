@@ -137,7 +137,7 @@ class PathModel:
         high: np.ndarray | None = None,
         whole: bool = True,
     ) -> Answer:
-        """Minimise the variable `aim`."""
+        """Minimise the variable `aim`, and return the answer."""
         kind = highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous
         kinds = np.array([kind] * len(self._whole))
         self._solver.changeColsIntegrality(len(kinds), np.array(self._whole, np.int32), kinds)
@@ -182,7 +182,9 @@ class PathModel:
             self._add_row(0, 0, layers)
 
     def _keep_order(self) -> None:
-        """z[t, c] in {0, 1}: all of type t are in chunks up to c, which the next type's first layer must wait for."""
+        """Add variables z[t, c] in {0, 1}: 1 means that all layers of type t are in chunks up to c; the next type's
+        first layer waits for that.
+        """
         for index, (kind, following) in enumerate(zip(self.instance.types, self.instance.types[1:], strict=False)):
             for chunk in range(self.size):
                 ended = self._add_variable(1.0)
@@ -196,8 +198,8 @@ class PathModel:
                     self._add_row(low, high, layers, {ended: -count})
 
     def _order_options(self) -> None:
-        """z[t, c, k] in {0, 1}: in chunk c the next type has options before place k of `order`, so that type t has
-        none from k on.
+        """Add variables z[t, c, k] in {0, 1}: if the next type has options before place k of `order` in chunk c, type
+        t has none from k on.
         """
         instance, strengths, before = self.instance, self.instance.strengths, 0
         for index, (kind, following) in enumerate(zip(instance.types, instance.types[1:], strict=False)):

@@ -57,7 +57,9 @@ def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configur
 
 
 def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes: float) -> Configuration:
-    """With as few layers of a chunk and stage in a group as fit; none where only whole layers recompute it."""
+    """Return the configuration in which as few layers of a chunk and stage recompute a group as are needed to fit. If
+    these would only be layers that are recomputed whole, no layer recomputes the group.
+    """
     table = recomputed_table(config, name)
     most, least = table[chunk][stage], config.recompute.layers("full", chunk, stage)
     for count in [0, *range(least + 1, most)] if most else []:
@@ -366,8 +368,8 @@ def _outside(config: Configuration, model: TimeModel, instance: Instance) -> Cal
 
 
 def _after(config: Configuration, model: TimeModel, instance: Instance, rest: float) -> After:
-    """The same in ms with what is fixed, for plans whose slowest stage takes at least `rest` seconds of it. If layers
-    have uneven loads, the slowest stage of even ones counts, which may be any.
+    """Return the time after the pipeline in ms, for plans whose slowest stage takes at least `rest` seconds of it. If
+    layers have uneven loads, any stage may be the slowest, so the slowest stage at even loads counts.
 
     A stage that recomputes in vain can become the slowest: each that can take as long counts. A slower stage hides
     more, until the pipeline takes longer by as much or more.

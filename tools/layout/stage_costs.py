@@ -132,7 +132,9 @@ class StageCosts:
         return np.where(choice > 0, places, len(self.instance.order)).min(axis=1)
 
     def _locks(self, stage: int, layers: Stage) -> list[dict[tuple[int, int], int]]:
-        """For `_greedy`: (chunk, type) -> the one option of these layers, so that the order of options is kept."""
+        """Return for `_greedy` a mapping (chunk, type) -> the only option of these layers with which the order of
+        options is kept.
+        """
         fixed = {
             (c, t): locked
             for c, row in enumerate(layers)

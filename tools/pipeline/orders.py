@@ -137,7 +137,8 @@ def _rounds_extra_first(stages: int, micro_batches: int) -> list[int]:
 
 
 def _rounds_extra_spread(round_size: int, micro_batches: int) -> list[int]:
-    """As above for seqpipe and seqvpp: one more micro-batch for each of the first rounds (`ComputeCycleList`).
+    """Return the micro-batches of each round for seqpipe and seqvpp: the first rounds have one more
+    (`ComputeCycleList`).
 
     With fewer micro-batches than a round has places, one round takes them all.
     """

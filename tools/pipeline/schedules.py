@@ -27,7 +27,8 @@ from tools.pipeline.orders import BOTH_WAYS, LOOP, Op, V, as_operations, widened
 
 
 class _Schedule(NamedTuple):
-    """`order` takes stage, stages, chunks and micro-batches, and parts if it `splits` sequences.
+    """A `_Schedule` describes a schedule; `order` takes stage, stages, chunks and micro-batches, and also parts if the
+    schedule `splits` sequences.
 
     `weights`: weight gradients are split off some backwards.
     """

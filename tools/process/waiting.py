@@ -85,7 +85,7 @@ class _OnStderr:
         self._shown.__exit__(None, None, None)
 
     def _begin(self) -> None:
-        """Called once it is shown."""
+        """Do what is to be done when the text is first shown."""
 
     def _say(self) -> None:
         raise NotImplementedError

@@ -77,14 +77,16 @@ def with_formula(call: Call, found: Value) -> Value:
 
 
 def _place(call: Call) -> int | None:
-    """The place of the one entry that an operator takes or replaces, if it is written out."""
+    """Return the place of the one entry that an operator takes or replaces; return None if the text does not write it
+    out.
+    """
     texts = arguments_of(call.node.head)
     found = _PLACE.match(texts[1]) if len(texts) > 1 else None
     return int(found[1]) if found else None
 
 
 def _own_entry(x: Spread) -> Dim:
-    """The dimension of one entry of each rank's own list."""
+    """Return the dimension of one entry that each rank takes from its own list."""
     return tuple(atom for atom in x.dims[0] if isinstance(atom, str))
 
 
@@ -107,7 +109,7 @@ def _replaced(call: Call) -> Value:
 
 
 def _sources(formula: Any) -> frozenset[int]:
-    """The names of the values from which a formula computes."""
+    """Return the identifiers of the values from which a formula computes."""
     if not isinstance(formula, tuple) or formula[0] == _START:
         return frozenset()
     return frozenset(formula[1:]) if formula[0] == _OF else frozenset().union(*map(_sources, formula[1:]))
@@ -126,12 +128,12 @@ def _parts(keys: Formula, length: int) -> tuple[Formula, Formula]:
 
 
 def _has_entry(formula: Any) -> bool:
-    """Whether a formula takes one entry or replaces one."""
+    """Return whether a formula takes one entry or replaces one."""
     return isinstance(formula, tuple) and (formula[0] in (_ENTRY, _REPLACED) or any(map(_has_entry, formula[1:])))
 
 
 def _of_entry(formula: Any, place: int) -> bool:
-    """Whether a formula computes from one entry only."""
+    """Return whether a formula computes from only one entry."""
     if not isinstance(formula, tuple) or formula[0] == _START:
         return True
     if formula[0] == _ENTRY:
@@ -182,7 +184,8 @@ def check_ends(
 def _first_wrong(
     queries: Formula, keys: Formula, last: Formula, over: tuple[tuple[str, int], ...], piece: int, whole: int
 ) -> str:
-    """A sentence on the first document that ends at another token than it should; "" if there is none.
+    """Return a sentence about the first document that ends at another token than it should; return "" if there is
+    none.
 
     Args:
         last: how the last entry of the keys' ends is computed.

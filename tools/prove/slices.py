@@ -108,7 +108,8 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
 
 
 def _added_up(x: Spread, shape: Sequence[int]) -> Spread:
-    """The gradient of a part of a vector, with axes that cut a dimension of one element as axes of a sum over it.
+    """Return the gradient of a part of a vector; axes that cut a dimension of one element count as axes of a sum over
+    it.
 
     Where a rank has one sample, the graph does not show the sum over the samples. The vector itself is not cut, because
     `take` refuses to take the same part of each rank's piece.

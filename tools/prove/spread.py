@@ -303,7 +303,7 @@ def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> 
 
 
 def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> frozenset[str]:
-    """The axes over which the result of a rule is partial for all places of loose pieces for which there is one; none
+    """Return the axes over which the result of a rule is partial for every possible place of loose pieces; return none
     if there are too many places.
     """
     both = list(islice(product(placements(x), placements(y)), _TRIED + 1))

@@ -302,7 +302,7 @@ class Typing:
             raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
 
     def _before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
-        """The operators whose values an operator takes, also those of the graph that calls this one."""
+        """Return the operators whose values an operator takes, also those of the calling graph."""
         found = [(frame, number) for number in operands_of(node)]
         for text in arguments_of(node.head):
             own, parameter = frame, _PARAMETER.fullmatch(text)

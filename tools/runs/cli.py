@@ -158,7 +158,7 @@ def _attempt(status: Status) -> str | None:
 
 
 def _checkpoint(status: Status) -> str:
-    """Its age counts to the last sign of the run."""
+    """Return in words the newest checkpoint and its age, which counts to the last sign of the run."""
     if status.checkpoint_step is None:
         return "none yet"
     return f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} old"

@@ -195,7 +195,9 @@ def _log_of(attempt: Attempt, end: End, rank: int | None) -> Path | None:
 
 
 def _by_logs(number: int, logs: list[Path], time: float | None) -> Failure:
-    """Nobody wrote who began: a single worker that says something of its own did, as far as logs can tell."""
+    """Return the failure of an attempt whose records do not say who began; if the log of exactly one worker shows a
+    cause of its own, that worker did.
+    """
     said = {log: diagnose(last_lines(log)) for log in logs}
     own = [log for log, found in said.items() if not found.victim and found.name != UNKNOWN]
     log = own[0] if len(own) == 1 else None

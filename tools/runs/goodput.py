@@ -174,7 +174,9 @@ def _end(run: Run, frame: Frame, limit: int) -> int:
 
 
 def _cut(frames: list[Frame]) -> None:
-    """Steps beyond the lowest start of all later attempts were made again."""
+    """Set for each attempt the step from which later attempts trained again: the lowest step at which one of them
+    started.
+    """
     lowest = NEVER
     for frame in reversed(frames):
         frame.cut = lowest

@@ -277,7 +277,7 @@ class Watch:
         return self._status()
 
     def _attempts(self) -> None:
-        """The newest attempt as it is now; those before it are read once more when they are over."""
+        """Read the newest attempt, and read older attempts once more after they have ended."""
         found = numbers(self.folder)
         newest = self.attempt.number if self.attempt else -1
         for attempt in (one for one in found if one >= newest):

@@ -75,7 +75,9 @@ def convert(view: View, schema: Schema) -> Built:
 
 
 def _streams(view: View, built: Built) -> None:
-    """Residual streams of plugins.hyper_connections; a section that the plugin refuses counts as none."""
+    """Set the residual streams of plugins.hyper_connections; a section that the plugin refuses
+    counts as no section.
+    """
     written = view.get(("plugins", "hyper_connections"), False)
     settings = None if written is None or written is False else hyper_connections.Settings.look(written)[0]
     on = settings is not None and settings.streams > 1

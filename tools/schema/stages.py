@@ -151,7 +151,9 @@ def _has_patterns(value: Any) -> bool:
 
 
 def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> None:
-    """With swapping: a flag or the numbers of layers, or for each operator pattern True or numbers."""
+    """Check a recompute setting of a recipe that swaps activations: a flag, the numbers of layers, or for each
+    operator pattern True or numbers.
+    """
     if isinstance(value, dict):
         for pattern, inner in value.items():
             if inner is False and path[1] == RECOMPUTE[1]:

@@ -239,7 +239,9 @@ def _layers(entry: Entry) -> tuple[str, str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], alike: Collection[str] = ()) -> str:
-    """Words are aligned left; the recipe's row, and those of `alike`, are coloured."""
+    """Return a table in which words are aligned left, and the recipe's row and the rows of `alike`
+    are coloured.
+    """
     words = [at for at, head in enumerate(heads) if head in LEFT]
     kinds = ["own" if row[0] == "recipe" else "alike" if row[0] in alike else "" for row in rows]
     return markup.table(heads, rows, "numbers", words, kinds)

@@ -122,7 +122,9 @@ def _wrong_positions(given: Mapping[str, Any], wanted: Mapping[str, Any] | None)
 
 
 def _wrong_latent_positions(given: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> list[str]:
-    """The same of a model with latent attention, whose YaRN has the two factors of its softmax, too."""
+    """Return the differences in RoPE for a model with latent attention, whose YaRN also has the two factors of its
+    softmax.
+    """
     scaling = _get(given, "rope_scaling")
     if scaling is None or wanted is None or _kind(scaling) != wanted["rope_type"]:
         return [] if scaling is wanted else [f"rope_scaling is {scaling!r}, the recipe's {wanted!r}"]
@@ -180,7 +182,9 @@ def tied(folder: Path) -> bool:
 
 
 def _get(given: Mapping[str, Any], name: str) -> Any:
-    """transformers 5 keeps the base of RoPE beside its scaling, earlier ones beside the sizes."""
+    """Return a value of config.json; transformers 5 keeps the base of RoPE beside its scaling, and earlier versions
+    keep it beside the sizes.
+    """
     rope = given.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
     if name == "rope_theta":

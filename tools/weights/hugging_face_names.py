@@ -247,7 +247,9 @@ def _latent_attention(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _grouped_query(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """In MindFormers one projection for queries, keys and values."""
+    """Return the shapes of grouped-query attention, for which MindFormers has one projection for queries, keys and
+    values.
+    """
     hidden, heads, groups, size = (
         hf[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )

@@ -139,7 +139,9 @@ def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
 
 
 def _positions(fields: Mapping[str, Any]) -> int:
-    """Hugging Face takes YaRN's factor for the attention scale from the ratio of both lengths: make them agree."""
+    """Return the number of positions; Hugging Face takes YaRN's factor for the attention scale from the ratio of two
+    lengths, which must agree.
+    """
     if fields["position_embedding_type"] == "rope":
         return int(fields["seq_length"])
     return int(fields["max_position_embeddings"] * fields["rotary_scaling_factor"])

@@ -279,7 +279,7 @@ def _name(weight: Weight, names: dict[str, str]) -> str:
 
 
 def _shape(weight: Weight) -> Shape:
-    """MindFormers keeps what is not a matrix in one axis."""
+    """Return the shape of a weight in MindFormers, which stores a weight that is not a matrix with one axis."""
     vector = weight.columns == 1 and not weight.multiplies
     return (weight.rows,) if vector else (weight.rows, weight.columns)
 

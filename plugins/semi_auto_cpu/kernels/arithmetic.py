@@ -19,7 +19,9 @@ Dims = int | tuple[int, ...] | list[int] | None
 
 
 def _alike(number: Any, x: np.ndarray) -> np.ndarray:
-    """A constant in the type of a tensor, so that NumPy does not compute in float64; integers stay exact."""
+    """Return a constant in the type of a tensor, so that NumPy does not compute in float64;
+    integers stay exact.
+    """
     if x.dtype.kind in "iub" and isinstance(number, float):
         return np.asarray(number, np.float32)
     return np.asarray(number, x.dtype)
@@ -78,7 +80,7 @@ def Assign(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 
 def _over(function: Callable[..., Any], x: np.ndarray, dims: Dims, keep: bool) -> np.ndarray:
-    """No dimensions at all mean all of them."""
+    """Call a NumPy function over these dimensions; an empty list means all dimensions."""
     axis = tuple(dims) if isinstance(dims, (tuple, list)) else dims
     return np.asarray(function(x, axis=None if axis == () else axis, keepdims=bool(keep)))
 

@@ -235,7 +235,9 @@ class Block(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A sample, or in TND a document: where its rows and columns begin, and how many there are."""
+    """A `_Part` is a sample or, in the layout TND, a document: where its rows and columns begin,
+    and how many it has.
+    """
 
     batch: int
     first_row: int
@@ -271,7 +273,9 @@ def blocks_of(call: Call) -> Iterator[Block]:
 
 
 def _parts(call: Call) -> list[_Part]:
-    """Samples or documents; documents of no query are left out (the ends are padded by repeating the last)."""
+    """Return the samples or documents; documents without queries are left out (the list of ends is padded by repeating
+    the last).
+    """
     batch, _, rows, _ = call.queries.shape
     columns = call.keys.shape[2]
     if call.layout != "TND":
@@ -314,7 +318,9 @@ def _outside(first: int, last: int, start: int, stop: int, lower: int, upper: in
 
 
 def _explicit_mask(call: Call) -> np.ndarray | None:
-    """[1 or B, 1 or heads, S1, S2] of bool in modes 0 and 1; the mask of the other modes is checked here."""
+    """Return the mask of modes 0 and 1, bool [1 or B, 1 or heads, S1, S2]; check the mask of the other modes and
+    return None.
+    """
     mask = call.mask
     if call.sparse in (2, 3, 4):
         if mask is None or mask.shape != (_COMPRESSED, _COMPRESSED):
@@ -342,7 +348,7 @@ def _explicit_mask(call: Call) -> np.ndarray | None:
 
 @functools.cache
 def _above_diagonal() -> np.ndarray:
-    """Eight ones or zeros in a number: compared in every call."""
+    """Return the compressed mask, eight elements in each integer, because every call compares it."""
     return np.triu(np.ones((_COMPRESSED, _COMPRESSED), np.uint8), 1).view(np.uint64)
 
 

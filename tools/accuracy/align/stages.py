@@ -209,7 +209,9 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def _ties_are_rare(theirs: Record) -> bool:
-    """In most steps no choice moved; a fault of the router moves some in every step."""
+    """Return whether the choice of experts moved in fewer than half of the steps; a fault of the router moves some
+    choices in every step.
+    """
     return bool(np.count_nonzero(theirs.single["moved"]) * 2 < len(theirs.single["moved"]))
 
 

@@ -130,8 +130,8 @@ def _built_law(side: Side) -> Iterator[Finding]:
 
 
 def _modules_law(side: Side) -> Iterator[Finding]:
-    """The outputs of modules are those of the forward pass in NumPy, for the first step and for what the training
-    leaves; the first that is not.
+    """Yield a finding for the first module whose output differs from that of the forward pass in NumPy, in the first
+    recorded step and at the end of the training.
     """
     for kept_in, recorded in ((START_FILE, any(map(side.modules, side.states))), (END, bool(side.end))):
         if not recorded:

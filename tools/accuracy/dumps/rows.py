@@ -84,7 +84,9 @@ class Counter:
 
 
 def _place(entry: Entry) -> str:
-    """Cells by path; a function by name and number of the call, for its shapes change from call to call."""
+    """Return the place of a call: the path of a cell, or a function's name with the number of the call, because a
+    function's shapes change from call to call.
+    """
     name = entry.name
     return f"Cell.{name.path}" if name.kind == "Cell" else f"{name.kind}.{name.path}#{name.call}"
 
@@ -225,7 +227,7 @@ def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iter
 
 
 def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None, Entry | None]]:
-    """By name and number of the call."""
+    """Return pairs of the calls of both dumps that have the same name and number."""
     left = {entry.name.key: entry for entry in bench}
     known = {entry.name.key for entry in golden}
     behind: dict[object, list[Entry]] = {}  # what only `bench` calls, by the common call before it
@@ -281,7 +283,7 @@ def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
 
 
 def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
-    """Python values: numbers to the precision of float32, all else equal."""
+    """Compare two Python values: floats to the precision of float32, all other values exactly."""
     a, b = golden.value, bench.value
     if golden.is_tensor != bench.is_tensor:
         detail = f"{bench.dtype}, should be {golden.dtype}"
@@ -327,7 +329,9 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
 
 
 def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
-    """NaN or infinity anywhere shows in the norm; where, it does not."""
+    """Compare two tensors by their statistics; the norm shows that a tensor has a NaN or an
+    infinity, but not where.
+    """
     nans = sum(isinstance(x, float) and math.isnan(x) for x in bench.statistics)
     error = statistics_error(golden, bench, smallest)
     infinite = sum(isinstance(x, float) and math.isinf(x) for x in bench.statistics) if error else 0

@@ -163,7 +163,7 @@ def judge_statistics(
 
 
 def _numbers(item: Item) -> np.ndarray | None:
-    """Its four statistics, or None where one is not a finite number."""
+    """Return the four statistics of a tensor; return None if one of them is not a finite number."""
     values = item.statistics
     if len(values) != len(STATISTICS) or any(isinstance(value, bool) or value is None for value in values):
         return None
@@ -293,7 +293,7 @@ def _items(before: Pair, after: Pair) -> tuple[tuple[Item, Item], tuple[Item, It
 
 
 def _files(before: Pair, after: Pair) -> list[Path]:
-    """Their values, or nothing where one is not dumped."""
+    """Return the four files with the values; return an empty list if one of them was not dumped."""
     files = [item.file for side in _items(before, after) for item in side if item.file]
     return files if len(files) == 4 else []
 

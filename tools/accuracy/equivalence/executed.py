@@ -124,7 +124,8 @@ def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterat
 
 
 def _placed(norm: Finding, allowed: float, alike: bool) -> Finding:
-    """A wrong global norm is the loss's where clipping leaves each group's gradient as it should be.
+    """Return the finding about a wrong global norm, which counts to the loss if clipping leaves the gradients of each
+    group right.
 
     Both sides are clipped to one norm: only a factor that all gradients share is lost in that. `allowed`: of groups.
     """

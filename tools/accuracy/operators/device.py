@@ -66,7 +66,7 @@ class MindSporeDevice:
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
     def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:
-        """Results as arrays; MindSpore's complaint about a missing kernel as NotRunnableError."""
+        """Return the results as arrays; raise NotRunnableError if MindSpore reports a missing kernel."""
         if dtype == "hfloat32":
             self._allow_hf32()
         outputs: tuple[Array, ...] = ()

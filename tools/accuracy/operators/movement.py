@@ -129,7 +129,9 @@ def _layout(name, source, golden, grad, call, shapes=((32, 48),), tensors=1, **s
 
 
 def _cast(target, golden):
-    """The gradient that comes in has the target's type already: it is rounded on its way there."""
+    """Return the test of a Cast to `target`; the incoming gradient already has this type, so it is rounded before it
+    arrives.
+    """
     return _layout(
         f"cast.{target}", f"mixed precision: Cast to {target}", golden, lambda x, dout: (golden(dout),),
         lambda ms: lambda x: ms.ops.cast(x, getattr(ms, target)), ((64, 96),), special="each",

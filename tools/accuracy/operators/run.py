@@ -187,7 +187,7 @@ def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, see
 def _case(
     spec: Spec, shape: tuple[int, ...], dtype: str, device: MindSporeDevice, reruns: int, case: Case
 ) -> Iterator[Row]:
-    """Forward and backward of one shape, and their reruns."""
+    """Yield the results of the forward and the backward of one shape, and of their reruns."""
     phases = {"forward": (case.outputs, tuple(range(len(case.outputs))))}
     if spec.grad:
         phases["backward"] = (case.grads, spec.wrt)
@@ -232,7 +232,9 @@ def _told(error: Exception) -> str:
 
 
 def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iterator[Row]:
-    """Forward with special values; right is what the golden baseline gives, with denormals or without."""
+    """Yield the results of the forward with special values; the golden baseline may treat denormals
+    as zero or not.
+    """
     inputs = special_inputs(spec, dtype, seed)
     wants = _special_goldens(spec, inputs, dtype)
     allowed = tolerance(dtype, max(spec.counts(*inputs).of("forward", 0), 1), spec.roundings)

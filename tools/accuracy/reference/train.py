@@ -197,7 +197,7 @@ def causal_mask(length: int) -> torch.Tensor:
 
 
 def _rolled(tensor: torch.Tensor) -> torch.Tensor:
-    """[B, S], one position to the left, a zero at the end."""
+    """Return a tensor [B, S] shifted by one position to the left, with a zero at the end."""
     return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1)
 
 

@@ -258,7 +258,7 @@ def draw(found: Imbalance, path: Path) -> Path:
 
 
 def _lengths(axes: Any, found: Imbalance) -> None:
-    """Shares of documents and of tokens by powers of two."""
+    """Draw the shares of documents and of tokens by powers of two."""
     rows = list(found.documents.octaves())
     edges = [rows[0][0], *(below for _, below, _, _ in rows)]
     for column, name, colour in ((2, "documents", "0.7"), (3, "tokens", "tab:green")):
@@ -274,14 +274,14 @@ def _lengths(axes: Any, found: Imbalance) -> None:
 
 
 def _ranks(axes: Any, step: OneStep) -> None:
-    """All attention of each rank."""
+    """Draw the attention work of each rank."""
     _sorted(axes, step.before.mean(1), step.after.mean(1))
     axes.set_title(f"attention of each rank in step {step.number + 1:,}", loc="left", fontsize="medium")
     axes.set_xlabel("data-parallel ranks, heaviest first")
 
 
 def _micro_batches(axes: Any, step: OneStep) -> None:
-    """The slowest rank of each micro-batch, which the others wait for where experts are exchanged."""
+    """Draw the slowest rank of each micro-batch, for which the other ranks wait if experts are exchanged."""
     _sorted(axes, step.before.max(0), step.after.max(0))
     axes.set_title("slowest rank of each micro-batch", loc="left", fontsize="medium")
     axes.set_xlabel("micro-batches, slowest first")

@@ -261,8 +261,9 @@ def _attention(config: Configuration, tokens: float, held: float) -> float:
 
 
 def _streams(config: Configuration, held: float) -> float:
-    """Of both sublayers: the streams in the type that computes and in fp32, a copy for the gates and, where they are
-    added in fp32, one for the sum; what the sublayer gave, the gates, and each division of Sinkhorn's iterations.
+    """Return the bytes that both sublayers keep of the residual streams: the streams in the computing type and in fp32
+    (a copy for the gates and, if sums are in fp32, one for the sum), the sublayer's output, the gates, and each
+    division of Sinkhorn's iterations.
     """
     model, n = config.model, config.model.streams
     residual = _WIDE if config.fp32_residual else config.item

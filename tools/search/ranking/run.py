@@ -382,7 +382,7 @@ class _Placing:
         return self.found.cut
 
     def _bound(self, chances: Chances, results: Results) -> None:
-        """Bound what could be faster by its plain bound."""
+        """Compute the second bound of every candidate that could be faster by its plain bound."""
         todo = [one.candidate for one in chances.open if one not in self.placements]
         # alike candidates share what is computed once
         todo.sort(key=lambda c: (c.pp, c.vpp, c.tp, c.cp, c.ep, c.mode, c.shard, c.mbs, c.dp))
@@ -400,8 +400,8 @@ class _Placing:
             self._told(ranked[index], placement)
 
     def _prove(self, chances: Chances, results: Results) -> None:
-        """Bound what is not proven slower again, the smallest bound first, by whole layers with more effort: as much
-        in all as the solver has.
+        """Bound the candidates that are not proven slower again by whole layers, with more effort, the smallest bound
+        first; in all this takes as much work as the solver has.
         """
         spent, tried = 0.0, set[Ranked]()
         more = self.budget.effort > WHOLE_EFFORT  # else it was all tried
@@ -424,7 +424,9 @@ class _Placing:
         return max(1, self.top // 2) * self.budget.effort
 
     def _close(self, chances: Chances, results: Results) -> None:
-        """Have the solver place what is not proven slower, with the effort of half the rows that are shown."""
+        """Let the solver place the candidates that are not proven slower, with the effort of half of the rows that are
+        shown.
+        """
         spent = 0.0
         order = sorted(
             (one for one in chances.left if one in self.placements),
