@@ -388,9 +388,7 @@ FAULTS: tuple[Fault, ...] = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """A `Compiled` is a compiled rank: its report, its graph, and the graph of its next rank along
-    each axis.
-    """
+    """A `Compiled` is a compiled rank: its report, its graph, and its next rank's graph along each axis."""
 
     result: dict[str, Any]
     graph: GraphText

@@ -172,13 +172,13 @@ def firsthour_command(
     sys.exit(word == NO_GO)
 
 
-class ClimbOrCommand(RecipeOrCommand):
+class RecipeOrFirsthourCommand(RecipeOrCommand):
     """This command group calls `tc3 firsthour RECIPE` if its first argument is a recipe."""
 
     of_recipe = firsthour_command
 
 
-@click.group(cls=ClimbOrCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=RecipeOrFirsthourCommand, context_settings={"help_option_names": ["-h", "--help"]})
 def firsthour() -> None:
     """Check and measure a new cluster, and say whether a training may start on it."""
 
