@@ -22,7 +22,14 @@ from launch.resume import checkpoints
 from launch.run.compile_cache import CompileCache, prepare
 from launch.run.cores import Cores, of_launch
 from launch.run.failure import Failure
-from launch.run.msrun import Node, check_port, cluster_environment, msrun_command, worker_environment
+from launch.run.msrun import (
+    Node,
+    check_port,
+    cluster_environment,
+    msrun_command,
+    optimizer_environment,
+    worker_environment,
+)
 from launch.run.supervise import Outcome, supervise
 from launch.workers import leave_request
 from plugins.errors import ClusterError
@@ -62,6 +69,7 @@ def command_of(job: Job, plan: Plan) -> Command:
     environment = worker_environment(plan.slots, job.run_dir, cores=cores.environment, logs=logs)
     environment |= {ATTEMPT: plan.name} if plan.name else {}
     environment |= operator_fusion.environment(recipe, os.environ)
+    environment = {**optimizer_environment(recipe), **environment}
     if several:
         environment = {**cluster_environment(recipe, job.run_dir, logs), **environment}
     return Command(argv, environment, cores)

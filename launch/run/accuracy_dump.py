@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
 from launch.run import preflight
 from launch.run.effective import Size, effective_recipe, steps_overrides
 from launch.run.failure import Failure
-from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment
+from launch.run.msrun import free_port, msrun_command, optimizer_environment, worker_count, worker_environment
 from launch.run.summary import TrainingProgress, complain
 from launch.run.supervise import Outcome, supervise
 from plugins.errors import DataError, TC3Error
@@ -149,7 +149,8 @@ def _supervised(recipe: Recipe, out: Path, job: Job) -> Outcome:
             progress.tick()
             return full(out)
 
-        return supervise(command, worker_environment(workers, out), out, workers, tick)
+        environment = {**optimizer_environment(recipe), **worker_environment(workers, out)}
+        return supervise(command, environment, out, workers, tick)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from launch.resume import checkpoints, data
 from launch.resume.checkpoints import check_model
 from launch.run import compile_cache, preflight
 from launch.run.effective import FULL_SIZE, Size, checked_recipe, effective_recipe, fitted_to_conversations
-from launch.run.msrun import check_port
+from launch.run.msrun import check_port, optimizer_environment
 from launch.run.script import Launch, in_checkout, launch_script
 from launch.run.summary import TrainingProgress, print_failure, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
@@ -258,7 +258,8 @@ def _dry_run(asked: Asked, flat: Recipe, run_dir: Path) -> None:
             check()
         except TC3Error as error:
             click.echo(f"would be refused here: {error}", err=True)
-    flags = operator_fusion.environment(flat, {})  # what a plugin sets in the environment of the workers
+    # what the recipe sets in the environment of the workers
+    flags = {**optimizer_environment(flat), **operator_fusion.environment(flat, {})}
     argv = [*["env"] * bool(flags), *(f"{name}={value}" for name, value in flags.items()), *command.argv]
     click.echo(json.dumps(argv) if asked.as_json else shlex.join(argv))
 

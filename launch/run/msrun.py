@@ -147,6 +147,15 @@ def worker_environment(
     return {**defaults, **cores, **environ, **ours}
 
 
+def optimizer_environment(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Return the additional variables that workers need because the recipe swaps the optimizer's state to the host.
+
+    Source: the docstring of `swap` in mindformers/core/optim/adamw.py.
+    """
+    swaps = on_ascend(recipe) and (recipe.get("optimizer") or {}).get("swap")
+    return {"MS_DEV_RUNTIME_CONF": "switch_inline:False"} if swaps else {}
+
+
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
     """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same
     variables, and says why.

@@ -34,7 +34,7 @@ from launch.resume.checkpoints import (
     one_iteration,
     save_path,
 )
-from launch.run.msrun import MASTER, ROOT, refuse_other_port, worker_count
+from launch.run.msrun import MASTER, ROOT, optimizer_environment, refuse_other_port, worker_count
 from launch.run.preflight import data_prefixes, held_out
 from launch.workers.cores import binds_itself
 from plugins.errors import ClusterError
@@ -259,11 +259,11 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
     if going_on():
         lines += ["# --unverified: with another MindSpore or MindFormers, too.", f"export {VARIABLE}=1"]
     lines += _fusion_flags(recipe)
-    if (recipe.get("optimizer") or {}).get("swap"):
+    for name, value in optimizer_environment(recipe).items():
         lines += [
             "# optimizer.swap needs it, says mindformers/core/optim/adamw.py.",
-            default("MS_DEV_RUNTIME_CONF", "switch_inline:False"),
-            "export MS_DEV_RUNTIME_CONF",
+            default(name, value),
+            f"export {name}",
         ]
     return lines
 

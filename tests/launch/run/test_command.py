@@ -17,7 +17,7 @@ from launch import train as worker
 from launch.agent import cli as agent_start
 from launch.agent import part
 from launch.resume import checkpoints
-from launch.run import preflight
+from launch.run import command, preflight
 from launch.run.cores import Cores
 from launch.run.failure import Failure
 from launch.run.msrun import ROOT
@@ -409,6 +409,19 @@ def test_a_launch_hands_the_flags_to_its_workers(train, fused, monkeypatch):
     monkeypatch.setattr(start, "worker_environment", lambda *a, **k: seen.append(whole(*a, **k)) or seen[-1])
     train(fused, "--dry-run")
     assert seen[0][VARIABLE] == FLAGS
+
+
+def test_an_optimizer_that_swaps_has_its_variable_in_every_launch(train, fused, workplace, monkeypatch):
+    """A launch script has it, too; another value that the user exports is kept."""
+    name, made, whole = "MS_DEV_RUNTIME_CONF", [], command.command_of
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(command, "command_of", lambda *a: made.append(whole(*a)) or made[-1])
+    recipe = workplace / "mini" / "fused.yaml"
+    recipe.write_text(recipe.read_text() + "optimizer: {type: AdamW, swap: True}\n")
+    assert f"{name}=switch_inline:False" in shlex.split(train(fused, "--dry-run", "--port", "5001")[1])
+    monkeypatch.setenv(name, "inline_thread:True")
+    train(fused, "--dry-run")
+    assert [each.environment[name] for each in made] == ["switch_inline:False", "inline_thread:True"]
 
 
 def run(text, **environ):
