@@ -78,8 +78,9 @@ def verdict(peak: float, room: Room) -> str:
 
 
 def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) -> list[Proposal]:
-    """Return proposals, the best first: proposals that fit, sorted by step time, then proposals that might fit, then
-    all others, sorted by freed memory. Pairs of changes are tried only if no single change makes the recipe fit.
+    """Return changes of the recipe that free memory, the best first: changes after which it fits, sorted by step time,
+    then changes after which it might fit, then all others, sorted by freed memory. Pairs of changes are tried only if
+    no single change makes the recipe fit.
 
     Raises:
         RecipeError: the recipe cannot be predicted.

@@ -246,7 +246,7 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     last, most = settings.stages[-1]
     if most >= division.full:
         raise RecipeError(
-            f"the batch does not grow from {most} samples until step {last} to the recipe's own batch of "
+            f"the stage until step {last} has {most} samples, but the recipe's own batch, which follows, has "
             f"{division.full}; write fewer samples, or raise runner_config.batch_size or the micro-batches",
             key,
         )

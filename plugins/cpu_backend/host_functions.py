@@ -120,7 +120,7 @@ def names_in(graph: bytes) -> set[str] | None:
 
 def require(rank: int) -> None:
     """Refuse the cached graphs that this worker is about to load if they call a Python function that the worker has not
-    registered. Call this when the network is built, before anything is compiled.
+    registered. Call this after the network was built and before anything is compiled.
 
     Raises:
         ClusterError: the graph calls such a function; the message names it.

@@ -148,7 +148,11 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
         ([[2, 3]], SHARDED, "(2 data-parallel ranks x 2 samples of a micro-batch); write 8"),
         ([[2, 3]], FEW, "micro-batch); leave the stage out, because the recipe's own batch of 8 is not larger than 8"),
         ([[2, 4]], FEW, "2 stages of the pipeline; leave the stage out, because the recipe's own batch of 8"),
-        ([[2, 8]], {}, "does not grow from 8 samples until step 2 to the recipe's own batch of 8"),
+        (
+            [[2, 8]],
+            {},
+            "the stage until step 2 has 8 samples, but the recipe's own batch, which follows, has 8",
+        ),
         ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
         ([[2, 8]], TURNED, "2 micro-batches, but zero_bubble_v needs two for each of the 2 stages of the pipeline"),
         ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device has one shape"),

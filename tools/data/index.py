@@ -266,7 +266,9 @@ def read_blend(data_path: Any) -> Blend:
     """
     entries = data_path if isinstance(data_path, list) else []
     if not entries or not all(type(entry) in (str, int, float) for entry in entries):
-        raise DataError(f"the value must be a list such as ['1', PREFIX], but {data_path!r} is not a list of paths")
+        raise DataError(
+            f"the value must be a list of weights and paths such as ['1', PREFIX]; {data_path!r} is no such list"
+        )
     words = [str(entry).strip() for entry in data_path]
     weights = [_weight(word) for word in words[::2]]
     known = [weight for weight in weights if weight is not None]

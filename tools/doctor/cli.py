@@ -40,8 +40,8 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
     "--nodes",
     type=click.Path(exists=True, path_type=Path),
     help=(
-        "Check by ssh the hosts that this file lists, in the form of tc3 train --script --nodes; if a folder is "
-        "given, read the reports in its HOST.json files instead."
+        "Check by ssh the hosts that this file lists; it has the form of the file that tc3 train --script --nodes "
+        "takes. If a folder is given, read the reports in its HOST.json files instead."
     ),
 )
 @click.option(

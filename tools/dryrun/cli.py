@@ -78,7 +78,7 @@ class Ranks(click.ParamType):
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Subtract from the memory limit the memory that tc3 firsthour measured beside the model's when it ran RECIPE.",
+    help="Subtract what framework and driver use, as tc3 firsthour measured it with RECIPE, from the memory limit.",
 )
 @overrides_option
 @jobs_option

@@ -238,7 +238,7 @@ class Degrees(click.ParamType):
     metavar="NAME|FILE",
     help="Predict the costs for this cluster.",
 )
-@click.option("--hardware", hidden=True, help="Do the same as --cluster (the option's old name).")
+@click.option("--hardware", hidden=True, help="Do the same as --cluster, which was called --hardware before.")
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--skew",
@@ -256,7 +256,7 @@ class Degrees(click.ParamType):
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw when one layer computes and communicates (.svg or .png).",
+    help="Draw a timeline of the computation and communication of one layer (.svg or .png).",
 )
 def ep_report(
     recipe: Path,

@@ -257,7 +257,9 @@ def notes(found: Study) -> list[str]:
 
 
 def counting_noise(found: Study) -> float:
-    """Return the max/mean of a router without preference: the mean over 20 multinomial draws of equally many tokens."""
+    """Return the max/mean of the loads if a router has no preference: the mean over 20 multinomial draws of as many
+    tokens as a step has.
+    """
     experts, devices = found.tokens.shape[2], found.source.records[0].devices
     tokens = int(found.tokens.sum(2).mean())
     draws = np.random.default_rng(0).multinomial(tokens, np.full(experts, 1 / experts), 20)

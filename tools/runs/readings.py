@@ -362,7 +362,7 @@ class Run:
 
 
 def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
-    """Return the path of the metrics file of a rank that has the run's loss."""
+    """Return the path of a metrics file that holds the run's loss: only some ranks compute the loss."""
     own = folder / "metrics" / f"rank_{loss_rank(recipe) if recipe else 0}.jsonl"
     return own if own.exists() or recipe else next(iter(sorted((folder / "metrics").glob("rank_*.jsonl"))), own)
 

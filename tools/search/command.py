@@ -66,9 +66,10 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="RUN|PROFILE|ROWS.yaml",
     help=(
-        "First fit the cluster's efficiencies, as tc3 search calibrate does: to the folder of a profile of RECIPE, to "
-        "the folder of a run that contains one, or to a file of measured steps. With --write the fitted cluster is "
-        "saved next to OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "First fit the cluster's efficiencies to measurements, as tc3 search calibrate does. The measurements are the "
+        "folder of a profile of RECIPE, the folder of a run that contains a profile, or a file of measured steps. With "
+        "--write the description of the cluster with these efficiencies is saved next to OVERLAY.yaml, as "
+        "OVERLAY.cluster.yaml."
     ),
 )
 @click.option(

@@ -229,7 +229,7 @@ def _hugging_face(folder: Path) -> Stored:
     for name, file in where.items():
         if name not in files[file]:
             raise CheckpointError(
-                f"{folder / file}: the file does not hold {name}, although {INDEX} says so; copy the folder again"
+                f"{folder / file}: the file lacks {name}, although {INDEX} says that it holds it; copy the folder again"
             )
     for file, headers in files.items():
         if unknown := [name for name in headers if where.get(name) != file]:

@@ -1,5 +1,5 @@
-"""This module runs dry runs of the best strategies: they are written as overlays, compiled through the virtual cluster,
-and dropped if they fail.
+"""This module runs dry runs of the best strategies: it writes each strategy as a recipe file, lets MindSpore compile
+the recipe for all devices without having any, and drops the strategy if this fails.
 
 A quick dry run compiles each kind of layer once. It shows whether MindSpore accepts the strategy, and gives the exact
 bytes of weights, gradients and optimizer state. For activations the larger of two numbers counts: the search's own
