@@ -15,6 +15,7 @@ from typing import Any
 
 from plugins.errors import DataError, TC3Error
 from plugins.step_record.plan import IDS, record_file
+from tools.accuracy.diagnose.forms import check_form, check_lengths, metrics_form, state_form
 from tools.accuracy.diagnose.gaps import take_out
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
@@ -274,8 +275,9 @@ def read_side(folder: Path) -> Side:
         for step, record in each.steps.items():
             if record.get("samples"):
                 side.samples.setdefault(step, {})[rank] = record["samples"]
+    experts: dict[str, int] = {}
     for rank in metrics:
-        _read_states(side, record_file(folder, rank), rank)
+        _read_states(side, record_file(folder, rank), rank, experts)
     side.states = {step: state for step, state in side.states.items() if state.lines}
     side.gaps = take_out(side, metrics)
     _notes(side)
@@ -284,20 +286,23 @@ def read_side(folder: Path) -> Side:
 
 def _metrics(file: Path) -> Readings:
     readings = Readings()
-    for line in _lines(file):
+    for number, line in _lines(file):
+        check_form(line, metrics_form(line), file, number)
         readings.add(line)
     return readings
 
 
 def _headers(file: Path) -> tuple[dict[str, str], int]:
     """Return the software of the run's last part, and the first step of its first part."""
-    headers = [line for line in _lines(file) if "total_steps" in line]
+    headers = [line for _, line in _lines(file) if "total_steps" in line]
     software = [line["software"] for line in headers if line.get("software")]
     return software[-1] if software else {}, 1 + headers[0].get("start_step", 0) if headers else 1
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines of a file; an unfinished last one, of a run that goes on, is left out."""
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the JSON object of each line of a file; an unfinished last line, of a run that goes on, is
+    left out.
+    """
     if not file.exists():
         return
     text = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -308,15 +313,17 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("the line is not a JSON object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{file}: line {number} is damaged ({error}); train again, or copy the file again"
             ) from error
-        yield record
+        yield number, record
 
 
-def _read_states(side: Side, file: Path, rank: int) -> None:
-    for number, line in enumerate(_lines(file), 1):
+def _read_states(side: Side, file: Path, rank: int, experts: dict[str, int]) -> None:
+    for number, line in _lines(file):
+        check_form(line, state_form(line), file, number)
+        check_lengths(line, experts, file, number)
         needed = {"step", "state"} | (set() if line.get("start") or line.get("end") else {"weights", "loads"})
         if not needed <= line.keys():
             raise DataError(f"{file}: line {number} is not a record of a step; train again into a new folder")
