@@ -8,12 +8,12 @@ import pytest
 
 from plugins.errors import DataError
 from plugins.step_record.plan import record_file
+from tests.tools.accuracy.corrupted import WRONG, corrupted, kind_of, places
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run
 from tools.accuracy.diagnose import evidence
 from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import diagnose
 
-WRONG = (None, True, -1, 1.5, 10**400, "text", [None], {})
 OUTPUT = ["0" * 16, 1.0, [1.0, 2.0, 3.0, 4.0]]
 
 
@@ -35,31 +35,6 @@ class Whole(Run):
         super().write()
         super().line(0, "end", {"step": self.last, "end": True, "state": {}, "modules": {"layers.0.mlp": OUTPUT}})
         return self.folder
-
-
-def places(value, path=()):
-    """The path of each value in a JSON value; of a long object or list only the first item."""
-    if path:
-        yield path
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for place, (key, child) in enumerate(children):
-        if place == 0 or not path or isinstance(child, list) != isinstance(value, list):
-            yield from places(child, (*path, key))
-
-
-def kind_of(value):
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return "number"
-    return type(value).__name__
-
-
-def corrupted(line, path, wrong):
-    """The text of a line with one value replaced, and the value that stood there."""
-    record = inside = json.loads(line)
-    for key in path[:-1]:
-        inside = inside[key]
-    right, inside[path[-1]] = inside[path[-1]], wrong
-    return json.dumps(record) + "\n", right
 
 
 @pytest.mark.parametrize("name", ["metrics/rank_0.jsonl", "metrics/state_rank_0.jsonl"])

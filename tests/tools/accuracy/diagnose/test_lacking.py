@@ -6,24 +6,14 @@ import shutil
 import pytest
 
 from plugins.errors import DataError
+from tests.tools.accuracy.corrupted import places, without
 from tests.tools.accuracy.diagnose.simulated import Run
-from tests.tools.accuracy.diagnose.test_forms import Whole, places
+from tests.tools.accuracy.diagnose.test_forms import Whole
 from tools.accuracy.diagnose import evidence
 from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.ladder import diagnose
 
 UNREAD = {("software",), ("held_bytes",)}  # below them: what is not installed is left out, and bytes are not compared
-
-
-def without(line, path):
-    """The text of a line without one of its keys; None if the path ends in a list."""
-    record = inside = json.loads(line)
-    for key in path[:-1]:
-        inside = inside[key]
-    if isinstance(inside, list):
-        return None
-    del inside[path[-1]]
-    return json.dumps(record) + "\n"
 
 
 @pytest.mark.parametrize(
