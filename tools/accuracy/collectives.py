@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plugins.errors import DataError, RecipeError, not_json
+from plugins.errors import DataError, RecipeError, did_you_mean, not_json
 from plugins.semi_auto_cpu.chosen import chosen
 from plugins.semi_auto_cpu.collectives import CallRecord
 from plugins.semi_auto_cpu.ranks import made_up_name
@@ -42,8 +42,9 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
     same parallel strategy.
 
     Raises:
-        RecipeError: the file or an override is wrong, or MindSpore would not shard the recipe's graph.
+        RecipeError: the file is missing, it or an override is wrong, or MindSpore would not shard the recipe's graph.
     """
+    refuse_missing(path)
     recipe = load_recipe(path)
     if not View(recipe).on_cpu:
         recipe = load_mini(path, CORPUS, STEPS, WORKERS)
@@ -51,6 +52,21 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
     refuse_unsharded(recipe)
     refuse_other_data(recipe)
     return recipe
+
+
+def refuse_missing(path: Path) -> None:
+    """Raise RecipeError for a path without a file or folder that does not end like a recipe: it may be a mistyped
+    folder of a run.
+    """
+    if path.exists() or path.suffix in (".yaml", ".yml"):
+        return
+    try:
+        around = [str(each) for each in path.parent.iterdir() if (each / "recipe.yaml").is_file()]
+        around += [str(each) for each in path.parent.glob("*.y*ml")]
+    except OSError:  # there is no such parent, or it may not be read
+        around = []
+    hint = did_you_mean(path, around)
+    raise RecipeError(f"{path}: neither a recipe nor the folder of a run exists here{hint}; give one of the two")
 
 
 def refuse_unsharded(recipe: Recipe) -> None:
