@@ -150,7 +150,7 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
         ([[2, 4]], FEW, "2 stages of the pipeline; leave the stage out, because the recipe's own batch of 8"),
         ([[2, 8]], {}, "does not grow from 8 samples until step 2 to the recipe's own batch of 8"),
         ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
-        ([[2, 8]], TURNED, "2 micro-batches, but zero_bubble_v needs two for each of the 2 stages of the pipeline"),
+        ([[2, 8]], TURNED, "2 micro-batches, but zero_bubble_v needs 4 for the 2 stages of the pipeline"),
         ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device has one shape"),
         ([[2, 4]], {"runner_config": {**RECIPE["runner_config"], "epochs": 2}}, "a second epoch has no stages"),
         ([[2, 4]], {"context": {"mode": 1}}, "works only in graph mode"),
