@@ -8,7 +8,7 @@ import pytest
 
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.ranks import made_up_name
-from tests.tools.accuracy.corrupted import WRONG, corrupted, places
+from tests.corrupted import WRONG, corrupted, places
 from tests.training.runs import ROOT
 from tools.accuracy import collectives
 from tools.accuracy.cli import collectives_command

@@ -8,7 +8,7 @@ import pytest
 
 from plugins.errors import DataError
 from plugins.step_record.plan import record_file
-from tests.tools.accuracy.corrupted import WRONG, corrupted, kind_of, places
+from tests.corrupted import WRONG, corrupted, kind_of, places
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run
 from tools.accuracy.diagnose import evidence
 from tools.accuracy.diagnose.evidence import read_side

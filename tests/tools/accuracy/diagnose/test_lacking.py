@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from plugins.errors import DataError
-from tests.tools.accuracy.corrupted import places, without
+from tests.corrupted import places, without
 from tests.tools.accuracy.diagnose.simulated import Run
 from tests.tools.accuracy.diagnose.test_forms import Whole
 from tools.accuracy.diagnose import evidence
