@@ -33,7 +33,15 @@ LETTERS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
 _LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
 _LONGEST = 100_000  # letters; the deepest model that anybody has trained has a thousandth of them
+MICRO_BATCHES_OF_A_STAGE = {"zero_bubble_v": 2}  # schedule -> micro-batches that it needs for each stage; others: 1
 Counts = list[list[int]]  # [chunks][stages]
+
+
+def fewest_to_fill(stages: int, schedule: str = "") -> int:
+    """Return the smallest number of micro-batches that fills the stages of a pipeline under one of MindSpore's
+    schedules.
+    """
+    return stages * MICRO_BATCHES_OF_A_STAGE.get(schedule, 1)
 
 
 def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndarray:

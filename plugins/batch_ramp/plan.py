@@ -19,6 +19,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.held_out_loss.plan import stages_and_micro_batches
+from plugins.pipeline_layout import fewest_to_fill
 from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import Section, graph_mode_only, setting, value_at
 
@@ -27,8 +28,6 @@ LOADER = "BlendedMegatronDatasetDataLoader"
 STEPS, SAMPLES = AXES = ("steps", "samples")
 _LOADER = "train_dataset.data_loader"
 _RIGHT = "write [[last step, samples], ...], such as [[1000, 512], [2000, 1024]]"
-
-_TWICE = "zero_bubble_v"  # the schedule that needs two micro-batches for each stage
 
 Stages = tuple[tuple[int, int], ...]
 
@@ -136,11 +135,10 @@ def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
 
 
 def fewest_micro_batches(pipeline: int, scheduler: str = "") -> int:
-    """Return the smallest number of micro-batches that a step of a growing batch may have on `pipeline` stages: one for
-    each stage, twice as many with zero_bubble_v, and at least two, because MindSpore accumulates a single micro-batch
-    wrongly.
+    """Return the smallest number of micro-batches that a step of a growing batch may have on `pipeline` stages: those
+    that fill the stages, and at least two, because MindSpore accumulates a single micro-batch wrongly.
     """
-    return max(2, 2 * pipeline if scheduler == _TWICE and pipeline > 1 else pipeline)
+    return max(2, fewest_to_fill(pipeline, scheduler))
 
 
 @dataclass(frozen=True)
@@ -232,8 +230,9 @@ def check(recipe: Mapping[str, Any]) -> Settings:
             )
         if made < division.least and division.pipeline > 1:
             raise RecipeError(
-                f"the {batch} samples of a step until step {end} make {made} micro-batches, but {_TWICE} needs two for "
-                f"each of the {division.pipeline} stages of the pipeline; {division.advice(division.least)}",
+                f"the {batch} samples of a step until step {end} make {made} micro-batches, but {division.scheduler} "
+                f"needs {division.least} for the {division.pipeline} stages of the pipeline; "
+                f"{division.advice(division.least)}",
                 key,
             )
         if made < division.least:

@@ -38,8 +38,8 @@ LOAD, BIAS = ".expert_load", ".expert_bias"  # ends of the names of a router's s
 START = "start_rank_0.npz"  # beside the record: weights and batch of the first step, of a model that is small enough
 END = "end_rank_0.npz"  # the same of the end: weights after the last step, and its batch
 SMALL = 256 * 2**20  # bytes of weights that are kept there
+PROJECTIONS = 4  # of a module's output
 _DIGITS = 16  # of a digest
-_PROJECTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def sketch_of(array: np.ndarray) -> list[Any]:
     return [
         digest(array),
         float(flat @ flat),
-        [float(flat @ rng.standard_normal(flat.size)) for _ in range(_PROJECTIONS)],
+        [float(flat @ rng.standard_normal(flat.size)) for _ in range(PROJECTIONS)],
     ]
 
 

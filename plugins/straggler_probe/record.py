@@ -7,7 +7,6 @@ writing.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from plugins.errors import DataError
 from plugins.lines import append_line, read_steps
 
 _START, _END = "probe_", ".jsonl"
+_LARGEST = 1e15  # of any number in these files
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,13 @@ def record_of(content: Any, place: str) -> Record:
 
 def _check(record: Record) -> None:
     whole: Iterable[Any] = (record.step, record.rank, record.work, record.steps)
-    if not all(type(value) is int and value >= 0 for value in whole):
+    if not all(type(value) is int and 0 <= value < _LARGEST for value in whole):
         raise ValueError("step, rank, work or steps is not a whole number")
     if not (type(record.host) is str and type(record.device) is str):
         raise TypeError("host or device is not text")
-    times = (record.probe, record.seconds, record.data or 0.0, record.cpu, record.waited, record.stopped)
-    if not all(type(value) in (int, float) and math.isfinite(value) and value >= 0 for value in times):
+    data = 0.0 if record.data is None else record.data
+    times = (record.probe, record.seconds, data, record.cpu, record.waited, record.stopped)
+    if not all(type(value) in (int, float) and 0 <= value < _LARGEST for value in times):  # nor is NaN
         raise ValueError("a time is negative or not a number")
     if not record.probe or not record.seconds:
         raise ValueError("the time of the probe or of the steps is 0")

@@ -214,7 +214,17 @@ def test_a_resumed_run_replaces_what_it_repeats_and_half_a_line_is_left_out(tmp_
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("probe", 0.0), ("probe", float("nan")), ("seconds", -1.0), ("step", 1.5), ("host", None), ("cpu", "x")],
+    [
+        ("probe", 0.0),
+        ("probe", float("nan")),
+        ("seconds", -1.0),
+        ("step", 1.5),
+        ("host", None),
+        ("cpu", "x"),
+        ("cpu", 10**400),
+        ("data", {}),
+        ("data", False),
+    ],
 )
 def test_what_no_run_writes_is_refused_with_its_line(tmp_path, name, value):
     (record,) = history(np.random.default_rng(0), 1, probes=1)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plugins.errors import DataError, RecipeError
+from plugins.errors import DataError, RecipeError, did_you_mean, not_json
 from plugins.semi_auto_cpu.chosen import chosen
 from plugins.semi_auto_cpu.collectives import CallRecord
+from plugins.semi_auto_cpu.ranks import made_up_name
 from tools.accuracy.equivalence.runs import launch, make_corpus, refuse_other_data
 from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places
@@ -30,6 +31,7 @@ from tools.recipe.override import apply_overrides
 from tools.recipe.view import LOADER, View, look
 
 STEPS = 2  # trained; the first one's collectives are compared
+_LARGEST = 2**62  # of any number in a record
 _WATCHERS = ("CheckpointMonitor",)
 _LEFT_OUT = ("held_out_loss", "batch_ramp")  # their text is no made-up one; the dry run compiles the full batch
 EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
@@ -40,8 +42,9 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
     (its mini recipe) with the same parallel strategy.
 
     Raises:
-        RecipeError: the file or an override is wrong, or MindSpore would not shard the recipe's graph.
+        RecipeError: the file is missing, it or an override is wrong, or MindSpore would not shard the recipe's graph.
     """
+    refuse_missing(path)
     recipe = load_recipe(path)
     if not View(recipe).on_cpu:
         recipe = load_mini(path, CORPUS, STEPS, WORKERS)
@@ -49,6 +52,21 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
     refuse_unsharded(recipe)
     refuse_other_data(recipe)
     return recipe
+
+
+def refuse_missing(path: Path) -> None:
+    """Raise RecipeError for a path without a file or folder that does not end like a recipe: it may be a mistyped
+    folder of a run.
+    """
+    if path.exists() or path.suffix in (".yaml", ".yml"):
+        return
+    try:
+        around = [str(each) for each in path.parent.iterdir() if (each / "recipe.yaml").is_file()]
+        around += [str(each) for each in path.parent.glob("*.y*ml")]
+    except OSError:  # there is no such parent, or it may not be read
+        around = []
+    hint = did_you_mean(path, around)
+    raise RecipeError(f"{path}: neither a recipe nor the folder of a run exists here{hint}; give one of the two")
 
 
 def refuse_unsharded(recipe: Recipe) -> None:
@@ -145,6 +163,8 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
     if refused:
         why = f"the dry run of rank {refused[0]['rank']} was refused: {diagnose(*refused[0]['error'].values())}"
         return Verdict(UNKNOWN, why)
+    if why := _lost_place(results, executed):
+        return Verdict(UNKNOWN, why)
     ranks = [rank_calls(result, executed[result["rank"]]) for result in results]
     return Verdict(DIFFERS if any(rank.differences for rank in ranks) else EQUAL, "", ranks)
 
@@ -164,6 +184,20 @@ def _not_comparable(view: View, executed: list[Executed]) -> str:
             f"step {steps[0]} had {samples} samples by plugins.batch_ramp, but a dry run compiles the recipe's own "
             f"batch of {view.ramp.full}; train with --set plugins.batch_ramp=False"
         )
+    return ""
+
+
+def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) -> str:
+    """Return which rank's place in a group is missing from its record, though other ranks of the group recorded
+    theirs; "" if none is missing.
+    """
+    for ranks in sorted({tuple(group) for result in results for group in result["graph"]["groups"]}):
+        known = [rank for rank in ranks if made_up_name(ranks) in executed[rank].places]
+        if known and (lost := [rank for rank in ranks if rank not in known]):
+            return (
+                f"the record of rank {lost[0]} lacks its place in the group of ranks {', '.join(map(str, ranks))}, by "
+                f"which it cuts weights; rank {known[0]} recorded its own; train again"
+            )
     return ""
 
 
@@ -212,10 +246,51 @@ def read_record(run_dir: Path, rank: int) -> Executed:
         )
     try:
         told = json.loads(file.read_text("utf-8"))
-        places = {str(group): int(place) for group, place in told["places"].items()}
-        return Executed([CallRecord(*call) for call in told["calls"]], places, int(told["step"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file}: this is not a record of collectives ({error!r}); train again") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}: this is not a record of collectives: it {not_json(error)}; train again") from None
+    if wrong := _wrong(told):
+        raise DataError(f"{file}: this is not a record of collectives: {wrong}; train again")
+    return Executed([CallRecord(*call) for call in told["calls"]], told["places"], told["step"])
+
+
+def _wrong(told: Any) -> str:
+    """Return what a record has that no run writes; "" if it is a record of one rank's first step."""
+    if not isinstance(told, dict):
+        return "it is no object"
+    if lacking := [key for key in ("step", "calls", "places") if key not in told]:
+        return f"it lacks {lacking[0]}"
+    if not _is_count(told["step"]) or told["step"] < 1:
+        return f"step is {_short(told['step'])}, should be the number of a step"
+    if not isinstance(told["places"], dict) or not all(map(_is_count, told["places"].values())):
+        return f"places is {_short(told['places'])}, should be an object of whole numbers by group"
+    if not isinstance(told["calls"], list):
+        return f"calls is {_short(told['calls'])}, should be a list of calls"
+    for place, call in enumerate(told["calls"]):
+        if not _is_call(call):
+            return f"calls[{place}] is {_short(call)}, should be [{', '.join(CallRecord._fields)}]"
+    return ""
+
+
+def _is_call(call: Any) -> bool:
+    """Return whether a value out of JSON is a `CallRecord`."""
+    if not isinstance(call, list) or len(call) != len(CallRecord._fields):
+        return False
+    one = CallRecord(*call)
+    lists = all(isinstance(each, list) and all(map(_is_count, each)) for each in (one.ranks, one.shape))
+    if not lists or not (isinstance(one.op, str) and isinstance(one.dtype, str) and _is_count(one.bytes)):
+        return False
+    if not all(each is None or _is_count(each) for each in (one.peer, one.sr_tag)):
+        return False
+    return one.peer is None or (one.peer in one.ranks and any(rank != one.peer for rank in one.ranks))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
+from plugins.pipeline_layout import fewest_to_fill
 from plugins.yarn import plan as yarn
 from tools.check.muon import check_muon
 from tools.recipe.findings import Findings
@@ -227,9 +228,10 @@ def _pipeline(view: View, built: Built, found: Findings) -> None:
             found.error(
                 _m("pp_interleave_num"), "zero_bubble_v needs two chunks per stage", "write 2", rule="zbv_interleave"
             )
-        if view.number((*PARALLEL, "micro_batch_num"), 1) < 2 * view.pp:
-            wrong = "zero_bubble_v needs two micro-batches per stage"
-            found.error((*PARALLEL, "micro_batch_num"), wrong, f"write at least {2 * view.pp}", rule="zbv_micro")
+        least = fewest_to_fill(view.pp, view.scheduler)
+        if view.number((*PARALLEL, "micro_batch_num"), 1) < least:
+            wrong = f"zero_bubble_v needs {least} micro-batches for {view.pp} stages"
+            found.error((*PARALLEL, "micro_batch_num"), wrong, f"write at least {least}", rule="zbv_micro")
     kept = (None, "MFTrainOneStepCell", "MFPipelineWithLossScaleCell")
     if view.pp > 1 and view.get(("runner_wrapper", "type")) not in kept:
         found.warning(

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
+from plugins.pipeline_layout import fewest_to_fill
 from tools.pipeline import orders
 from tools.pipeline.orders import BOTH_WAYS, LOOP, Op, V, as_operations, widened
 
@@ -118,7 +119,8 @@ def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: i
         return False, f"whole sequences (parts of them: {splitting})"
     one = chunks == 1, "one chunk a stage (several: interleaved_1f1b)"
     full = micro_batches >= stages, f"at least {stages} micro-batches, one for each stage"
-    twice = chunks == 2 and micro_batches >= 2 * stages, f"2 chunks and at least {2 * stages} micro-batches"
+    least = fewest_to_fill(stages, "zero_bubble_v")  # dual_pipe_v, which is V-shaped, too, needs as many
+    twice = chunks == 2 and micro_batches >= least, f"2 chunks and at least {least} micro-batches"
     # of parts that leave stages over, the order as read waits for itself
     several = (
         chunks > 1 and stages % parts == 0 and micro_batches >= stages // parts,

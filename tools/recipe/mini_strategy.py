@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
+from plugins.pipeline_layout import fewest_to_fill
 from tools.recipe.load import Recipe
 from tools.recipe.view import MODEL, View
 
@@ -107,7 +108,7 @@ def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
 
 def least_micro_batches(view: View, degrees: Degrees) -> int:
     """Return how many micro-batches fill the stages under a recipe's own pipeline schedule."""
-    return degrees.pp * (2 if view.scheduler == "zero_bubble_v" and degrees.pp > 1 else 1)
+    return fewest_to_fill(degrees.pp, view.scheduler) if degrees.pp > 1 else 1
 
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:

@@ -36,6 +36,7 @@ USUAL_OF = 100  # steps after a part's first whose median is its usual step
 COLUMNS = ("step", "time", "seconds", "loss", "global_norm")  # of a part
 _DAY = 86_400.0  # seconds that two hosts' clocks may be apart
 _MOST_STEPS = 10**12
+_NO_FLOAT = 10**300  # a whole number above it may be too large for a float
 _MOST_LOSS = 700.0  # whose exponential a number can hold
 
 
@@ -124,10 +125,11 @@ def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
 def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
     """Return the held-out losses in one record of an evaluation file; None if no run writes a record of this form."""
     corpora = record.get("corpora", {})
-    if type(record.get("step")) is not int or not _is_number(record.get("held_out_loss")):
+    step = record.get("step")
+    if type(step) is not int or not 0 <= step <= _MOST_STEPS or not _is_number(record.get("held_out_loss")):
         return None
     known = isinstance(corpora, dict) and all(map(_is_number, corpora.values()))
-    return Evaluation(record["step"], record["held_out_loss"], corpora if known else {})
+    return Evaluation(step, record["held_out_loss"], corpora if known else {})
 
 
 def perplexity(loss: float | None) -> float | None:
@@ -218,7 +220,8 @@ def _fault_of(record: dict[str, Any]) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a value out of JSON is a number that a float can hold, or NaN or infinity."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < _NO_FLOAT)
 
 
 def _short(value: Any) -> str:
@@ -406,7 +409,7 @@ def number(value: Any) -> float | None:
     """Return a number that was read from JSON, including NaN and infinity; return None for a value that is not a
     number.
     """
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if _is_number(value) else None
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:

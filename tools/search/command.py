@@ -372,7 +372,7 @@ def _tell(
     found: Found, others: BySchedule, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool
 ) -> None:
     """Print and write everything that was requested."""
-    from tools.search.overlay import write_overlay
+    from tools.search.overlay import left_off, write_overlay
     from tools.search.page import draw, html
     from tools.search.report import as_json as content
     from tools.search.report import print_schedules, print_text, to_write
@@ -401,6 +401,9 @@ def _tell(
         try:
             writers[option](options[option])
             click.echo(f"written: {options[option]}", err=True)
+            if option == "write":
+                for line in left_off(recipe, to_write(found, others, options[option])[0]):
+                    click.echo(line, err=True)
         except (DataError, RecipeError) as error:  # the others are written all the same: the search took minutes
             failed.append(error)
     if failed:

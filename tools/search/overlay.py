@@ -212,7 +212,7 @@ def write_overlay(
     keep_files_of(recipe.source, "overlay", path)
     target = Path(path)
     before, after = load_recipe(recipe.source), changed(recipe, config, site)
-    lines = [line for note in notes for line in note.splitlines() or [""]]
+    lines = [line for note in (*notes, *left_off(recipe, config)) for line in note.splitlines() or [""]]
     if (key := _not_for_a_child(before, after)) is not None:
         lines.append(f"The whole of {os.path.basename(recipe.source)}: a child cannot turn its {key} into a mapping.")
         text = recipe_text(after)
@@ -349,6 +349,20 @@ def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
     if config.pp == 1 and view.get(_GROUPED) not in (None, False):
         values[_GROUPED] = False
     return values
+
+
+def left_off(recipe: Recipe, config: Configuration) -> list[str]:
+    """Return a line if a child for `config` keeps experts from moving only because `recipe` had no expert parallelism:
+    a search that led to `recipe` may have switched it off (`_idle_plugins`), and what was written before is not known.
+    """
+    view = View(recipe)
+    balance, _ = Settings.look(view.get(_MOVES))
+    if view.ep > 1 or config.ep == 1 or balance is None or balance.every:
+        return []
+    return [
+        f"{'.'.join(_EVERY)} stays 0, which expert_parallel: 1 needs, so that no experts move; with expert_parallel: "
+        f"{config.ep} they can: write the number of steps between plans, such as {Settings().every}."
+    ]
 
 
 def _swapped_alike(

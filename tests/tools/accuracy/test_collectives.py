@@ -1,12 +1,14 @@
 """`tc3 accuracy collectives`, training and compiles replaced; tests/training/test_sharded.py has real ones."""
 
 import json
+import re
 
 import click.testing
 import pytest
 
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.ranks import made_up_name
+from tests.corrupted import WRONG, corrupted, places
 from tests.training.runs import ROOT
 from tools.accuracy import collectives
 from tools.accuracy.cli import collectives_command
@@ -79,7 +81,7 @@ def test_equal_calls_of_all_ranks_end_with_0(tmp_path, compiled):
 )
 def test_a_rank_whose_calls_differ_is_named_and_ends_with_1(calls, line, tmp_path, compiled):
     folder = left(tmp_path / "run")
-    calls_file(folder, 1).write_text(json.dumps({"step": 1, "calls": calls, "places": {}}))
+    calls_file(folder, 1).write_text(json.dumps({"step": 1, "calls": calls, "places": {made_up_name((0, 1)): 1}}))
     result = invoke(folder, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -169,6 +171,14 @@ def test_what_is_not_sharded_is_refused(recipe, overrides, words, compiled):
     assert isinstance(result.exception, RecipeError) and words in str(result.exception), result.output
 
 
+def test_a_mistyped_folder_is_said_to_be_missing(tmp_path, compiled):
+    folder = left(tmp_path / "mini_tp2")
+    text = str(invoke(tmp_path / "mini_tp").exception)
+    assert text.startswith(f"{tmp_path / 'mini_tp'}: neither a recipe nor the folder of a run exists here")
+    assert f"did you mean '{folder}'?" in text
+    assert "neither a recipe nor" in str(invoke(tmp_path / "none" / "run").exception)
+
+
 def test_files_of_another_run_are_not_mixed_up(tmp_path, compiled):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "mine").touch()
@@ -225,3 +235,34 @@ def test_a_rank_without_a_record_is_named(text, words, tmp_path, compiled):
     result = invoke(folder)
     assert isinstance(result.exception, DataError) and not compiled
     assert file.name in str(result.exception) and words in str(result.exception)
+
+
+SEND = ["Send", [0, 1], 16, [4], "float32", 1, 0]
+
+
+@pytest.mark.parametrize("path", [*places({"step": 1, "calls": [SEND, *CALLS], "places": {"2-7": 1}})])
+def test_a_record_with_a_value_of_a_wrong_type_is_refused(path, tmp_path):
+    file = calls_file(tmp_path, 1)
+    file.parent.mkdir()
+    line = json.dumps({"step": 1, "calls": [SEND, *CALLS], "places": {"2-7": 1}})
+    file.write_text(line)
+    assert collectives.read_record(tmp_path, 1).step == 1
+    for wrong in WRONG:
+        text, right = corrupted(line, path, wrong)
+        if type(right) is type(wrong) and wrong not in (-1, 10**400):
+            continue
+        file.write_text(text)
+        if (wrong is None and path[-1] in (5, 6)) or (wrong == {} and path == ("places",)):
+            collectives.read_record(tmp_path, 1)  # as a call without a peer or a tag, and a rank without groups
+            continue
+        with pytest.raises(DataError, match=re.escape(f"{file}: this is not a record of collectives: {path[0]}")):
+            collectives.read_record(tmp_path, 1)
+
+
+def test_a_place_that_only_one_rank_recorded_is_not_called_equal(tmp_path, compiled):
+    folder = left(tmp_path / "run")
+    file = calls_file(folder, 1)
+    file.write_text(json.dumps({"step": 1, "calls": CALLS, "places": {}}))
+    result = invoke(folder)
+    assert result.exit_code == 2
+    assert result.stdout.startswith("unknown: the record of rank 1 lacks its place in the group of ranks 0, 1")

@@ -1,16 +1,24 @@
-"""MindFormers' own relocation of experts: what is refused, and the demonstration that it is wrong."""
+"""MindFormers' own relocation of experts: what is refused, and the demonstration that it is wrong. The micro-batches
+that zero_bubble_v needs.
+"""
 
 import types
 
 import numpy as np
 import pytest
 
-from tests.tools.check.mutations import MODEL, put
-from tests.tools.check.test_rules import MINI, SEMI
+from plugins import pipeline_layout
+from plugins.batch_ramp.plan import fewest_micro_batches
+from plugins.errors import RecipeError
+from tests.tools.check.mutations import MODEL, PARALLEL, put
+from tests.tools.check.test_rules import INTERLEAVED, MINI, SEMI, ZBV, change, findings
 from tests.tools.checkpoint.test_stored import saved
 from tools.check.check import check_recipe
 from tools.check.conflicts import KEYS
+from tools.pipeline.schedules import check_schedule
+from tools.recipe.mini_strategy import Degrees, least_micro_batches
 from tools.recipe.override import dotted
+from tools.recipe.view import View
 
 UNSAVED = [each for each in SEMI["callbacks"] if each["type"] != "CheckpointMonitor"]
 
@@ -125,3 +133,16 @@ def test_weights_whose_experts_have_moved_are_refused_without_the_plugin(tmp_pat
     folder = saved(tmp_path, [1, 0, 2, 3])
     found = check_recipe(put(MINI, ("checkpoint", "load_path"), str(folder))).errors
     assert [each.key for each in found] == ["checkpoint.load_path"] and "restore-order" in found[0].wrong
+
+
+@pytest.mark.parametrize("each", [2, 3])
+def test_how_many_micro_batches_zero_bubble_v_needs_is_said_once(each, monkeypatch):
+    """The check, the schedules, a ramp and the mini recipe read the one number (MindFormers' is 2)."""
+    monkeypatch.setitem(pipeline_layout.MICRO_BATCHES_OF_A_STAGE, "zero_bubble_v", each)
+    recipe = change(SEMI, *INTERLEAVED, *ZBV, ((*PARALLEL, "micro_batch_num"), 4 * each - 1))
+    assert f"write at least {4 * each}" in findings(recipe)["parallel_config.micro_batch_num"].right
+    check_schedule("zero_bubble_v", 7, 2, 7 * each)
+    with pytest.raises(RecipeError, match=f"at least {7 * each} micro-batches"):
+        check_schedule("zero_bubble_v", 7, 2, 7 * each - 1)
+    assert fewest_micro_batches(7, "zero_bubble_v") == 7 * each
+    assert least_micro_batches(View(recipe), Degrees(pp=7)) == 7 * each

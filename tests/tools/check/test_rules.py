@@ -140,7 +140,7 @@ def test_interleaved_layouts_pass(changes):
         ([((*MODEL, "swap"), True), (("recompute_config", "recompute"), [4, 10])],
          ("recompute_config", "recompute"), "10 is not a layer of this model, whose layers are numbered"),
         ([*INTERLEAVED, *ZBV, ((*PARALLEL, "micro_batch_num"), 7)],
-         (*PARALLEL, "micro_batch_num"), "two micro-batches"),
+         (*PARALLEL, "micro_batch_num"), "needs 8 micro-batches"),
         ([(("parallel", "pipeline_config", "pipeline_scheduler"), "seqvpp")],
          ("parallel", "pipeline_config", "pipeline_scheduler"), "needs an interleaved pipeline"),
         ([*INTERLEAVED, (("parallel", "pipeline_config", "pipeline_scheduler"), "seqvpp")],

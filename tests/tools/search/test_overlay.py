@@ -25,7 +25,7 @@ from tools.recipe.override import apply_overrides
 from tools.recipe.view import View, limit_of
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
-from tools.search.overlay import Site, changed, dispatch_values, overlay, write_overlay
+from tools.search.overlay import Site, changed, dispatch_values, left_off, overlay, write_overlay
 
 LARGE = "recipes/telechat3_438b/pretrain_4k.yaml"
 PLUGGED = "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml"
@@ -263,6 +263,24 @@ def test_what_has_nothing_to_do_in_a_layout_is_switched_off(tmp_path):
     assert child["plugins"] == {**recipe["plugins"], "expert_balance": {"every": 0}, "grouped_gradient": False}
     assert not [finding for finding in check_recipe(child).errors if finding.key.startswith("plugins")]
     assert changed(recipe, now)["plugins"] == recipe["plugins"]
+
+
+def test_a_search_that_goes_back_to_expert_parallelism_says_that_experts_stay(tmp_path):
+    """A child with one device for all experts had `every: 0` written; a child of this child inherits it."""
+    (tmp_path / "recipe.yaml").write_text(
+        f"base_config: {os.path.abspath(LARGE)}\nplugins: {{expert_balance: {{every: 200}}}}\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    now = from_recipe(recipe)
+    whole = replace(now, pp=1, tp=1, ep=1, dp=now.devices, layers=((now.model.layers,),), schedule="1f1b")
+    whole = replace(whole, sequence_parallel=False, micro_batches=1, recompute=Recompute())
+    write_overlay(recipe, whole, tmp_path / "child.yaml", [])
+    child = load_recipe(tmp_path / "child.yaml")
+    write_overlay(child, now, tmp_path / "grandchild.yaml", ["The best."])
+    text = (tmp_path / "grandchild.yaml").read_text()
+    assert text.startswith("# The best.\n# plugins.expert_balance.every stays 0") and "such as 20" in text
+    assert load_recipe(tmp_path / "grandchild.yaml")["plugins"]["expert_balance"] == {"every": 0}
+    assert not left_off(recipe, now) and not left_off(recipe, whole) and not left_off(child, whole)
 
 
 def test_a_pipeline_that_runs_back_up(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any
 
 from plugins.errors import DataError, TC3Error
 from plugins.step_record.plan import IDS, record_file
+from tools.accuracy.diagnose.forms import HEADER, STEP, check_form, check_lengths, metrics_form, state_form
 from tools.accuracy.diagnose.gaps import take_out
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
@@ -108,6 +109,8 @@ class Side:
         samples: the digests of samples: step -> rank -> column -> digests.
         software: the versions of software packages since the last resume of the run.
         starts, states: the recorded states at starts of the run, and after steps.
+        parts: rank -> tensor name -> [shape of the whole tensor, offset of the rank's part], from the first step that
+            the rank recorded.
         folder: the folder of the record.
         first: the number of the first step that the metrics of the run should have.
         gaps: a sentence for each gap in the records of the run.
@@ -122,6 +125,7 @@ class Side:
     samples: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
     starts: list[State] = field(default_factory=list)
     states: dict[int, State] = field(default_factory=dict)
+    parts: dict[int, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
     first: int = 1
@@ -164,13 +168,6 @@ class Side:
         lines = self.states[step].lines.values() if step in self.states else ()
         return next((line["modules"] for line in lines if line.get("modules")), {})
 
-    def parts(self) -> dict[int, dict[str, Any]]:
-        """Return rank -> tensor name -> [shape of the whole tensor, offset of the rank's part], from the first step
-        whose state was recorded.
-        """
-        first = next(iter(self.states.values()), None)
-        return {rank: line.get("parts") or {} for rank, line in first.lines.items()} if first else {}
-
     def ids(self, step: int) -> list[str] | None:
         """Return the distinct digests of the samples of a step, rank by rank in the order of the ranks; return None if
         a rank did not record the digests of its samples.
@@ -197,7 +194,7 @@ class Side:
         """Yield (weight, rank, recorded update of the weight) in a step; of a part that several ranks hold, only the
         first rank's record is yielded.
         """
-        state, parts, seen = self.states[step], self.parts(), set()
+        state, parts, seen = self.states[step], self.parts, set()
         for rank, line in sorted(state.lines.items()):
             for name, told in line["weights"].items():
                 ours = parts.get(rank) or {}
@@ -255,7 +252,9 @@ def read_side(folder: Path) -> Side:
             f"{folder}: the recipe.yaml of this run cannot be read ({error}); train again into a new folder"
         ) from error
     view = View(recipe)
-    metrics = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
+    read = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
+    metrics = {rank: readings for rank, (readings, _) in read.items()}
+    headers = {rank: lines for rank, (_, lines) in read.items()}
     empty = [rank for rank, readings in metrics.items() if not readings.steps]
     if len(empty) == len(metrics):
         raise DataError(
@@ -269,35 +268,46 @@ def read_side(folder: Path) -> Side:
         )
     readings = metrics[loss_rank(recipe)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
-    side.software, side.first = _headers(folder / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
+    side.software, side.first = _described(headers[loss_rank(recipe)])
     for rank, each in metrics.items():
         for step, record in each.steps.items():
             if record.get("samples"):
                 side.samples.setdefault(step, {})[rank] = record["samples"]
+    experts: dict[str, int] = {}
     for rank in metrics:
-        _read_states(side, record_file(folder, rank), rank)
+        _read_states(side, record_file(folder, rank), rank, experts)
     side.states = {step: state for step, state in side.states.items() if state.lines}
-    side.gaps = take_out(side, metrics)
+    for state in side.states.values():
+        side.parts = {rank: line.get("parts") or {} for rank, line in state.lines.items()} | side.parts
+    side.gaps = take_out(side, metrics, headers)
     _notes(side)
     return side
 
 
-def _metrics(file: Path) -> Readings:
+def _metrics(file: Path) -> tuple[Readings, list[Mapping[str, Any]]]:
+    """Return the steps in a metrics file, and the first lines of its parts."""
     readings = Readings()
-    for line in _lines(file):
+    headers: list[Mapping[str, Any]] = []
+    for number, line in _lines(file):
+        check_form(line, metrics_form(line), file, number)
+        if "step" not in line and line.keys().isdisjoint(HEADER.keys() - STEP.keys()):
+            raise DataError(f"{file}: line {number} is not a record of a step; train again into a new folder")
+        if "step" not in line:
+            headers.append(line)
         readings.add(line)
-    return readings
+    return readings, headers
 
 
-def _headers(file: Path) -> tuple[dict[str, str], int]:
+def _described(headers: list[Mapping[str, Any]]) -> tuple[dict[str, str], int]:
     """Return the software of the run's last part, and the first step of its first part."""
-    headers = [line for line in _lines(file) if "total_steps" in line]
     software = [line["software"] for line in headers if line.get("software")]
     return software[-1] if software else {}, 1 + headers[0].get("start_step", 0) if headers else 1
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines of a file; an unfinished last one, of a run that goes on, is left out."""
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the JSON object of each line of a file; an unfinished last line, of a run that goes on, is
+    left out.
+    """
     if not file.exists():
         return
     text = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -308,16 +318,19 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("the line is not a JSON object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{file}: line {number} is damaged ({error}); train again, or copy the file again"
             ) from error
-        yield record
+        yield number, record
 
 
-def _read_states(side: Side, file: Path, rank: int) -> None:
-    for number, line in enumerate(_lines(file), 1):
-        needed = {"step", "state"} | (set() if line.get("start") or line.get("end") else {"weights", "loads"})
+def _read_states(side: Side, file: Path, rank: int, experts: dict[str, int]) -> None:
+    for number, line in _lines(file):
+        check_form(line, state_form(line), file, number)
+        check_lengths(line, experts, file, number)
+        more = () if "start" in line else ("modules",) if "end" in line else ("weights", "loads")
+        needed = {"step", "state", *more}
         if not needed <= line.keys():
             raise DataError(f"{file}: line {number} is not a record of a step; train again into a new folder")
         if line.get("end"):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from plugins.errors import RecipeError
 from plugins.step_record.plan import KEY, Settings
+from tools.accuracy.diagnose import lacking
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import Readings
@@ -16,6 +17,7 @@ from tools.runs.readings import Readings
 COPY = "copy the metrics/ folders of all hosts into this folder again"
 NUMBERS = ("lm_loss", "mtp_loss", "loss", "global_norm", "learning_rate")
 STATE = "weights, gradients and routers"
+_MANY = 10**5  # missing steps that are not listed one by one
 
 
 class Side(Protocol):
@@ -32,13 +34,13 @@ class Side(Protocol):
     first: int
 
 
-def take_out(side: Side, metrics: Mapping[int, Readings]) -> list[str]:
+def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> list[str]:
     """Remove from a run's records the steps and values that not all ranks recorded, and return a sentence for each such
     gap.
 
     Args:
         side: the records of the run.
-        metrics: the metrics of each rank.
+        metrics: the metrics of each rank. headers: rank -> the first lines of the parts of its metrics.
     """
     return [
         *_steps(side),
@@ -46,6 +48,8 @@ def take_out(side: Side, metrics: Mapping[int, Readings]) -> list[str]:
         *_numbers(side),
         *_starts(side, len(metrics)),
         *_states(side, len(metrics)),
+        *lacking.of_metrics(headers, metrics),
+        *_lacking(side),
     ]
 
 
@@ -61,7 +65,10 @@ def _steps(side: Side) -> Iterator[str]:
     last, every = max(side.steps), printed_every(side.recipe)
     if side.total_steps and _going_on(side):
         yield f"step {last} of {side.total_steps} is its last: it is still training, or ended early"
-    if every == 1 and (missing := set(range(side.first, last + 1)) - side.steps.keys()):
+    expected = range(side.first, last + 1)
+    if every == 1 and len(expected) > len(side.steps) + _MANY:  # of a number that was changed, they fill no memory
+        yield f"{len(expected) - len(side.steps):,} of the steps up to {last} are missing from its metrics; {COPY}"
+    elif every == 1 and (missing := set(expected) - side.steps.keys()):
         yield f"{_listed(missing)} missing from its metrics; {COPY}"
 
 
@@ -78,11 +85,13 @@ def _ranks(side: Side, metrics: Mapping[int, Readings]) -> Iterator[str]:
 def _numbers(side: Side) -> Iterator[str]:
     """Yield what only some steps have: a number of the metrics, or the digests of the samples."""
     for name in NUMBERS:
-        known = {step for step, record in side.steps.items() if record.get(name) is not None}
-        if known and (missing := side.steps.keys() - known):
+        known = any(record.get(name) is not None for record in side.steps.values())
+        missing = {step for step, record in side.steps.items() if name in record and record[name] is None}
+        if known and missing:
             yield f"the {name} of {_listed(missing, verb='')} is missing from its metrics"
     last = max(side.steps) if _going_on(side) else None
-    if side.samples and (missing := side.steps.keys() - side.samples.keys() - {last}):
+    read = {step for step, record in side.steps.items() if "samples" in record}
+    if side.samples and (missing := read - side.samples.keys() - {last}):
         yield f"the samples of {_listed(missing, verb='')} are not recorded by all ranks"
 
 
@@ -114,6 +123,15 @@ def _states(side: Side, ranks: int) -> Iterator[str]:
     wanted = range(begin + 1, min(begin + asked, max(side.steps) - going_on) + 1)
     if missing := set(wanted) - side.states.keys() - partly:
         yield f"the {STATE} of {_listed(missing, verb='')} are not recorded, although {KEY} asks for them"
+
+
+def _lacking(side: Side) -> Iterator[str]:
+    """Remove the recorded states in which the line of a rank lacks a key."""
+    found = lacking.of_states(side.starts, side.states)
+    side.starts = [start for start in side.starts if ("start", start.step) not in found]
+    for _, step in found.keys() & {("step", step) for step in side.states}:
+        del side.states[step]
+    yield from found.values()
 
 
 def _going_on(side: Side) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from plugins.step_record.plan import apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
+from tools.accuracy.diagnose.lacking import beside
 from tools.accuracy.diagnose.laws import (
     CLIPPING,
     CONFIGURATION,
@@ -139,6 +140,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     findings = list(pair.findings()) if pair else []
     if pair:
         pair.tell_partial()
+        pair.tell_lacking()
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
@@ -279,6 +281,13 @@ class _Pair:
                 side.gaps.append(what)
                 side.notes.append(what)
 
+    def tell_lacking(self) -> None:
+        """Add to each run's gaps the names that its lines lack, although the other run has them."""
+        for place, what in beside(self.a, self.b) if self.bits and self.same else ():
+            side = (self.a, self.b)[place]
+            side.gaps.append(what)
+            side.notes.append(what)
+
     def _built(self) -> Iterator[Finding]:
         """Yield findings about what was built from equal recipes."""
         for name in sorted(self.a.effective.keys() & self.b.effective.keys()):
@@ -321,7 +330,7 @@ class _Pair:
 
     def _tensors(self, step: int, a: State, b: State, stage: str) -> Iterator[Finding]:
         """Yield findings about weights, moments, counters and biases of two states."""
-        mine, others = a.tensors(self.a.parts()), b.tensors(self.b.parts())
+        mine, others = a.tensors(self.a.parts), b.tensors(self.b.parts)
         for name in sorted(mine.keys() ^ others.keys()):
             if is_trained(name):
                 side = "A" if name in mine else "B"

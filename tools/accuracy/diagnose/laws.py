@@ -94,7 +94,8 @@ def laws(side: Side) -> Iterator[Finding]:
     can be checked without a second run.
     """
     for start in side.starts:
-        yield from _copies_law(side, start, RESUME if start.step else START)
+        if side.parts or len(start.lines) == 1:  # otherwise nobody knows which tensors are copies, and which are parts
+            yield from _copies_law(side, start, RESUME if start.step else START)
         if start.step in side.states:  # this run had been here itself before it was resumed
             yield from _restored(side, start)
     yield from _built_law(side)
@@ -113,7 +114,7 @@ def laws(side: Side) -> Iterator[Finding]:
 
 def _copies_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
     """Yield findings unless what several ranks hold is the same on all of them; `stage` is that of the weights."""
-    for name, tensor in sorted(state.tensors(side.parts()).items()):
+    for name, tensor in sorted(state.tensors(side.parts).items()):
         if tensor.differing:
             where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
             what = f"{name}: copies differ"
@@ -171,7 +172,7 @@ def _wrong_module(
 
 
 def _restored(side: Side, start: State) -> Iterator[Finding]:
-    saved, found = side.states[start.step].tensors(side.parts()), start.tensors(side.parts())
+    saved, found = side.states[start.step].tensors(side.parts), start.tensors(side.parts)
     for name in sorted(saved.keys() & found.keys()):
         ranks = tuple(rank for rank, digest in saved[name].digests.items() if found[name].digests.get(rank) != digest)
         if ranks and not name.endswith((".fi_accu", ".expert_load")):
@@ -199,7 +200,7 @@ def _finite_law(side: Side, state: State) -> Iterator[Finding]:
         if not math.isfinite(norm):
             what = f"the norm of the gradient of {name} is {norm}"
             yield Finding(step, GRADIENTS, module_of(name), what, math.inf, (), side.name)
-    for name, tensor in sorted(state.tensors(side.parts()).items()):
+    for name, tensor in sorted(state.tensors(side.parts).items()):
         if ranks := tensor.not_finite:
             where = ROUTERS if name.endswith(COUNTERS) else UPDATE
             what = f"{name} is not finite after the step"

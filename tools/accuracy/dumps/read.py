@@ -488,11 +488,12 @@ def _wrong(node: dict[str, Any]) -> str | None:
     dtype, shape, name = node.get("dtype"), node.get("shape"), node.get("data_name")
     if not isinstance(dtype, str):
         return f"dtype {dtype!r}"
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < LARGEST for size in shape):
-        return f"shape {str(shape)[:60]}"
-    if math.prod(shape) >= LARGEST:
+    sizes = isinstance(shape, list) and all(type(size) is int and 0 <= size < LARGEST for size in shape)
+    if not sizes or math.prod(shape) >= LARGEST:  # type: ignore[arg-type]
         return f"shape {str(shape)[:60]}"
     if name is not None and (not isinstance(name, str) or "/" in name):
         return f"data_name {name!r}"
-    odd = next((key for key in STATISTICS if not isinstance(node.get(key), int | float | None)), None)
-    return f"{odd} {node[odd]!r}" if odd else None
+    told = {key: node.get(key) for key in STATISTICS}
+    huge = [key for key, value in told.items() if type(value) is int and abs(value) >= 10**300]  # no float can hold it
+    odd = next((key for key in STATISTICS if key in huge or not isinstance(told[key], int | float | None)), None)
+    return f"{odd} {str(told[odd])[:60]!r}" if odd else None

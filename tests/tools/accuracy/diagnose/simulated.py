@@ -101,14 +101,17 @@ class Run:
         if self.begin:
             state = self.restored(state)
         for rank in range(self.ranks):
-            self.line(rank, "start", {"step": self.begin, "start": True, **self.of_rank(rank, state)})
+            line = {"step": self.begin, "start": True, "effective": {}}
+            self.line(rank, "start", line | self.of_rank(rank, state))
             self.metrics(
                 rank,
                 {
                     "total_steps": self.last,
                     "start_step": self.begin,
                     "world_size": self.ranks,
+                    "time": 1e9,
                     "software": self.software(),
+                    "held_bytes": {"weight": 320, "state": 640},
                 },
             )
         for step in range(self.begin + 1, self.last + 1):
@@ -142,12 +145,14 @@ class Run:
             told = update_of(old[name], new[name], first, second, adam)
             told["gradient"] = gradient_square(first, old[f"adam_m.{name}"], adam.beta1)
             weights[name] = told | {"dimensions": len(SHAPES[name])}
-        line = {"step": step, "parts": self.parts(rank), "weights": weights, "loads": {ROUTER: load.tolist()}}
+        line = {"step": step, "learning_rate": self.rate(step), "updates": step, "parts": self.parts(rank)}
+        line |= {"weights": weights, "loads": {ROUTER: load.tolist()}}
         self.line(rank, "step", line | self.of_rank(rank, after))
         rows = samples_of(("input_ids", "loss_mask"), self.batch(step))
         losses = {"loss": self.loss(step), "lm_loss": self.loss(step), "load_balancing_loss": self.aux(step)}
-        numbers = {"global_norm": norm, "learning_rate": self.rate(step), "samples": rows}
-        self.metrics(rank, {"step": step, **losses, **numbers})
+        numbers = {"mtp_loss": None, "global_norm": norm, "learning_rate": self.rate(step), "overflow": False}
+        speed = {"time": 1e9 + step, "tokens": 8, "seconds": 0.5, "cpu_seconds": 0.4}
+        self.metrics(rank, {"step": step, **losses, **numbers, **speed, "samples": rows})
 
     def cut(self, rank, state):
         found = {}

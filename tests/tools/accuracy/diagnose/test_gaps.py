@@ -119,10 +119,15 @@ def changed(place, change):
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [
-        (METRICS, lambda line: line.pop("samples"), "the samples of step 2 are not recorded by all ranks"),
+        (METRICS, lambda line: line.pop("samples"), "the metrics of rank 0 lack `samples` of step 2"),
         (METRICS, lambda line: line.update(lm_loss=None), "the lm_loss of step 2 is missing"),
-        (METRICS, lambda line: line.pop("global_norm"), "the global_norm of step 2 is missing"),
-        (STATES, lambda line: line["state"].pop(f"adam_v.{next(iter(SHAPES))}"), "1 tensors are not recorded by all"),
+        (
+            METRICS,
+            lambda line: line.update(step=10**12),
+            "999,999,999,997 of the steps up to 1000000000000 are missing",
+        ),
+        (METRICS, lambda line: line.pop("global_norm"), "lack `global_norm` of step 2"),
+        (STATES, lambda line: line["state"].pop(f"adam_v.{next(iter(SHAPES))}"), "after step 2 lacks `state.adam_v."),
     ],
 )
 def test_what_only_some_steps_or_ranks_have(tmp_path, name, change, told):

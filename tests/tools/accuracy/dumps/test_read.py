@@ -88,6 +88,7 @@ def saved(values):
         (node(lambda each: each.update(data_name="../../../../etc/passwd")), "data_name"),
         (node(lambda each: each.update(data_name=5)), "data_name 5"),
         (node(lambda each: each.update(Max="big")), "Max 'big'"),
+        (node(lambda each: each.update(Norm=10**400)), "Norm '10000"),
         (replaced("tc3_dump.json", '{"comp'), "does not say whether the dump is complete"),
         (replaced("tc3_dump.json", "[]"), "does not say whether the dump is complete"),
         (replaced("tc3_dump.json", "{}"), "does not say whether the dump is complete"),
