@@ -254,7 +254,8 @@ class TimeModel(GradientTimes):
         made = [self.chunks(config, row) for row in rows]
         turns = np.arange(config.micro_batches) % len(rows)  # which row each micro-batch has
         often = np.bincount(turns, minlength=len(rows)) / config.micro_batches
-        forward, backward = (np.average([one[at] for one in made], axis=0, weights=often) for at in (0, 1))
+        forward = np.average([one[0] for one in made], axis=0, weights=often)
+        backward = np.average([one[1] for one in made], axis=0, weights=often)
         parts = {name: np.average([one[2][name] for one in made], axis=0, weights=often) for name in made[0][2]}
         sending = 0.0 if config.overlap_pp else self.transfer(config)
         stages = (forward + backward).sum(axis=0)
