@@ -41,6 +41,20 @@ def public_48():
     return apply_overrides(load_recipe("recipes/telechat3_105b/pretrain_4k.yaml"), sets)
 
 
+def test_experts_are_shared_by_ranks_that_mindformers_lets_share_them():
+    """Ranks of context parallelism share none: `tc3 check` wants dp x tp to be a multiple of ep."""
+    degrees = {"data_parallel": 4, "model_parallel": 4, "context_parallel": 2, "expert_parallel": 16}
+    sets = [f"parallel_config.{key}={value}" for key, value in degrees.items()]
+    recipe = apply_overrides(load_recipe("recipes/telechat3_105b/pretrain_4k.yaml"), sets)
+    assert not check_recipe(recipe).errors
+    config = from_recipe(recipe)
+    changes = [*single_changes(config, 20 * GIB), *pairs_of_changes(config, 20 * GIB)]
+    assert "model_parallel doubled, data_parallel halved" in [change.name for change in changes]
+    assert all(change.config.dp * change.config.tp % change.config.ep == 0 for change in changes)
+    said = checked_advice(recipe, 60 * GIB)
+    assert "model_parallel doubled" in said and "context_parallel" not in said and "expert_parallel" not in said
+
+
 def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
     """Compiled by `tc3 dryrun --quick`, 120.6 to 139.3 GiB at ep 1 and 35.7 to 43.4 at ep 8; the limit is 58."""
     recipe = public_48()

@@ -303,12 +303,12 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
     names them.
 
     A group counts only if all of its patterns are present in the same spelling, because otherwise it may free nothing.
+    A list of patterns names all layers.
     """
-    if not isinstance(value, dict):
-        return ()
+    each = value if isinstance(value, dict) else dict.fromkeys(patterns_of(value), True)
     found = []
     for group, patterns in PATTERNS.items():
-        tables = [read(value.get(pattern), layers) for pattern in patterns]
+        tables = [read(each.get(pattern), layers) for pattern in patterns]
         if all(tables):
             rows = [[min(counts) for counts in zip(*lines, strict=True)] for lines in zip(*tables, strict=True)]
             found += [(group, tuple(map(tuple, rows)))] if any(map(any, rows)) else []

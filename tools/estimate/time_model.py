@@ -252,9 +252,11 @@ class TimeModel(GradientTimes):
         """
         config, rows = _rows(config, ratios)
         made = [self.chunks(config, row) for row in rows]
-        forward = np.mean([one[0] for one in made], axis=0)
-        backward = np.mean([one[1] for one in made], axis=0)
-        parts = {name: np.mean([one[2][name] for one in made], axis=0) for name in made[0][2]}
+        turns = np.arange(config.micro_batches) % len(rows)  # which row each micro-batch has
+        often = np.bincount(turns, minlength=len(rows)) / config.micro_batches
+        forward = np.average([one[0] for one in made], axis=0, weights=often)
+        backward = np.average([one[1] for one in made], axis=0, weights=often)
+        parts = {name: np.average([one[2][name] for one in made], axis=0, weights=often) for name in made[0][2]}
         sending = 0.0 if config.overlap_pp else self.transfer(config)
         stages = (forward + backward).sum(axis=0)
         slowest = int(stages.argmax())
@@ -274,7 +276,7 @@ class TimeModel(GradientTimes):
                 )
                 for one, row in zip(made, rows, strict=True)
             ]
-            each = durations[0] if len(rows) == 1 else [durations[at % len(rows)] for at in range(config.micro_batches)]
+            each = durations[0] if len(rows) == 1 else [durations[row] for row in turns]
             replayed = simulate(config.schedule, config.micro_batches, each)
             pipeline = replayed.makespan
             if hidden is not None:  # under the other one of a pair

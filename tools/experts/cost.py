@@ -94,7 +94,8 @@ def _mode_content(report: ModeReport) -> dict[str, Any]:
     return {
         **{name: getattr(report, name) for name in same},
         "exposed_seconds": report.exposed,
-        "exposed_fraction": [seconds / report.ep_seconds for seconds in report.exposed],
+        # a slowest stage without experts exposes nothing
+        "exposed_fraction": [seconds / (report.ep_seconds or 1.0) for seconds in report.exposed],
         "step_seconds": report.step,
         "chunks": report.choice.chunks,
         "issue_stride": report.choice.stride,

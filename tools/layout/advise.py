@@ -55,12 +55,16 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
     if not view.flag(("use_parallel",)):
         raise refusal(recipe, ("use_parallel",), "a single device has nobody to send tokens to; set the key to True")
     if view.ep == 1:
-        able = max(ep for ep in range(1, 17) if experts % ep == 0 and view.dp * view.tp % ep == 0)
-        raise refusal(recipe, path, f"a degree of 1 sends no token anywhere; try --ep {able}")
+        able = _degrees(view, experts)
+        none = f"no other degree divides both {experts} experts and data_parallel x model_parallel"
+        right = f"{none} = {view.dp} x {view.tp}; give more ranks or experts"
+        right = f"try --ep {max(degree for degree in able if degree in (*range(17), able[0]))}" if able else right
+        raise refusal(recipe, path, f"a degree of 1 sends no token anywhere; {right}")
     if experts % view.ep:
-        divisors = (divisor for divisor in range(2, experts + 1) if experts % divisor == 0)
-        near = min(divisors, key=lambda divisor: abs(divisor - view.ep))
-        raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; use a divisor, for instance {near}")
+        degrees = _degrees(view, experts) or [degree for degree in range(2, experts + 1) if experts % degree == 0]
+        near = min(degrees, key=lambda degree: abs(degree - view.ep), default=None)
+        right = f"use a divisor, for instance {near}" if near else "give the model more experts"
+        raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; {right}")
     if view.dp * view.tp % view.ep:
         times = -(-view.dp * view.tp // view.ep)
         while times * view.ep % view.tp:
@@ -75,6 +79,12 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
     if node != hardware.devices_per_node:
         text = f"{node}, but a node of {hardware.name} has {hardware.devices_per_node} devices; set it to that"
         raise refusal(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
+
+
+def _degrees(view: View, experts: int) -> list[int]:
+    """Return the degrees above 1 that divide the experts and the ranks of a stage that may share them."""
+    ranks = view.dp * view.tp
+    return [degree for degree in range(2, min(experts, ranks) + 1) if experts % degree == 0 and ranks % degree == 0]
 
 
 @dataclass(frozen=True)
@@ -298,8 +308,10 @@ def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top
         )
     if choice.chunks == (1, 1):
         return f"{text}, and chunks would cost more in launches than they hide."
-    hidden = 1 - best.exposed[1] / best.exposed[0]
     b, s = choice.chunks
+    if not best.exposed[0]:  # the step is as long as its slowest stage, which may hold dense layers only
+        return f"{text}; the slowest stage has no experts, so {b * s} chunks do not shorten the step."
+    hidden = 1 - best.exposed[1] / best.exposed[0]
     return f"{text}, and {b * s} chunks (batch {b} x sequence {s}) hide {hidden:.0%} of EP communication."
 
 

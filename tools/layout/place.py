@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools.estimate.configuration import NORMS, PATTERNS, Configuration, Recompute, Table, offered, parts_of
+from tools.estimate.configuration import NORMS, PATTERNS, Configuration, Table, offered, parts_of
 from tools.estimate.memory.model import all_stages, layer_options, peak_memory, stage_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
@@ -180,7 +180,8 @@ def place(
         RecipeError: the schedule cannot run with these numbers.
     """
     if config.pp == 1 and config.chunks > 1:
-        config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
+        none = replace(config.recompute, full=None, select=None, communication=None, operators=())
+        config = replace(config, layers=((config.model.layers,),), recompute=none)
     outcomes: list[Outcome] = []
     first = start.configuration if start else None
     own = [config, *([] if ways(config) else recomputing_least(config, model, cap_bytes))]

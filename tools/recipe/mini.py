@@ -200,6 +200,8 @@ def leave_ascend(recipe: dict[str, Any]) -> None:
     """
     for name, section in ON_CPU.items():
         recipe[name] = {**recipe.get(name, {}), **copy.deepcopy(section)}
+    recomputed = recipe["recompute_config"]  # counts of layers are those of the stages that are no more
+    recomputed.update({key: False for key, value in recomputed.items() if isinstance(value, (list, dict))})
     for name in ("pipeline_config", "parallel_optimizer_config", "strategy_ckpt_config"):
         recipe["parallel"].pop(name, None)
     for name in ASCEND_ONLY:

@@ -193,7 +193,7 @@ def _recomputed(value: Any, shape: tuple[int, ...]) -> Any:
     """Return a recomputation setting for one layer of each chunk: counts become 0 or 1, in the mini recipe's shape."""
     if isinstance(value, dict):
         return {key: _recomputed(each, shape) for key, each in value.items()}
-    if isinstance(value, list) and all(isinstance(each, (int, list)) and not isinstance(each, bool) for each in value):
+    if isinstance(value, list) and all(isinstance(each, (int, list)) for each in value):
         one = int(any(sum(each) if isinstance(each, list) else each for each in value))
         row = [one] * shape[-1]
         return [list(row) for _ in range(shape[0])] if len(shape) > 1 else row

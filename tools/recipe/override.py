@@ -53,7 +53,8 @@ def apply_overrides(
                 "runner_config.batch_size=4"
             )
         if is_new(result, name.strip()):
-            _write_new(result, name.strip(), _parse(text, override), override)
+            written = _write_new(result, name.strip(), _parse(text, override), override)
+            given.update(dict.fromkeys(written, override))
             continue
         path = _find(result, name.strip())
         _assign(result, path, _parse(text, override), text.strip(), override, given)
@@ -139,11 +140,13 @@ def _parse(text: str, override: str) -> Any:
         raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); put it in quotes") from None
 
 
-def _write_new(recipe: Recipe, name: str, value: Any, override: str) -> None:
-    """Add what is not there, of a plugin."""
-    for place, _, wrong, right in bad_leaves(value, tuple(name.split("."))):
+def _write_new(recipe: Recipe, name: str, value: Any, override: str) -> list[KeyPath]:
+    """Add what is not there, of a plugin; return the key paths that now have a value."""
+    path = tuple(name.split("."))
+    for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"{place_of(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
     write_new(recipe, name, value, f"{place_of(recipe)}--set {override}")
+    return [path, *((*path, key) for key in (value if isinstance(value, dict) else ()))]
 
 
 def _floats(value: Any) -> Any:

@@ -7,6 +7,7 @@ This module defines the commands `pipeline` and `layout`, which place layers on 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -103,7 +104,9 @@ def layout(
             sys.exit(1)
     words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster, "--effort", f"{budget.effort:g}"]
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
-    write_layout(found, path, " ".join([*words, *(word for item in overrides for word in ("--set", item))]))
+    words += ["--seed", str(seed)] if seed else []
+    words += [word for item in overrides for word in ("--set", item)]
+    write_layout(found, path, " ".join(shlex.join(words).split()))  # one line: it is a comment
     text = layout_text(loaded, found)
     if as_json:
         click.echo(json.dumps({**asdict(found), "layout": text, "path": str(path)}))

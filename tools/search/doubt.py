@@ -276,5 +276,8 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 
 
 def least_devices(config: Configuration) -> int:
-    """Return the devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need."""
-    return config.pp * math.lcm(config.tp * config.cp, config.ep)
+    """Return the devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need.
+
+    MindFormers shares experts among the data- and tensor-parallel ranks, and not among those of context parallelism.
+    """
+    return config.pp * config.cp * math.lcm(config.tp, config.ep)

@@ -127,7 +127,9 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
         lines.append(placed_words(found))
     lines += doubt.lines() if doubt else []
     lines += swapping_words(found.swapping) if found.swapping else []
-    lines += [*uneven_words(found.uneven), *under_words(found)]
+    # a recipe for other devices or another batch has no step to compare with
+    compared = [one for one in found.uneven if one.name != "recipe" or not found.request.changed]
+    lines += [*uneven_words(compared), *under_words(found)]
     if entries and found.own and not found.request.changed:
         if found.own.peak > found.request.cap:
             lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")

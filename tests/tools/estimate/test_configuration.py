@@ -118,6 +118,14 @@ def test_groups_are_turned_off_where_none_is_wanted():
     assert with_groups(Recompute(), LAYERS, now) == {"mlp\\.experts": False}
 
 
+@pytest.mark.parametrize("group", list(PATTERNS))
+def test_a_list_of_patterns_names_a_group_in_all_layers(group):
+    written = [*PATTERNS[group], r"input_layernorm\.norm"]
+    assert operators_of(written, LAYERS) == ((group, LAYERS),)
+    assert with_groups(Recompute(), LAYERS, written) == dict.fromkeys(written, False)  # a search turns it off
+    assert operators_of(written[1:], LAYERS) == ()
+
+
 def test_a_group_with_a_pattern_missing_is_none():
     written = {one: [[1, 1, 1], [1, 1, 1]] for one in PATTERNS["attention"]}
     assert operators_of(written, LAYERS) == (("attention", ((1, 1, 1), (1, 1, 1))),)

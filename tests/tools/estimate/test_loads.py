@@ -130,6 +130,17 @@ def test_a_recorded_load_takes_as_long_as_every_device_simulated(tmp_path, sched
     )
 
 
+@pytest.mark.parametrize("ratios", [(3.0, 1.0), (1.0, 3.0)])
+def test_micro_batches_that_take_turns_count_as_often_as_they_come(ratios):
+    """Of three micro-batches two have the first of two loads; without a pipeline nobody waits."""
+    config = replace(run(), pp=1, layers=((8,),), micro_batches=3, recompute=Recompute())
+    step = TIMES.step(config, simulated=True, ratios=np.array(ratios)[:, None])
+    each = [TIMES.step(replace(config, skew=ratio), simulated=True).pipeline / 3 for ratio in ratios]
+    assert step.pipeline == pytest.approx(2 * each[0] + each[1])
+    assert sum(step.parts.values()) == pytest.approx(step.pipeline)
+    assert step.by_part["bubble"] == pytest.approx(0, abs=1e-9)
+
+
 @pytest.mark.parametrize("simulated", [False, True])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved_1f1b_pairs", "dual_pipe_v"])
 def test_even_loads_and_one_ratio_are_todays_numbers_to_the_last_digit(schedule, simulated):

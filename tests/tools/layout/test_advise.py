@@ -11,6 +11,7 @@ from plugins.hierarchical_ep.traffic import expected_steps
 from tests.tools.check.test_mutations import ROOT
 from tools.estimate.loads import EVEN, uniform
 from tools.estimate.time_model import TimeModel
+from tools.experts.cost import content
 from tools.hardware import load_hardware
 from tools.layout.advise import advise
 from tools.layout.resolve import resolve
@@ -26,6 +27,10 @@ def recipe(model="438b", *overrides):
 
 def ep(degree):
     return f"parallel_config.expert_parallel={degree}"
+
+
+TP1 = ("parallel_config.model_parallel=1",)
+ONE = ("model.model_config.n_routed_experts=1", "model.model_config.num_experts_per_tok=1")
 
 
 def test_the_run_of_438b():
@@ -136,7 +141,11 @@ def test_the_recipe_as_it_is_written_is_among_the_answers():
     ("model", "overrides", "words"),
     [
         ("438b", [ep(1)], ["expert_parallel", "no token", "--ep 16"]),
-        ("105b", [ep(128), "parallel_config.data_parallel=16"], ["expert_parallel: 128", "192 experts", "96"]),
+        ("105b", [ep(128), "parallel_config.data_parallel=16"], ["expert_parallel: 128", "192 experts", "instance 64"]),
+        ("105b", [ep(5), "parallel_config.data_parallel=1", *TP1], ["192 experts", "instance 4"]),
+        ("105b", [ep(1), "parallel_config.data_parallel=1", *TP1], ["no token", "no other degree", "1 x 1; give more"]),
+        ("105b", [ep(1), "parallel_config.data_parallel=3", *TP1], ["--ep 3"]),
+        ("105b", [ep(2), *ONE], ["2 does not divide 1 experts", "more experts"]),
         ("105b", [ep(64)], ["expert_parallel: 64", "4 x 8", "data_parallel: 8"]),
         ("105b", [ep(12)], ["data_parallel: 6"]),
         ("105b", [ep(24), "parallel_config.data_parallel=9"], []),
@@ -153,6 +162,16 @@ def test_refusals(model, overrides, words):
         advise(recipe(model, *overrides), A2)
     for word in ["recipes", *words]:
         assert word in str(caught.value)
+
+
+def test_a_slowest_stage_without_experts_exposes_nothing():
+    layers = "model.model_config.first_k_dense_replace=40", "model.model_config.offset=[34,-4,-4,-4,-4,-4,-4,-4]"
+    chunks = "parallel.pipeline_config.pipeline_interleave=False", "model.model_config.pp_interleave_num=1"
+    advice = advise(recipe("438b", *layers, *chunks), A2, cuts=[(1, 2)])
+    assert advice.best.exposed == (0, 0) and advice.chunks == (1, 2)
+    assert advice.why.endswith("the slowest stage has no experts, so 2 chunks do not shorten the step.")
+    (report,) = content([advice], "recipe.yaml")["reports"]
+    assert report["modes"]["global"]["exposed_fraction"] == [0, 0]
 
 
 def test_the_suggested_mesh_is_accepted():

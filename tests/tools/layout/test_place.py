@@ -293,6 +293,12 @@ def every_placement(config):
             yield TIMES.step(one, simulated=True).total, peak_memory(one)
 
 
+def test_chunks_of_one_stage_repeat_no_more_communication_than_the_run():
+    run = configuration(pp=1, chunks=2, recompute=Recompute(replay_tp=False))
+    found = place(run, TIMES, 0.9 * peak_memory(run), Budget(0.3))
+    assert found.configuration.recompute.full and not found.configuration.recompute.replay_tp
+
+
 @pytest.mark.parametrize(("chunks", "share"), [(1, 0.05), (1, 0.6), (2, 0.3), (1, 1.0)])
 def test_layers_that_alternate_stay_and_recompute_the_least(chunks, share):
     config = configuration(replace(MOE, pattern=pattern_of(4, 16, 0, 2)), chunks=chunks, micro_batches=4)

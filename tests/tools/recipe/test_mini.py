@@ -109,6 +109,22 @@ def test_is_small_and_for_one_cpu_worker(recipe):
     assert loader["config"]["data_path"] == ["1", "some/corpus"]
 
 
+@pytest.mark.parametrize("workers", [None, 2, 4])
+@pytest.mark.parametrize("counts", [[1] * 8, [0] + [True] * 6 + [False], [True] * 8])
+@pytest.mark.parametrize(
+    ("key", "pattern"), [("recompute", ""), ("select_comm_recompute", ""), ("select_recompute_exclude", "norm")]
+)
+def test_recomputed_layers_are_counted_for_the_stages_of_the_mini(key, pattern, counts, workers):
+    recipe = load_recipe(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
+    recipe["recompute_config"] = {"recompute": False, key: {pattern: counts} if pattern else counts}
+    assert not check_recipe(recipe).errors
+    mini = Recipe(derive_mini(recipe, "corpus", workers=workers))
+    assert not check_recipe(mini).errors
+    stages = mini["parallel_config"]["pipeline_stage"]
+    kept = mini["recompute_config"][key]
+    assert kept is False if workers is None else (kept[pattern] if pattern else kept) == [1] * stages
+
+
 def test_accumulates_no_gradients():
     recipe = load_recipe(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml")
     recipe["runner_config"]["gradient_accumulation_steps"] = 8

@@ -176,6 +176,13 @@ def test_a_plugin_that_is_not_written_can_be_switched_on(overrides, plugins):
     assert also_changed(recipe, overrides[0]) == [] and recipe["plugins"] is None
 
 
+@pytest.mark.parametrize("first", ["plugins.spike_guard.window=9", "plugins.spike_guard={window: 9}"])
+def test_a_new_setting_is_not_given_twice(first):
+    assert apply_overrides(Recipe(), [first, "plugins.spike_guard.window=9"])["plugins"]["spike_guard"]["window"] == 9
+    with pytest.raises(RecipeError, match=r"sets plugins.spike_guard.window, which --set .* has already set"):
+        apply_overrides(Recipe(), [first, "plugins.spike_guard.window=8"])
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -159,14 +159,15 @@ def test_it_makes_what_a_launch_reads(recipe):
 def test_json_and_another_place(recipe, tmp_path):
     out = tmp_path / "elsewhere" / "layout.yaml"
     change = "context.max_device_memory=58GB"
-    result = run_layout(recipe, "--effort", "1", "--json", "--out", out, "--set", change)
+    more = "--set", "runner_config.batch_size= \n1", "--seed", "3"
+    result = run_layout(recipe, "--effort", "1", "--json", "--out", out, "--set", change, *more)
     found = json.loads(result.stdout)
     assert found["path"] == str(out) and found["offset"] == read_layout(out).offset
     assert found["predicted"]["cap_gib"] == 58 and max(found["predicted"]["stage_gib"]) <= 58 * (
         1 - known_errors().margin
     )
     assert found["layout"].startswith("E")
-    assert change in out.read_text().splitlines()[0]
+    assert f"--seed 3 --set {change} --set 'runner_config.batch_size= 1'`" in out.read_text().splitlines()[0]
     assert not recipe.with_suffix(".layout.yaml").exists()
 
 

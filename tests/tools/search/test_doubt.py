@@ -131,3 +131,5 @@ def test_a_step_needs_a_copy_of_the_pipeline_and_its_experts(layouts):
         fewest = replace(config, dp=least_devices(config) // (config.pp * config.tp * config.cp))
         assert fewest.devices == least_devices(config) <= config.devices
     assert least_devices(replace(configs[0], dp=64, ep=1)) == configs[0].pp * configs[0].tp * configs[0].cp
+    cut = replace(configs[0], dp=64, tp=2, cp=2, ep=8)  # as `tc3 check` has it, dp 4: dp x tp must be a multiple of ep
+    assert least_devices(cut) == cut.pp * cut.cp * 4 * cut.tp

@@ -42,7 +42,7 @@ from tools.search.ranking.rank import explain_infeasible, feasible, more_memory,
 from tools.search.ranking.run import ByStages, Found, entry_of, renumber, why_faster
 from tools.search.ranking.uneven import Uneven, in_order, under
 from tools.search.ranking.uneven import words as uneven_words
-from tools.search.report import placed_words, stage_rows
+from tools.search.report import placed_words, reasons, stage_rows
 from tools.search.request import read_limit, request_of
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
@@ -445,6 +445,15 @@ def test_a_changed_winner_is_named_with_the_reason():
     assert uneven_words([]) == []
     faster = uneven_words(in_order([first, second, uneven("zero_bubble_v", 9.0, 11.0, 0)]))
     assert faster[1] == "under the loads schedule zero_bubble_v is faster still: 11.00 s per step"
+    safer = uneven_words(in_order([uneven("1", 10.0, 11.0, 1), uneven("zero_bubble_v", 9.0, 12.0, 0)]))
+    assert safer[1] == "under the loads schedule zero_bubble_v runs out of memory at fewer steps: 12.00 s per step"
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_recipe_for_other_devices_does_not_stand_before_the_layouts(changed):
+    rows = in_order([uneven("1", 10.0, 14.0, 0), uneven("recipe", 3.0, 4.0, 0)])
+    lines = reasons(Found(SimpleNamespace(changed=changed), None, uneven=rows))
+    assert any("the recipe's own layout stands before all of them" in line for line in lines) is not changed
 
 
 def test_a_layout_that_a_dry_run_dropped_leaves_the_table_under_loads():

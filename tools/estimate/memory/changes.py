@@ -111,7 +111,19 @@ def _moves(config: Configuration) -> list[tuple[str, Apply]]:
     if config.model.experts:
         for times in (2**power for power in range(1, _MOST_EP + 1)):
             moves.append((f"expert_parallel times {times}", _expert_parallel(times * config.ep)))
-    return moves
+    return [(name, _sharing_experts(apply)) for name, apply in moves]
+
+
+def _sharing_experts(apply: Apply) -> Apply:
+    """Return a change that leaves out runs whose experts MindFormers cannot share: only data- and tensor-parallel ranks
+    share them, and not those of context parallelism.
+    """
+
+    def applied(run: Configuration, limit: float) -> Configuration | None:
+        changed = apply(run, limit)
+        return None if changed is None or changed.dp * changed.tp % changed.ep else changed
+
+    return applied
 
 
 def _shard_gradients(run: Configuration, _: float) -> Configuration | None:

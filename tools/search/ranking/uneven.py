@@ -133,7 +133,8 @@ def words(ranked: Sequence[Uneven]) -> list[str]:
         lines = [f"under the loads the winner changes: {best.name} before 1, {saved}: {cost}"]
     other = next((one for one in ranked if one.name != "recipe"), best)
     if not other.numbered:
-        lines.append(f"under the loads schedule {other.name} is faster still: {other.seconds:.2f} s per step")
+        better = "is faster still" if other.seconds < best.seconds else "runs out of memory at fewer steps"
+        lines.append(f"under the loads schedule {other.name} {better}: {other.seconds:.2f} s per step")
     if ranked[0].name == "recipe":
         lines.append(
             f"under the loads the recipe's own layout stands before all of them, at {ranked[0].seconds:.2f} s per step"
