@@ -29,6 +29,7 @@ from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen
 
 KEY = "checkpoint.load_path"
+MODEL_TYPE = "telechat3_moe"  # of the models that the template describes
 for _line in (
     "if self.check_weights_for_experts(dst_name):",
     "self.network_tensor_info[op.mf_names[0].replace('{}', '0')].axis_fragmentations[0]",
@@ -139,6 +140,12 @@ def enable(config: Any) -> None:
     if config.checkpoint.get("no_load_optim", True) is False:  # MindFormers' default is True
         raise RecipeError(
             "checkpoint.no_load_optim: a Hugging Face folder holds no optimizer state that could be loaded; write True"
+        )
+    if (found := config.model.model_config.get("model_type") or MODEL_TYPE) != MODEL_TYPE:
+        raise RecipeError(
+            f"only weights of {MODEL_TYPE!r} can be loaded from a Hugging Face folder, not those of {found!r}; `tc3 "
+            "weights convert` writes them in MindFormers' form; name the folder that it wrote",
+            KEY,
         )
     telechat3_moe.use_template(TeleChat3MoeTemplate)
     if config.context.device_target != "CPU" or chosen(config):

@@ -9,8 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from mindformers.tools.register import MindFormerConfig
 from safetensors.numpy import load_file, save_file
 
+from plugins.errors import RecipeError
+from plugins.hugging_face_weights import adapter
 from plugins.hugging_face_weights.plan import Model, copies, is_hugging_face, rows
 from tests.tools.accuracy.reference import renew as golden
 from tests.tools.weights import renew as frozen
@@ -58,6 +61,14 @@ def test_what_mindformers_takes_for_hugging_faces(tmp_path):
     assert not is_hugging_face(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert is_hugging_face(str(tmp_path))
+
+
+def test_the_folder_of_another_kind_of_model_is_refused_and_not_taken_for_one_with_experts():
+    config = MindFormerConfig(checkpoint={}, model={"model_config": {"model_type": "telechat3"}})
+    with pytest.raises(
+        RecipeError, match=r"^checkpoint\.load_path: only weights of 'telechat3_moe' .* weights convert"
+    ):
+        adapter.enable(config)
 
 
 MTP, COPY = golden.RECIPE, "model.layers.2.embed_tokens.weight"  # of a recipe with an MTP layer, behind two others
