@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType, UnionType
@@ -116,6 +117,8 @@ def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
             )
         return value
     fits = type(value) in kinds or (float in kinds and type(value) is int)
+    if fits and float in kinds and abs(value) > sys.float_info.max:  # an integer of that size is no float
+        fits = False
     if fits and not isinstance(value, str):
         fits = limits.get("least", -math.inf) <= value < limits.get("below", math.inf)
         fits = fits and value > limits.get("above", -math.inf)

@@ -91,9 +91,12 @@ def replace_hard_coded(model, config):
 def set_rows(model, rows):
     """Tell each router how many samples a rank's batch has, before a graph for that batch is compiled.
 
-    The auxiliary loss is taken sample by sample, so that it does not depend on how a batch is split.
+    The auxiliary loss is taken sample by sample, so that it does not depend on how a batch is split; a router of
+    `plugins.group_aux_loss` takes the whole batch at once, of any size.
     """
     for router in cells_of(model, TopKRouter):
+        if getattr(router, "takes_batches_whole", False):
+            continue
         router.dp = rows
         router.ones_dp = Tensor(np.ones((1, rows, 1), np.float32))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 
+from mindformers.parallel_core.transformer_config import TransformerConfig
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 
 from plugins import telechat3_moe
@@ -84,7 +85,7 @@ def _add_callback(config, ours: Settings, kind: str, devices: int, samples: Ramp
         "settings": ours,
         "devices": devices,
         "nodes": _nodes(config),
-        "rate": model.get("moe_router_bias_update_rate") or 0.0,
+        "rate": _rate(model),
         "samples": samples,
         "pairs": model.seq_length * model.num_experts_per_tok,
         "layers": model.num_hidden_layers,
@@ -92,6 +93,12 @@ def _add_callback(config, ours: Settings, kind: str, devices: int, samples: Ramp
         "checkpoint": checkpoint.get("load_path") or None,
         "save_path": checkpoint.get("save_path"),
     })  # fmt: skip
+
+
+def _rate(model) -> float:
+    """Return the amount by which the routers' biases move in a step, under either of MindFormers' two keys."""
+    written = (model.get(name) for name in ("moe_router_bias_update_rate", "topk_bias_update_rate"))
+    return next((rate for rate in written if rate is not None), TransformerConfig.moe_router_bias_update_rate)
 
 
 def _nodes(config) -> int:

@@ -284,7 +284,7 @@ def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str |
 
 def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -> tuple[list[Record], str]:
     """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
-    another layout.
+    another layout or cannot be read. If `source` is the file `own`, that one is then put aside.
 
     Args:
         form: devices, layers and experts of this run.
@@ -298,8 +298,8 @@ def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -
         records, missing = [], str(error)
     if records and (records[0].devices, *records[0].tokens.shape) != form:
         records, missing = [], f"{source}: other devices, layers or experts than this run has"
-        if source == own:
-            own.rename(own.with_name(f"{own.stem}_until_step_{step}.jsonl"))
+    if missing and source == own and own.exists() and own.stat().st_size:  # nobody can make these records again
+        own.rename(own.with_name(f"{own.stem}_until_step_{step}.jsonl"))
     absent = sorted({*range(1, step + 1)} - {record.step for record in records})
     if absent and not missing:
         missing = f"{source}: the file has no record of {len(absent)} of the steps up to {step}, such as {absent[0]}"

@@ -82,7 +82,7 @@ def over_workers(router, mean=None) -> None:
     """Set up a router of a data-parallel CPU run to compute the loss over all tokens of this worker, and f (each
     expert's share of the choices) by the cell `mean`, such as `GroupMean`, if given.
     """
-    router.dp = 1
+    router.dp, router.takes_batches_whole = 1, True  # of plugins.batch_ramp, too
     if mean is not None:
         router.reduce_mean_sp = mean
 

@@ -186,8 +186,18 @@ def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarr
 
     Args:
         tokens: the number of tokens in the loss, for each corpus and batch.
+
+    Raises:
+        DataError: a corpus has no token in the loss, so that its mean would be 0 / 0.
     """
     sums = np.array([np.sum(batches) for batches in tokens])
+    if not sums.all():
+        place = int(np.flatnonzero(sums == 0)[0])
+        wrong = "has only tokens that no loss counts" if len(tokens[place]) else "has fewer samples than a step"
+        raise DataError(
+            f"held-out corpus {place + 1} of {len(tokens)} {wrong}; add data to it, or write {KEY}: False",
+            f"{KEY}.data_path",
+        )
     return [np.array(batches) / total for batches, total in zip(tokens, sums, strict=True)], sums / sums.sum()
 
 

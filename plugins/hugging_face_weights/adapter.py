@@ -25,10 +25,13 @@ from plugins import telechat3_moe
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import Model, copies, rows
 from plugins.hyper_connections import plan as hyper_connections
+from plugins.lora.plan import is_adapter
 from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen
 
 KEY = "checkpoint.load_path"
+_PARTS, _WEIGHTS = ("embedding.", "decoder.", "mtp.", "output_layer."), (".weight", ".bias")
+MODEL_TYPE = "telechat3_moe"  # of the models that the template describes
 for _line in (
     "if self.check_weights_for_experts(dst_name):",
     "self.network_tensor_info[op.mf_names[0].replace('{}', '0')].axis_fragmentations[0]",
@@ -109,9 +112,16 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return stack, np.concatenate([waiting[each].asnumpy() for each in range(num_moe_experts)])
 
     def get_mf_state_dict(self, hf_state_dict: dict) -> dict:
-        """Return the parameters of this rank; raise CheckpointError if a parameter is missing, or is cut in a way that
-        cannot be assembled.
+        """Return the parameters of this rank; raise CheckpointError if a parameter is missing or has no name in Hugging
+        Face's form, or is cut in a way that cannot be assembled.
         """
+        strange = [name for name in self.network_tensor_info if self._is_strange(name)]
+        if strange:
+            raise CheckpointError(
+                f"{KEY}: {len(strange)} parameters of the recipe's model have no name in Hugging Face's form and would "
+                f"keep their random values, such as {strange[0]}; write a recipe of the model whose weights the folder "
+                "holds"
+            )
         wanted = [name for name in self.network_tensor_info if name in self.mf_name_to_converter]
         missing = [name for name in wanted if not hf_state_dict.keys() >= set(self.mf_name_to_converter[name].hf_names)]
         if missing:  # looked at here: MindFormers' own words of it end in a TypeError
@@ -129,6 +139,15 @@ class TeleChat3MoeTemplate(WeightTemplate):
                 )
         return dict(super().get_mf_state_dict(hf_state_dict))
 
+    def _is_strange(self, name: str) -> bool:
+        """Return whether a parameter is a weight of the model, and not of its adapters, that no tensor is made into."""
+        return (
+            name.startswith(_PARTS)
+            and name.endswith(_WEIGHTS)
+            and not is_adapter(name)
+            and name not in self.mf_name_to_converter
+        )
+
 
 def enable(config: Any) -> None:
     """Give the template to the model that is built later; `checkpoint.load_path` is a Hugging Face folder.
@@ -139,6 +158,12 @@ def enable(config: Any) -> None:
     if config.checkpoint.get("no_load_optim", True) is False:  # MindFormers' default is True
         raise RecipeError(
             "checkpoint.no_load_optim: a Hugging Face folder holds no optimizer state that could be loaded; write True"
+        )
+    if (found := config.model.model_config.get("model_type") or MODEL_TYPE) != MODEL_TYPE:
+        raise RecipeError(
+            f"only weights of {MODEL_TYPE!r} can be loaded from a Hugging Face folder, not those of {found!r}; `tc3 "
+            "weights convert` writes them in MindFormers' form; name the folder that it wrote",
+            KEY,
         )
     telechat3_moe.use_template(TeleChat3MoeTemplate)
     if config.context.device_target != "CPU" or chosen(config):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -51,6 +52,7 @@ for _kind, _line in (
     (SequenceParallelLinear, 'layout(("cp", "tp"), "dp", "None"),  # output       [S, B, H]'),
 ):
     relies_on(_kind, _line)
+relies_on(GPTModel, "F.mul(F.sign(err), self.moe_router_bias_update_rate)")
 
 RATE = "moe_router_bias_update_rate"
 _WHOLE, _CUT, _ALONG = ("cp", "dp", "None"), ("cp", "dp", "tp"), (("cp", "tp"), "dp", "None")
@@ -154,8 +156,6 @@ def enable(config, settings) -> None:
         RecipeError: the settings are impossible, or a pattern matches no layer of the model.
     """
     ours = Settings.read(settings)
-    if config.model.model_config.get(RATE):
-        config.model.model_config[RATE] = 0.0  # the routers' biases have no gradient to freeze: a callback moves them
     if config.context.device_target != "CPU" or sharded_on_cpu(config):
         classes = {**telechat3_moe.ARCHITECTURES, **telechat3_moe.DENSE}
         telechat3_moe.use_edited_model(config.model.model_config, KEY, classes)
@@ -197,7 +197,12 @@ def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
 
 
 def freeze(model: Any) -> None:
-    """Leave only the adapters of `model` (a GPTModel) for the optimizer, which is built next."""
+    """Leave only the adapters of `model` (a GPTModel) for the optimizer, which is built next, and let the routers'
+    biases stay.
+    """
+    if hasattr(model, RATE):  # the biases have no gradient to freeze: a callback moves them, at a rate by default
+        setattr(model, RATE, 0.0)
+        setattr(model.config, RATE, 0.0)
     weights = model.trainable_params()
     PetAdapter.freeze_mcore_pretrained_model(model, FROZEN, TRAINED)
     frozen.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from mindformers.models.telechat3_moe.configuration_telechat3_moe import TeleChat3MoeConfig
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from mindspore.ops.auto_generate import Mul
@@ -21,6 +22,8 @@ from plugins.mtp_documents.plan import KEY, check
 from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen
 
+_DEFAULT_LAYERS = 1
+relies_on(TeleChat3MoeConfig.__init__, f"num_nextn_predict_layers={_DEFAULT_LAYERS},")
 relies_on(GPTModel, "self.mtp = MultiTokenPredictionBlock(config=self.config, spec=mtp_block_spec)")
 for _line in (
     "input_ids = self.roll_tensor(input_ids)",
@@ -37,11 +40,16 @@ def enable(config, settings) -> None:
         RecipeError: the plugin does not support the recipe.
     """
     model = config.model.model_config
-    layers = model.get("num_nextn_predict_layers", model.get("mtp_num_layers"))
-    end_of_document = check(settings, config, layers or 0)
+    end_of_document = check(settings, config, layers_of(model))
     if config.context.device_target != "CPU" or chosen(config):
         telechat3_moe.use_edited_model(model, KEY)
     telechat3_moe.edit_model(KEY, partial(keep_within, end_of_document=end_of_document))
+
+
+def layers_of(model_config) -> int:
+    """Return the number of MTP layers, under either of MindFormers' two keys, or its default for TeleChat3-MoE."""
+    written = [model_config[name] for name in ("num_nextn_predict_layers", "mtp_num_layers") if name in model_config]
+    return (written[0] or 0) if written else _DEFAULT_LAYERS
 
 
 def keep_within(model, end_of_document: int) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from plugins.errors import ClusterError
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
+SHIM = SOURCES / "shim"
 # the wheel is built with the older ABI of std::string, and with its own hash table instead of the standard one
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-D_GLIBCXX_USE_CXX11_ABI=0", "-DENABLE_FAST_HASH_TABLE=1")
 # relative to the folder of the installed package
@@ -119,8 +120,9 @@ def key(package: Path, sources: Path | None = None) -> str:
     parts = [str(package), wheel.version, wheel.read_text("RECORD") or "", *FLAGS, *INCLUDES, *LIBRARIES]
     digest = hashlib.sha256("\0".join(parts).encode())
     sources = sources or SOURCES
-    for source in sorted(sources.rglob("*.*")):
-        digest.update(source.relative_to(sources).as_posix().encode() + b"\0" + source.read_bytes())
+    for folder in (sources,) if sources == SOURCES else (sources, SHIM):  # every plugin compiles with these headers
+        for source in sorted(folder.rglob("*.*")):
+            digest.update(source.relative_to(folder).as_posix().encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -153,7 +155,7 @@ def _compile(package: Path, path: Path, sources: Path, without: str) -> None:
 
 
 def _command(package: Path, out: Path, sources: Path) -> list[str]:
-    includes = [f"-I{SOURCES / 'shim'}", f"-I{sources}", *(f"-I{package / folder}" for folder in INCLUDES)]
+    includes = [f"-I{SHIM}", f"-I{sources}", *(f"-I{package / folder}" for folder in INCLUDES)]
     libraries = [f"-lmindspore_{name}" for name in LIBRARIES]
     found = [f"{flag}{package / folder}" for folder in ("lib", "lib/plugin") for flag in ("-L", "-Wl,-rpath,")]
     return ["g++", *FLAGS, *includes, "-x", "c++", "-", "-o", str(out), *found, *libraries]

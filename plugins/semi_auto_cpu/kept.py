@@ -165,9 +165,14 @@ class KeptGraphs:
         return self.folder is not None and any(self.folder.rglob(f"*_{number}.mindir"))
 
     def _forget(self, first: int) -> None:
-        """Remove MindSpore's files of the compiles from number `first` on: it compiles these."""
+        """Remove MindSpore's files of the compiles from number `first` on, because MindSpore compiles these, and what
+        was kept for them: a process that is killed before it has kept its own must not leave an old entry beside a new
+        graph.
+        """
         assert self.folder is not None
         del self._there[first:]
+        if (self.folder / FILE).exists():
+            (self.folder / FILE).write_text(json.dumps(self._there), encoding="utf-8")
         for file in self.folder.rglob("*.mindir"):
             number = file.stem.rsplit("_", 1)[-1]
             if not number.isdecimal() or int(number) >= first:

@@ -175,7 +175,7 @@ class Window:
 
         A spike is not taken in. What is not known, not finite or not above 0 is not judged.
         """
-        known = {name: value for name in JUDGED if (value := readings.get(name)) and 0 < value < math.inf}
+        known = {name: value for name in JUDGED if (value := readings.get(name)) is not None and _judged(value)}
         for name, value in known.items():
             good = self.good[name]
             if len(good) < self.size:
@@ -190,10 +190,11 @@ class Window:
 
 
 def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
-    """Return the values of the last `size` steps up to step `done`, for a `Window`, from the lines of
-    RUN/metrics/rank_N.jsonl.
+    """Return the values of the last steps up to step `done`, for a `Window` of `size` steps, from the lines of
+    RUN/metrics/rank_N.jsonl: as many as hold `size` values of the loss and of the norm, where there were so many.
 
-    A part of the run that repeats steps has a header, and replaces them.
+    A part of the run that repeats steps has a header, and replaces them. Steps that overflowed are left out, as a
+    `Guard` leaves them out while it trains.
     """
     steps: dict[int, dict[str, float | None]] = {}
     for line in lines:
@@ -204,8 +205,17 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
         if "start_step" in record:
             steps = {step: old for step, old in steps.items() if step <= record["start_step"]}
         elif "step" in record:
-            steps[record["step"]] = {"loss": record.get("loss"), NORM: record.get("global_norm")}
-    return [steps[step] for step in sorted(steps) if step <= done][-size:]
+            steps.pop(record["step"], None)
+            if not record.get("overflow"):
+                steps[record["step"]] = {"loss": record.get("loss"), NORM: record.get("global_norm")}
+    good = [steps[step] for step in sorted(steps) if step <= done]
+    held = ([place for place, each in enumerate(good) if _judged(each[name])][-size:] for name in JUDGED)
+    return good[min((places[0] for places in held if places), default=len(good)) :]
+
+
+def _judged(value: float | None) -> bool:
+    """Return whether a `Window` judges a value: it is known, finite and above 0."""
+    return value is not None and 0 < value < math.inf
 
 
 def what_follows(

@@ -8,6 +8,7 @@ from mindformers.parallel_core.transformer_config import TransformerConfig
 from mindspore import Tensor, nn, ops
 
 from plugins.cpu_backend.layers import TopK
+from plugins.cpu_backend.model import set_rows
 from plugins.group_aux_loss import adapter, reference
 
 COEFFICIENT, RANKS, TOKENS, EXPERTS, TOP_K = 0.1, 4, 12, 8, 2
@@ -75,6 +76,18 @@ def test_ranks_of_a_group_are_one_process_that_holds_their_tokens(routed):
         gradients.append(gradient / RANKS)
     assert np.mean(losses) == pytest.approx(reference.loss(*together, COEFFICIENT), abs=1e-7)
     np.testing.assert_allclose(np.concatenate(gradients), reference.gradient(*together, COEFFICIENT), atol=1e-8)
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_a_batch_of_another_size_is_still_taken_whole(routed):
+    """`plugins.batch_ramp` tells routers the samples of each of its stages."""
+    scores, chosen = routed[0][0], routed[1][0]
+    cell = router(1)
+    adapter.over_workers(cell)
+    set_rows(cell, 3)
+    assert loss_and_gradient(cell, scores, chosen)[0] == pytest.approx(
+        reference.loss(scores, chosen, COEFFICIENT), abs=1e-7
+    )
 
 
 @pytest.mark.usefixtures("graph_mode")

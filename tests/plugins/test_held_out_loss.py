@@ -151,6 +151,18 @@ def test_batches_and_corpora_weigh_what_they_count():
     assert np.dot(shares, means) == pytest.approx((30 * 2 + 10 * 6 + 5 * 5 + 3 * 1 + 12 * 2) / 60, rel=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([[]], "corpus 1 of 1 has fewer samples than a step"),
+        ([[3.0], [0.0, 0.0]], "corpus 2 of 2 has only tokens that no loss counts"),
+    ],
+)
+def test_a_corpus_without_a_loss_is_refused_instead_of_being_recorded_as_no_number(tokens, words):
+    with pytest.raises(DataError, match=rf"^plugins\.held_out_loss\.data_path: held-out {words}; add data to it"):
+        weigh(tokens)
+
+
 def recipe_of(accumulation=1, full_batch=False, **degrees):
     return {
         "use_parallel": True,

@@ -9,8 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from mindformers.tools.register import MindFormerConfig
 from safetensors.numpy import load_file, save_file
 
+from plugins.errors import CheckpointError, RecipeError
+from plugins.hugging_face_weights import adapter
 from plugins.hugging_face_weights.plan import Model, copies, is_hugging_face, rows
 from tests.tools.accuracy.reference import renew as golden
 from tests.tools.weights import renew as frozen
@@ -58,6 +61,27 @@ def test_what_mindformers_takes_for_hugging_faces(tmp_path):
     assert not is_hugging_face(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert is_hugging_face(str(tmp_path))
+
+
+def test_the_folder_of_another_kind_of_model_is_refused_and_not_taken_for_one_with_experts():
+    config = MindFormerConfig(checkpoint={}, model={"model_config": {"model_type": "telechat3"}})
+    with pytest.raises(
+        RecipeError, match=r"^checkpoint\.load_path: only weights of 'telechat3_moe' .* weights convert"
+    ):
+        adapter.enable(config)
+
+
+def test_a_parameter_that_hugging_faces_form_does_not_know_is_refused_and_not_left_random():
+    template = object.__new__(adapter.TeleChat3MoeTemplate)
+    linear, router = "decoder.layers.0.self_attention.linear_proj", "decoder.layers.1.mlp.router"
+    template.mf_name_to_converter, template.counts = {}, {}
+    template.network_tensor_info = dict.fromkeys((f"{router}.expert_load", f"{linear}.lora_A.weight"))
+    assert not any(map(template._is_strange, template.network_tensor_info)), "counters and adapters are not its affair"
+    template.network_tensor_info[f"{linear}.bias"] = None
+    with pytest.raises(
+        CheckpointError, match=rf"^checkpoint\.load_path: 1 parameters .* such as {linear}\.bias; write"
+    ):
+        template.get_mf_state_dict({})
 
 
 MTP, COPY = golden.RECIPE, "model.layers.2.embed_tokens.weight"  # of a recipe with an MTP layer, behind two others

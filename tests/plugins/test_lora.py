@@ -4,6 +4,8 @@ reference.
 Linear layers with adapters, as MindFormers builds them, forward and backward, against the reference.
 """
 
+from types import SimpleNamespace
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -164,6 +166,14 @@ def test_each_kind_of_layer_equals_the_reference(kind):
     expected = reference.backward(x[:, 0], w, a, b, SCALE, dout[:, 0])
     for found, right in zip((dx.asnumpy()[:, 0], da.asnumpy(), db.asnumpy()), expected, strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-4)
+
+
+def test_the_routers_biases_stay_whatever_the_recipe_calls_their_rate():
+    """MindFormers has a rate where a recipe names none, and reads `topk_bias_update_rate` as well."""
+    model = nn.Cell()
+    model.moe_router_bias_update_rate, model.config = 0.001, SimpleNamespace(moe_router_bias_update_rate=0.001)
+    adapter.freeze(model)
+    assert model.moe_router_bias_update_rate == model.config.moe_router_bias_update_rate == 0.0
 
 
 @pytest.fixture

@@ -77,6 +77,19 @@ def test_what_the_plugin_refuses(change, layers, words):
 
 
 @pytest.mark.parametrize(
+    ("written", "layers"),
+    [
+        ({}, 1),
+        ({"num_nextn_predict_layers": None}, 0),
+        ({"num_nextn_predict_layers": 0}, 0),
+        ({"mtp_num_layers": 1}, 1),
+    ],
+)
+def test_a_recipe_that_writes_no_number_of_mtp_layers_has_mindformers_own(written, layers):
+    assert adapter.layers_of(written) == layers
+
+
+@pytest.mark.parametrize(
     ("config", "model", "layers", "told"),
     [
         ({"create_compressed_eod_mask": True}, {}, 1, True),

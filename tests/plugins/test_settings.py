@@ -51,6 +51,11 @@ def test_numbers():
             Mine.read({"right": 1, "left": wrong})
 
 
+def test_an_integer_that_is_too_large_for_a_float():
+    with pytest.raises(RecipeError, match=r"^plugins\.spike_guard\.threshold: 10+ is not allowed; write a number of"):
+        settings_of("spike_guard").read({"threshold": 10**400})
+
+
 def test_all_that_is_wrong_is_found():
     ours, refusals = Mine.look({"right": -1, "left": 2, "lef": 3})
     assert ours is None and [each.key for each in refusals] == [

@@ -104,6 +104,25 @@ def test_the_good_steps_before_a_resume_are_those_of_the_parts_that_count():
     assert good_steps([], 3, 2) == []
 
 
+def test_a_resumed_run_judges_a_step_as_if_it_had_not_been_interrupted():
+    """Step 6 had gradients that are not finite, step 7 overflowed under a loss scale: neither is a step to compare."""
+    norms = {step: 1.0 + step / 1000 for step in range(1, 10)} | {6: math.inf}
+    lines = [
+        json.dumps({"step": step, "loss": 2.0, "global_norm": norm, "overflow": step == 7})
+        for step, norm in norms.items()
+    ]
+    went, resumed = Window(4, 8.0), Window(4, 8.0)
+    for step, norm in norms.items():
+        if step != 7:
+            went.see({"loss": 2.0, NORM: norm})
+    for readings in good_steps(lines, 9, 4):
+        resumed.see(readings)
+    assert [list(each) for each in resumed.good.values()] == [list(each) for each in went.good.values()]
+    assert resumed.see({"loss": 2.0, NORM: 1000.0}) == went.see({"loss": 2.0, NORM: 1000.0}) is not None
+    without = good_steps([json.dumps({"step": step, "loss": 2.0, "global_norm": None}) for step in range(1, 10)], 9, 4)
+    assert len(without) == 4, "where nothing is clipped, all that is read is what the loss needs"
+
+
 def of_fours(steps):
     """The samples of so many steps of four."""
     return 4 * steps

@@ -181,6 +181,15 @@ def test_records_of_another_layout_are_put_aside(tmp_path):
     assert loads(records, FORM).shape == (0, 1, 4)
 
 
+def test_records_that_cannot_be_read_are_put_aside_and_not_removed(tmp_path):
+    file = recorded(tmp_path, range(1, 7))
+    file.write_text(file.read_text().replace('"step": 2,', '"step": 2.5,'))
+    written = file.read_text()
+    records, missing = carry_over(file, file, 6, FORM)
+    assert records == [] and "2.5 is not an integer" in missing and not file.exists()
+    assert file.with_name("expert_load_until_step_6.jsonl").read_text() == written
+
+
 def test_a_run_from_the_beginning_begins_its_file(tmp_path):
     file = recorded(tmp_path, range(1, 4))
     assert carry_over(file, file, 0, FORM) == ([], "") and file.read_text() == ""

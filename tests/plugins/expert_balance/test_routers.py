@@ -158,6 +158,19 @@ def test_nodes_come_first_where_a_token_goes_once_to_each(monkeypatch, mode, nod
     assert adapter._nodes({"plugins": {"hierarchical_ep": False}}) == 1
 
 
+@pytest.mark.parametrize(
+    ("written", "rate"),
+    [
+        ({}, 0.001),
+        ({"moe_router_bias_update_rate": 0.0}, 0.0),
+        ({"moe_router_bias_update_rate": 0.002}, 0.002),
+        ({"topk_bias_update_rate": 0.003}, 0.003),
+    ],
+)
+def test_the_rate_of_the_biases_is_that_of_mindformers_under_either_key_and_by_default(written, rate):
+    assert adapter._rate(MindFormerConfig(**written)) == rate
+
+
 @pytest.mark.parametrize(("ranks", "rows"), [(1, (2, 4)), (2, (1, 2))])
 def test_tokens_are_counted_by_the_batch_of_the_step_where_it_grows(monkeypatch, ranks, rows):
     """A router tells shares of its tokens; a rank's step is one batch, of more rows in a later stage."""

@@ -104,6 +104,17 @@ def test_the_name_changes_with_sources_and_installation(tmp_path, monkeypatch):
     assert len({before, without, build.key(package)}) == 3
 
 
+def test_the_name_of_another_plugins_library_changes_with_the_headers_that_it_shares(tmp_path, monkeypatch):
+    sources, shim = tmp_path / "other_plugin" / "csrc", tmp_path / "shim"
+    for folder in (sources, shim):
+        folder.mkdir(parents=True)
+        (folder / "pass.h").write_text("")
+    monkeypatch.setattr(build, "SHIM", shim)
+    before = build.key(build.mindspore_folder(), sources)
+    (shim / "pass.h").write_text("// other")
+    assert build.key(build.mindspore_folder(), sources) != before
+
+
 def test_another_plugin_has_a_library_and_words_of_its_own(compiler, tmp_path, capsys):
     compiler()
     sources = tmp_path / "other_plugin" / "csrc"

@@ -153,6 +153,14 @@ def test_those_before_it_are_loaded(start, folder):
     assert second.to_load(described(Step(9), INPUTS, "train")) is None and graphs(folder) == ["0"]
 
 
+def test_a_process_that_is_killed_behind_its_compile_leaves_no_graph_of_another_one(start, folder):
+    """MindSpore has written its graph, and nothing that goes with it was kept."""
+    first, other = described(Step(), INPUTS, "train"), described(Step(6), INPUTS, "train")
+    assert start().to_load(other) is None
+    (folder / "graph_cache" / "MS_WORKERcompile_cache_0.mindir").write_text("graph of the other one")
+    assert start().to_load(first) is None and graphs(folder) == []
+
+
 def test_nor_is_one_loaded_whose_file_is_gone(start, folder, capsys):
     next(folder.rglob("*_0.mindir")).unlink()
     assert start().to_load(described(Step(), INPUTS, "train")) is None and graphs(folder) == []
