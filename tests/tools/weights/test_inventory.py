@@ -186,6 +186,18 @@ def test_one_bit_is_a_difference_and_a_nan_is_equal_to_itself(tmp_path):
     assert found.same == ("linear.weight", "same") and [change.name for change in found.changes] == ["odd"]
 
 
+def test_a_copy_that_differs_on_one_rank_is_no_equal_checkpoint(two_ranks, tmp_path):
+    """Only the copy of the first rank was compared, and the two were equal."""
+    whole = two_ranks.write()
+    two_ranks.folder = tmp_path / "other"
+    two_ranks.folder.mkdir()
+    two_ranks.held[two_ranks.file("model", 1)]["decoder.layers.2.norm.weight"] = np.full(4, 2, np.float32)
+    found = compare(open_source(whole), open_source(two_ranks.write()))
+    assert found.differing == (("B", "decoder.layers.2.norm.weight", (1,)),) and not found.equal and not found.changes
+    done = called("inspect", whole, "--diff", two_ranks.folder)
+    assert done.exit_code == 1 and "copies differ in B: decoder.layers.2.norm.weight on ranks 1" in done.output
+
+
 MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
 
 
