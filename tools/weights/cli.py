@@ -29,6 +29,7 @@ from tools.weights.inventory import (
     Group,
     compare,
     comparison_lines,
+    faults,
     inventory,
     inventory_table,
     salvaged,
@@ -100,7 +101,7 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
         _print_comparison(comparison, checkpoint, other, as_json)
         sys.exit(not comparison.equal)
     groups = inventory(source, values, _progress() if values else lambda name: None)
-    fault = source.seal_fault(checksums=values)
+    fault = next(iter(faults(source, checksums=values)), None)
     if as_json:
         click.echo(json.dumps(_as_dict(source, groups, fault)))
     else:

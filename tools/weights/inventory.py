@@ -145,10 +145,7 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
     """Return a line of text for each way in which the elements of the weights in `source` differ from what was saved,
     or are not finite.
     """
-    found = []
-    if reason := source.seal_fault(checksums=True):
-        found.append(reason)
-    found += [f"{file} does not match its checksum: corrupted" for file in _corrupted(source)]
+    found = faults(source, checksums=True)
     if (source.stored.folder / SALVAGED).exists():
         found.append(f"{SALVAGED} says that it was written from damaged weights")
     every = [(file, name) for file, headers in source.stored.files.items() for name in headers]
@@ -157,6 +154,18 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
         more = f" and {len(wrong) - 1} other tensors have" if len(wrong) > 1 else " has"
         found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} numbers that are not finite")
     return found
+
+
+def faults(source: Source, checksums: bool) -> list[str]:
+    """Return a sentence for each way in which the files of `source` differ from what its seals say or, of a Hugging
+    Face folder that `tc3 weights convert` wrote, its checksums.json.
+
+    Args:
+        checksums: whether every file is read; otherwise only the sizes are compared, which only seals hold.
+    """
+    reason = source.seal_fault(checksums)
+    corrupted = [f"{file} does not match its checksum: corrupted" for file in (_corrupted(source) if checksums else ())]
+    return [*filter(None, [reason]), *corrupted]
 
 
 def _corrupted(source: Source) -> list[str]:

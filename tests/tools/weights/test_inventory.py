@@ -288,6 +288,10 @@ def test_conversions_either_way(tmp_path):
     assert "output_layer.weight" in line and (tmp_path / "back" / SALVAGED).exists()
     assert (tmp_path / "back" / CHECKSUMS).exists()
     (tmp_path / "back" / SALVAGED).unlink()
+    assert called("inspect", tmp_path / "back", "--values").exit_code == 1, "the NaN is still there"
     changed(tmp_path / "back", "lm_head.weight", 1.0)  # finite once more, and not what was written
+    shown = called("inspect", tmp_path / "back", "--values")
+    assert shown.exit_code == 1 and "model.safetensors does not match its checksum: corrupted" in shown.output
+    assert called("inspect", tmp_path / "back").exit_code == 0, "nothing was read"
     refused = called("convert", tmp_path / "back", tmp_path / "there", *words[:4])
     assert "does not match its checksum" in str(refused.exception) and not (tmp_path / "there").exists()
