@@ -110,6 +110,20 @@ def test_one_file_is_read_alone(tmp_path):
     assert source.form == "one file" and list(source.headers) == ["a.weight"]
 
 
+@pytest.mark.parametrize(("kind", "one"), [("F8_E4M3", 0x38), ("F8_E5M2", 0x3C), ("F8_E8M0", 0x7F)])
+def test_values_of_eight_bits_are_read_or_refused(tmp_path, kind, one):
+    """DeepSeek-V3's published weights have them; the safetensors package cannot read them into NumPy."""
+    header = json.dumps({"x.weight": {"dtype": kind, "shape": [2, 2], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes([one] * 4))
+    if kind == "F8_E8M0":
+        with pytest.raises(CheckpointError, match=r"x\.weight: values of the type F8_E8M0 cannot be read here"):
+            groups_of(tmp_path, values=True)
+        return
+    group = groups_of(tmp_path, values=True)["x.weight"]
+    assert (group.shape, group.values.norm, group.values.not_finite) == ((2, 2), 2.0, 0)
+    assert called("inspect", tmp_path, "--diff", tmp_path).exit_code == 0
+
+
 def lose(folder):
     file = next(iter(NAMES.values()))
     save_file({"other.weight": numbered(2)}, folder / file)
