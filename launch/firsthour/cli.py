@@ -10,13 +10,14 @@ device and number replaces nothing: an older one has another date.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,9 +41,13 @@ from tools.measured import (
     without_names,
     write_bundle,
 )
+from tools.process.host import shorten
 from tools.recipe.catalogue import CARD, load_card
 from tools.schema.versions import require_verified, unverified_option
 from tools.search.options import RecipeOrCommand
+
+if TYPE_CHECKING:
+    from launch.firsthour.hour import Hour
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "cyan"}
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -147,7 +152,7 @@ def firsthour_command(
     check_writable(out)
     require_verified()
     cluster = read_cluster(simulate) if simulate is not None else None
-    own_state(place, {"recipe": recipe_digest(recipe), "simulated": str(simulate), **software()}, force)
+    own_state(place, {"recipe": recipe_digest(recipe), **_cluster_of(hour, simulate), **software()}, force)
     about: dict[str, Any] = {"device": hour.device, "devices": hour.world, "simulated": simulate is not None}
     runner: Any = hour
     if cluster is not None:
@@ -170,6 +175,16 @@ def firsthour_command(
     else:
         click.echo("\n".join([*lines, f"verdict: {word}", f"written: {out}", f"page: tc3 firsthour read {out}"]))
     sys.exit(word == NO_GO)
+
+
+def _cluster_of(hour: Hour, simulate: Path | None) -> dict[str, str]:
+    """Return the facts that tell the cluster of this start from others: its nodes, or the file that is simulated and
+    its digest.
+    """
+    if simulate is None:
+        return {"nodes": shorten(hour.names), "simulated": "None"}
+    digest = hashlib.sha256(simulate.read_bytes()).hexdigest()[:8]
+    return {"nodes": "simulated", "simulated": f"{simulate} ({digest})"}
 
 
 class ClimbOrCommand(RecipeOrCommand):

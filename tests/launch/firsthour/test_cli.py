@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 from launch.cli import tc3
+from launch.firsthour import cli
 from launch.firsthour.checks import HOUR_CHECKS
 from launch.firsthour.hour import Hour
 from launch.run.compile_cache import FOLDER
@@ -81,6 +83,21 @@ def test_the_same_command_keeps_what_was_found(hour):
     assert "the results in this folder are of recipe" in str(refused.exception)
     kept = run(R438, *words, "--out", folder / "b.zip")
     assert "the file exists" in str(kept.exception)
+
+
+def test_results_of_another_cluster_are_not_kept(hour, tmp_path):
+    """The nodes and the content of the simulated cluster were not compared: another cluster got the old verdict."""
+    folder, _ = hour
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**SMALL, "seed": 5}))
+    work = tmp_path / "work"
+    shutil.copytree(folder / "work", work)
+    state = json.loads((work / "state.json").read_text())
+    state["simulated"] = state["simulated"].replace(str(folder), str(tmp_path))
+    (work / "state.json").write_text(json.dumps(state))
+    again = run(R438, "--simulate", tmp_path / "c.yaml", "--work", work, "--out", tmp_path / "b.zip")
+    assert "the results in this folder are of simulated " in str(again.exception)
+    found = [cli._cluster_of(SimpleNamespace(names=names), None) for names in (["a1"], ["a1", "a2"])]
+    assert found == [{"nodes": nodes, "simulated": "None"} for nodes in ("a1", "a[1-2]")]
 
 
 def test_the_bundle_is_read_and_its_page_needs_no_other_file(hour, tmp_path):
