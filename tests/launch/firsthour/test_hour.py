@@ -22,6 +22,7 @@ from plugins.hierarchical_ep.plan import MODES
 from tools.doctor.ask import Answer, Skew, Trouble
 from tools.doctor.checks import Finding as Checked
 from tools.doctor.report import Report, tool_version
+from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 
@@ -160,6 +161,15 @@ def probe(rates):
 def test_a_single_worker_and_unknown_memory_are_unknown():
     found = judge_devices({"probes": {"a": probe([1.0])}, "memory": [], "links": []})
     assert {(item.what, item.verdict) for item in found} == {("memory of devices", "unknown"), ("devices", "unknown")}
+
+
+@pytest.mark.parametrize("gib", [[32, 64], [64, 32], [32, 63.99, 64, 63.98]])
+def test_a_device_with_less_memory_is_named_whatever_the_order(gib):
+    """The first of equally frequent sizes was taken for the usual one."""
+    rows = [[f"n{number}", 0, int(size * GIB)] for number, size in enumerate(gib)]
+    found = judge_devices({"probes": {"n": probe([1.0, 1.0])}, "memory": rows, "links": []})
+    wrong = [(item.verdict, item.where) for item in found if item.what == "memory of devices"]
+    assert wrong == [("fail", f"n{gib.index(32)}")]
 
 
 def test_operators_wrong_for_infinities_only_are_a_warning_and_a_device_of_its_own_rounding_is_named():
