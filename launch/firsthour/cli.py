@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -304,10 +305,16 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
     if added in text:
         raise DataError(f"{card}: the card already has this claim, so nothing was written")
     start = text.find(f"\n  {recipe.name}:\n")
-    at = text.find("    status:\n", start)
-    if start < 0 or at < 0 or not load_card(card):
+    if start < 0 or not load_card(card):
         raise DataError(f"{card}: recipes.{recipe.name}: the card does not name this recipe; add an entry for it")
-    at = text.index("\n", at) + 1
+    own = text[: start + 1] + re.split(r"\n(?= {0,2}[^ \n#])", text[start + 1 :], maxsplit=1)[0] + "\n"
+    at = own.find("\n    status:\n", start)
+    if at < 0:
+        raise DataError(
+            f"{card}: recipes.{recipe.name}.status: a claim is added below a line that holds only `status:`; write the "
+            "entry's claims below such a line"
+        )
+    at = own.index("\n", at + 1) + 1
     if not dry_run:
         draft = card.with_name(f".{CARD}")
         write_atomically(draft, text[:at] + added + text[at:])

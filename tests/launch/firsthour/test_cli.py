@@ -17,6 +17,7 @@ from launch.firsthour import cli
 from launch.firsthour.checks import HOUR_CHECKS
 from launch.firsthour.hour import Hour
 from launch.run.compile_cache import FOLDER
+from plugins.errors import DataError
 from tools.files.page import BEGINS
 from tools.measured import CLUSTER, MEMORY, read_bundle, write_bundle
 from tools.recipe.catalogue import load_card
@@ -141,6 +142,22 @@ def test_a_simulated_bundle_is_not_claimed_and_a_measured_one_is(hour, tmp_path)
     after = card.read_text().splitlines()
     assert [line for line in after if line in before.splitlines()] == before.splitlines()
     assert "already has this claim" in str(run("card", tmp_path / "m.zip", recipe).exception)
+
+
+def test_a_claim_is_not_added_to_the_next_recipe_of_a_card(hour, tmp_path):
+    """An entry whose line `status:` has a comment was passed over, and the next recipe got the claim."""
+    shutil.copytree(R438.parent, tmp_path / "recipes" / "telechat3_438b")
+    recipe = tmp_path / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
+    card = recipe.with_name("card.yaml")
+    before = card.read_text().replace("    status:\n", "    status:  # of today\n", 1)
+    card.write_text(before)
+    found = SimpleNamespace(
+        manifest=replace(read_bundle(hour[0] / "b.zip").manifest, simulated=False), claim="measured-910B3-8",
+        json=lambda name: [],
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"recipes\.pretrain_4k\.yaml\.status: a claim is added below a line"):
+        cli.write_claim(found, recipe, dry_run=False)
+    assert card.read_text() == before
 
 
 def test_memory_takes_the_measured_terms(hour):
