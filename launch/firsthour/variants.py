@@ -111,7 +111,9 @@ def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) 
 
 
 def write_overlay(recipe: Path, variants: Sequence[Variant], seconds: Mapping[str, float | None], file: Path) -> bool:
-    """Write the winners as a child of the recipe; write nothing and return False if every own value stays."""
+    """Write the winners as a child of the recipe; if every own value stays, remove the child that an earlier start wrote,
+    and return False.
+    """
     content: dict[str, Any] = {}
     for key in dict.fromkeys(one.key for one in variants):
         best = winner_of([one for one in variants if one.key == key], seconds)
@@ -120,6 +122,8 @@ def write_overlay(recipe: Path, variants: Sequence[Variant], seconds: Mapping[st
             for name in best.path[:-1]:
                 section = section.setdefault(name, {})
             section[best.path[-1]] = best.value
-    if content:
+    if not content:
+        file.unlink(missing_ok=True)
+    else:
         write_atomically(file, json.dumps({"base_config": [str(recipe)], **content}, indent=1) + "\n")
     return bool(content)

@@ -16,6 +16,7 @@ from launch.firsthour.calibrate import judge_fit, judge_stage
 from launch.firsthour.checks import judged
 from launch.firsthour.hour import Hour
 from launch.firsthour.judge import judge_devices, judge_operators
+from launch.firsthour.trainings import judge_resume
 from launch.firsthour.variants import SURE, judge_variants, variants_of, winner_of, write_overlay
 from plugins.errors import ClusterError
 from plugins.hierarchical_ep.plan import MODES
@@ -163,6 +164,11 @@ def test_a_single_worker_and_unknown_memory_are_unknown():
     assert {(item.what, item.verdict) for item in found} == {("memory of devices", "unknown"), ("devices", "unknown")}
 
 
+def test_a_resume_without_any_loss_is_unknown():
+    (found,) = judge_resume({}, {}, 5, 4)
+    assert found.verdict == "unknown"
+
+
 @pytest.mark.parametrize("gib", [[32, 64], [64, 32], [32, 63.99, 64, 63.98]])
 def test_a_device_with_less_memory_is_named_whatever_the_order(gib):
     """The first of equally frequent sizes was taken for the usual one."""
@@ -258,6 +264,7 @@ def test_a_variant_wins_only_if_it_is_surely_faster(tmp_path, faster, winner):
     best = winner_of(variants, seconds)
     assert (best.value if best else None) == winner
     file = tmp_path / "overlay.yaml"
+    file.write_text("of an earlier start")
     assert write_overlay(PLAIN, variants, seconds, file) == file.exists() == bool(winner)
     (found,) = judge_variants(variants, seconds, file)
     assert found.verdict == ("unknown" if faster is None else "ok")
