@@ -300,8 +300,19 @@ class Voice:
             sys.stdout.flush()
 
     def _known(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the logits of the ids that stand for text; a model may have more ids, which fill up its embedding."""
-        return self.logits(ids)[: self.tokenizer.vocab_size]
+        """Return the logits of the ids that stand for text; a model may have more ids, which fill up its embedding.
+
+        Raises:
+            CheckpointError: a logit is not a number. The largest of such logits would be the first id, which ends a
+                document.
+        """
+        found = self.logits(ids)[: self.tokenizer.vocab_size]
+        if np.isnan(found).any():
+            raise CheckpointError(
+                "the model's logits are not numbers (NaN), so it has no text to give; `tc3 weights inspect --values` "
+                "says whether the weights are finite"
+            )
+        return found
 
 
 def _print_end(chosen: Chosen, how: Sampling | None, seed: int, texts: list[Text], as_json: bool) -> None:

@@ -130,6 +130,19 @@ def test_ids_without_text_are_never_said(say):
     assert json.loads(result.stdout)["texts"][0]["ids"] == [0]
 
 
+@pytest.mark.parametrize("options", [[], ["--temperature", "1"]])
+def test_a_model_that_computes_nan_says_nothing(say, monkeypatch, options):
+    """The likeliest id was 0, the end of a document; drawn at random, an id that no tokenizer has."""
+
+    @contextmanager
+    def broken(recipe, weights):
+        yield lambda ids: np.full(300, np.nan)
+
+    monkeypatch.setattr(command, "answering_model", broken)
+    result = say("x", "--prompt", "the", *options)
+    assert isinstance(result.exception, CheckpointError) and "logits are not numbers (NaN)" in str(result.exception)
+
+
 def test_a_tokenizer_of_another_model_is_refused(say, monkeypatch):
     monkeypatch.setattr(
         command,
