@@ -111,8 +111,8 @@ def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) 
 
 
 def write_overlay(recipe: Path, variants: Sequence[Variant], seconds: Mapping[str, float | None], file: Path) -> bool:
-    """Write the winners as a child of the recipe; if every own value stays, remove the child that an earlier start wrote,
-    and return False.
+    """Write the winners as a child of the recipe. If every own value stays, remove the child that an earlier start
+    wrote, and return False.
     """
     content: dict[str, Any] = {}
     for key in dict.fromkeys(one.key for one in variants):
