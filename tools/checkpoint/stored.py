@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -455,5 +456,5 @@ def refuse_moved(folder: Path, balanced: bool) -> None:
         raise CheckpointError(
             f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe, which "
             f"does not have the plugin, would train them in a wrong order; switch the plugin on, or first run "
-            f"`tc3 experts restore-order {folder}`"
+            f"`tc3 experts restore-order {shlex.quote(str(folder))}`"
         )
