@@ -250,13 +250,17 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
 def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
     """Return go, go with, or no go, and a line for each finding that is not ok, the worst first.
 
-    A check that failed, or an essential one that could not be judged, means no go.
+    A check that failed, or an essential one that could not be judged or is not among the outcomes, means no go.
     """
-    wanting = [(item, one) for one in outcomes for item in one.findings if item.verdict != "ok"]
+    wanting = [(item, one.check) for one in outcomes for item in one.findings if item.verdict != "ok"]
+    absent = [check for check in HOUR_CHECKS if check.name not in {one.check for one in outcomes}]
+    wanting += [(Finding("unknown", check.name, "the results do not hold this check"), check.name) for check in absent]
     wanting.sort(key=lambda pair: WORST.index(pair[0].verdict))
-    lines = [line_of(one.check, item) for item, one in wanting]
-    essential = [one for one in outcomes if BY_NAME[one.check].essential]
-    if any(one.verdict == "fail" for one in outcomes) or not all(one.told for one in essential):
+    lines = [line_of(check, item) for item, check in wanting]
+    told = {one.check for one in outcomes if one.told}
+    if any(one.verdict == "fail" for one in outcomes) or any(
+        check.essential and check.name not in told for check in HOUR_CHECKS
+    ):
         return NO_GO, lines
     return (GO_WITH, lines) if lines else (GO, [])
 

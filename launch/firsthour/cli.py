@@ -10,13 +10,15 @@ device and number replaces nothing: an older one has another date.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,9 +42,13 @@ from tools.measured import (
     without_names,
     write_bundle,
 )
+from tools.process.host import shorten
 from tools.recipe.catalogue import CARD, load_card
 from tools.schema.versions import require_verified, unverified_option
 from tools.search.options import RecipeOrCommand
+
+if TYPE_CHECKING:
+    from launch.firsthour.hour import Hour
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "cyan"}
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -147,7 +153,7 @@ def firsthour_command(
     check_writable(out)
     require_verified()
     cluster = read_cluster(simulate) if simulate is not None else None
-    own_state(place, {"recipe": recipe_digest(recipe), "simulated": str(simulate), **software()}, force)
+    own_state(place, {"recipe": recipe_digest(recipe), **_cluster_of(hour, simulate), **software()}, force)
     about: dict[str, Any] = {"device": hour.device, "devices": hour.world, "simulated": simulate is not None}
     runner: Any = hour
     if cluster is not None:
@@ -170,6 +176,16 @@ def firsthour_command(
     else:
         click.echo("\n".join([*lines, f"verdict: {word}", f"written: {out}", f"page: tc3 firsthour read {out}"]))
     sys.exit(word == NO_GO)
+
+
+def _cluster_of(hour: Hour, simulate: Path | None) -> dict[str, str]:
+    """Return the facts that tell the cluster of this start from others: its nodes, or the file that is simulated and
+    its digest.
+    """
+    if simulate is None:
+        return {"nodes": shorten(hour.names), "simulated": "None"}
+    digest = hashlib.sha256(simulate.read_bytes()).hexdigest()[:8]
+    return {"nodes": "simulated", "simulated": f"{simulate} ({digest})"}
 
 
 class RecipeOrFirsthourCommand(RecipeOrCommand):
@@ -289,10 +305,16 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
     if added in text:
         raise DataError(f"{card}: the card already has this claim, so nothing was written")
     start = text.find(f"\n  {recipe.name}:\n")
-    at = text.find("    status:\n", start)
-    if start < 0 or at < 0 or not load_card(card):
+    if start < 0 or not load_card(card):
         raise DataError(f"{card}: recipes.{recipe.name}: the card does not name this recipe; add an entry for it")
-    at = text.index("\n", at) + 1
+    own = text[: start + 1] + re.split(r"\n(?= {0,2}[^ \n#])", text[start + 1 :], maxsplit=1)[0] + "\n"
+    at = own.find("\n    status:\n", start)
+    if at < 0:
+        raise DataError(
+            f"{card}: recipes.{recipe.name}.status: a claim is added below a line that holds only `status:`; write the "
+            "entry's claims below such a line"
+        )
+    at = own.index("\n", at + 1) + 1
     if not dry_run:
         draft = card.with_name(f".{CARD}")
         write_atomically(draft, text[:at] + added + text[at:])

@@ -127,7 +127,9 @@ def _memories(rows: Iterable[Sequence[Any]]) -> list[Finding]:
     if not memory:
         words = "no device tells how much memory it has"
         return [Finding("unknown", "memory of devices", words)]
-    usual = Counter(memory.values()).most_common(1)[0][0]
+    sizes = Counter(memory.values())
+    alike = {size: sum(sizes[other] for other in sizes if abs(other - size) <= SAME_MEMORY) for size in sizes}
+    usual = max(sizes, key=lambda size: (alike[size], size))  # of two equally frequent ones the larger
     return [
         Finding(
             "fail", "memory of devices", f"{size / GIB:.1f} GiB, where most devices have {usual / GIB:.1f}", host,

@@ -79,6 +79,8 @@ def judge_resume(wanted: Mapping[str, float], got: Mapping[str, float], killed: 
     """
     if wanted.keys() != got.keys():
         return [Finding("fail", "resume", f"{len(got)} of {len(wanted)} steps were trained")]
+    if not wanted:
+        return [Finding("unknown", "resume", "there are no losses to compare")]
     wrong = [step for step in wanted if wanted[step] != got[step]]
     if wrong:
         step = wrong[0]

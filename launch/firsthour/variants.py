@@ -111,8 +111,8 @@ def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) 
 
 
 def write_overlay(recipe: Path, variants: Sequence[Variant], seconds: Mapping[str, float | None], file: Path) -> bool:
-    """Write the winners into a recipe that has `recipe` as its base; if no value of `recipe` changes, write nothing
-    and return False.
+    """Write the winners into a recipe that has `recipe` as its base. If no value of `recipe` changes, remove the file
+    that an earlier start wrote, and return False.
     """
     content: dict[str, Any] = {}
     for key in dict.fromkeys(one.key for one in variants):
@@ -122,6 +122,8 @@ def write_overlay(recipe: Path, variants: Sequence[Variant], seconds: Mapping[st
             for name in best.path[:-1]:
                 section = section.setdefault(name, {})
             section[best.path[-1]] = best.value
-    if content:
+    if not content:
+        file.unlink(missing_ok=True)
+    else:
         write_atomically(file, json.dumps({"base_config": [str(recipe)], **content}, indent=1) + "\n")
     return bool(content)

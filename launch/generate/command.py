@@ -21,6 +21,9 @@ from launch.generate.text import Sampling, Spoken, draw, harmless, likeliest, to
 from launch.resume.checkpoints import weights_of
 from plugins import of_the_model
 from plugins.errors import CheckpointError, DataError, RecipeError
+from plugins.lora.plan import KEY as LORA
+from plugins.lora.plan import is_adapter
+from plugins.settings import value_at
 from tools.checkpoint.scan import scan_checkpoints
 from tools.checkpoint.stored import kind_of
 from tools.data.tokenizer import Coder, Tokenizer
@@ -113,6 +116,11 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
         raise RecipeError(
             f"{recipe.source}: model.model_config.seq_length is missing; it says how many tokens the model sees"
         )
+    if any(map(is_adapter, source.headers)) and value_at(recipe, LORA, False) is False:
+        raise CheckpointError(
+            f"{source.path}: the checkpoint holds adapters, but {recipe.source} does not have {LORA}: name the recipe "
+            "of these weights with --recipe (for a run of tc3 train: recipe.yaml in the run's folder)"
+        )
     wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
@@ -131,12 +139,13 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
 
 
 def _weights_held(source: Source) -> int | None:
-    """Return the number of trained elements of weights in MindFormers' names; None for a Hugging Face folder, which is
-    compared tensor by tensor.
+    """Return the number of elements of weights in MindFormers' names, without adapters; None for a Hugging Face folder,
+    which is compared tensor by tensor.
     """
     if source.form == "Hugging Face":
         return None
-    return sum(math.prod(each.shape) for name, each in source.headers.items() if kind_of(name) == "weights")
+    own = (name for name in source.headers if kind_of(name) == "weights" and not is_adapter(name))
+    return sum(math.prod(source.headers[name].shape) for name in own)
 
 
 def forward_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -300,8 +309,19 @@ class Voice:
             sys.stdout.flush()
 
     def _known(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the logits of the ids that stand for text; a model may have more ids, which fill up its embedding."""
-        return self.logits(ids)[: self.tokenizer.vocab_size]
+        """Return the logits of the ids that stand for text; a model may have more ids, which fill up its embedding.
+
+        Raises:
+            CheckpointError: a logit is not a number. The largest of such logits would be the first id, which ends a
+                document.
+        """
+        found = self.logits(ids)[: self.tokenizer.vocab_size]
+        if np.isnan(found).any():
+            raise CheckpointError(
+                "the model's logits are not numbers (NaN), so it has no text to give; `tc3 weights inspect --values` "
+                "says whether the weights are finite"
+            )
+        return found
 
 
 def _print_end(chosen: Chosen, how: Sampling | None, seed: int, texts: list[Text], as_json: bool) -> None:

@@ -36,6 +36,7 @@ from tools.checkpoint.scan import (
     iteration,
     iterations,
     later_than,
+    saved_step,
     scan_checkpoints,
     set_aside,
 )
@@ -312,7 +313,16 @@ def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
         )
     if reason:
         click.echo(f"{folder}: this checkpoint has no seals, so nothing shows whether it is complete", err=True)
-    return CheckpointInfo(folder, iteration(folder), named=True)
+    return CheckpointInfo(folder, step_in(folder), named=True)
+
+
+def step_in(folder: Path) -> int:
+    """Return the training step of a checkpoint that a user names. The name of its folder says the step, unless somebody
+    renamed the folder (`set_aside` does); then the files in it say the step. -1 if nothing says it.
+    """
+    number = iteration(folder)
+    step = saved_step(folder) if number < 0 else number
+    return -1 if step is None else step
 
 
 def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:

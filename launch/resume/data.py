@@ -386,14 +386,18 @@ def _changed_ramp(before: View, after: View, step: int) -> Iterator[str]:
 
 def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
     """Yield a message if the trained samples are not a whole number of steps of the new size: MindFormers skips whole
-    steps, and would repeat the rest.
+    steps, and would repeat the rest. It rounds their number down, also where its floating-point product is a little
+    below the whole number (`training_process` of its base_trainer.py).
     """
     if before.ramp.stages or after.ramp.stages:
         return  # then the size does not change
     done = step * before.global_batch
-    if done % after.global_batch:
-        batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
+    steps, rest = divmod(done, after.global_batch)
+    batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
+    if rest:
         yield f"{batches}, of which the {done:,} trained are not a whole number of steps"
+    elif (skipped := int(step * (before.global_batch / after.global_batch))) != steps:
+        yield f"{batches}: MindFormers would skip {skipped:,} of the {steps:,} steps that are trained (it rounds down)"
 
 
 def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:

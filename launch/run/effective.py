@@ -195,9 +195,9 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
         f"{_DATA_FILES}: {', '.join(view.instruction_files)} makes {made:,} samples of {handler['seq_length']:,} tokens"
     )
     if not least:
-        raise DataError(
-            f"{what}, but a step takes {batch:,} samples: add conversations, or --set runner_config.batch_size={made}"
-        )
+        fewer = made // (batch // view.batch)  # of a micro-batch of one rank, of which a step has several
+        smaller = f", or --set runner_config.batch_size={fewer}" if fewer else ""
+        raise DataError(f"{what}, but a step takes {batch:,} samples: add conversations{smaller}")
     if steps is not None:
         raise DataError(
             f"{what}, but --steps {steps:,} takes {view.samples:,}: choose --steps {least} at most, or add "

@@ -33,7 +33,10 @@ from tools.recipe.view import View
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
 # what a run's folder holds that --force removes
-PARTS = ("recipe.yaml", "data.json", "skipped.json", "logs", "attempts", "metrics", "checkpoint", "strategy")
+PARTS = (
+    *("recipe.yaml", "data.json", "skipped.json", "logs", "attempts", "metrics", "checkpoint", "strategy"),
+    "loss.png",
+)
 LOCK = ".lock"
 AGENTS = "agents of tc3 agent"
 WORKER_MEMORY = 1 * GIB  # of one worker that compiles and runs a toy's sharded graph: 0.5 to 0.9 were seen

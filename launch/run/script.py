@@ -33,13 +33,14 @@ from launch.resume.checkpoints import (
     complete,
     one_iteration,
     save_path,
+    step_in,
 )
 from launch.run.msrun import MASTER, ROOT, optimizer_environment, refuse_other_port, worker_count
 from launch.run.preflight import data_prefixes, held_out
 from launch.workers.cores import binds_itself
 from plugins.errors import ClusterError
 from plugins.operator_fusion import plan as operator_fusion
-from tools.checkpoint.scan import CheckpointInfo, iteration
+from tools.checkpoint.scan import CheckpointInfo
 from tools.process.host import DEVICES, read_hosts
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -106,7 +107,8 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
     if resume is None:
         check_save_path(save_path(recipe), resume=False, force=False)
     else:
-        checkpoint = CheckpointInfo(one_iteration(str(resume)), iteration(resume))
+        folder = one_iteration(str(resume))
+        checkpoint = CheckpointInfo(folder, step_in(folder))
         if done := complete(recipe, checkpoint):  # all workers see the same, and so does the scheduler's process
             click.echo(f"tc3: {done}")
             sys.exit(0)

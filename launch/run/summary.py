@@ -236,8 +236,17 @@ def words_to_go_on(
         overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
     place = ["--resume", "auto", *["--run-dir", str(run_dir)] * named]
     if weights:
-        place, overrides = ["--run-dir", f"{run_dir}-next"], (*overrides, f"checkpoint.load_path={weights}")
+        own = (_saving_elsewhere(each) for each in overrides)
+        place, overrides = ["--run-dir", f"{run_dir}-next"], (*own, f"checkpoint.load_path={weights}")
     return [*begin, *place, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
+
+
+def _saving_elsewhere(override: str) -> str:
+    """Return an override for a new run, which is refused where it would save among the checkpoints of this one."""
+    key, _, folder = override.partition("=")
+    if key.strip() != "checkpoint.save_path" or not (name := folder.strip().strip("'\"")):
+        return override
+    return f"checkpoint.save_path={Path(name)}-next"
 
 
 def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: ResumeCommand) -> list[str]:

@@ -4,6 +4,7 @@ from.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from plugins.sealed_checkpoint import plan
 from plugins.sealed_checkpoint.plan import iteration, iterations, unfinished
 from tools.files.atomic import real_path
 
-__all__ = ["CheckpointInfo", "is_sealed", "iteration", "iterations", "later_than", "scan_checkpoints", "set_aside"]
+__all__ = [
+    "CheckpointInfo", "is_sealed", "iteration", "iterations", "later_than", "saved_step", "scan_checkpoints",
+    "set_aside",
+]  # fmt: skip
 ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a checkpoint of the run
 
 
@@ -60,6 +64,18 @@ def is_sealed(folder: Path) -> bool:
     folder; only runs of this repository write seals.
     """
     return any(folder.glob("seal_rank_*.json"))
+
+
+def saved_step(folder: Path) -> int | None:
+    """Return the training step after which a checkpoint was saved, as its seals or else its common.json say; return
+    None if neither says it.
+    """
+    try:
+        if is_sealed(folder):
+            return plan.step_of(folder)
+        return int(json.loads((folder / "common.json").read_text(encoding="utf-8"))["step_num"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, plan.RefusedError):
+        return None
 
 
 def later_than(root: Path, taken: Path) -> list[Path]:

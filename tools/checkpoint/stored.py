@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-import ml_dtypes  # noqa: F401 (NumPy learns what bfloat16 is)
+import ml_dtypes  # NumPy learns what bfloat16 is
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -47,6 +48,12 @@ ADAM = ("adam_m.", "adam_v.")  # before a weight's name: what AdamW keeps of it
 MUON = (MUON_MOMENT,)  # what Muon keeps of a matrix of a layer; of other weights it keeps what AdamW does
 # how names of trained parameters end; others count, or balance
 _TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias", *CONNECTIONS)
+# types that the safetensors package does not read into NumPy: of DeepSeek-V3's published weights
+_EIGHT_BITS: dict[str, Any] = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+_UNREAD = ("F8_E8M0",)  # neither the safetensors package nor the installed ml_dtypes has it
 _OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", *MUON, BUFFERS)  # of names that end with a parameter's name
 
 
@@ -144,9 +151,19 @@ class Stored:
 
     def read_from(self, file: str, name: str) -> np.ndarray:
         """Return the part of a tensor that one file of the checkpoint holds."""
+        header = self.files[file].get(name)
+        if header and header.dtype in _UNREAD:
+            raise CheckpointError(
+                f"{self.folder / file}: {name}: values of the type {header.dtype} cannot be read here; leave --values "
+                "and --diff out to see what the file holds"
+            )
         with self.opened(file) as tensors:
-            array: np.ndarray = tensors.get_tensor(name)
-        return array
+            if header is None or header.dtype not in _EIGHT_BITS:
+                array: np.ndarray = tensors.get_tensor(name)
+                return array
+            count = math.prod(header.shape)
+            found = np.fromfile(self.folder / file, _EIGHT_BITS[header.dtype], count, offset=header.start)
+            return found.reshape(header.shape)
 
     @contextmanager
     def opened(self, file: str) -> Iterator[Any]:
@@ -439,5 +456,5 @@ def refuse_moved(folder: Path, balanced: bool) -> None:
         raise CheckpointError(
             f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe, which "
             f"does not have the plugin, would train them in a wrong order; switch the plugin on, or first run "
-            f"`tc3 experts restore-order {folder}`"
+            f"`tc3 experts restore-order {shlex.quote(str(folder))}`"
         )

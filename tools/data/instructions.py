@@ -92,7 +92,8 @@ def write(options: Options, skips: Skips) -> dict[str, Any]:
         DataError: input that is missing or holds no documented function, output that exists or cannot be written.
     """
     files = options.files()
-    for path in files.values():
+    stale = _stale_split(options)
+    for path in (*files.values(), *stale):
         keep_existing("--output", path, options.force)
     found = _collect(options, skips)
     known = {row["output"] for row in found.rows["train"]}
@@ -103,6 +104,8 @@ def write(options: Options, skips: Skips) -> dict[str, Any]:
                 f"--input {' '.join(options.corpus.inputs)}: the {split} split of {found.documents} documents has no "
                 "function with a docstring; give Python sources, such as stdlib"
             )
+    for path in stale:
+        path.unlink(missing_ok=True)
     summary: dict[str, Any] = {"documents": found.documents, "no_python": found.without, "held_out": options.held_out}
     for split, path in reversed(files.items()):  # training data last: who finds it, finds what is held out, too
         rows = sorted(found.rows[split], key=lambda row: _place(row, options.seed))
@@ -111,6 +114,20 @@ def write(options: Options, skips: Skips) -> dict[str, Any]:
         digest = hashlib.sha256(text.encode()).hexdigest()
         summary[split] = {"file": str(path), "instructions": len(rows), "sha256": digest}
     return summary
+
+
+def _stale_split(options: Options) -> list[Path]:
+    """Return the held-out file that an earlier run wrote for this prefix if this run holds nothing out: beside the new
+    training data it would be no held-out data any more, because the training data has its rows, too.
+    """
+    path = options.output.parent / f"{split_name(options.output.name, HELD_OUT)}.jsonl"
+    if options.held_out or not path.is_file():
+        return []
+    try:
+        with path.open(encoding="utf-8") as rows:
+            return [path] if json.loads(rows.readline())["instruction"] == INSTRUCTION else []
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # somebody else's file
 
 
 def _collect(options: Options, skips: Skips) -> _Found:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from tools.weights.inventory import (
     Group,
     compare,
     comparison_lines,
+    faults,
     inventory,
     inventory_table,
     salvaged,
@@ -100,7 +102,7 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
         _print_comparison(comparison, checkpoint, other, as_json)
         sys.exit(not comparison.equal)
     groups = inventory(source, values, _progress() if values else lambda name: None)
-    fault = source.seal_fault(checksums=values)
+    fault = next(iter(faults(source, checksums=values)), None)
     if as_json:
         click.echo(json.dumps(_as_dict(source, groups, fault)))
     else:
@@ -170,7 +172,8 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
         f"{target}: {len(plan.headers):,} tensors, {plan.bytes / 1e9:,.3f} GB; "
         f"{len(plan.adapted):,} of them with their adapters, times {plan.scale:g}"
     )
-    click.echo(f"for Hugging Face: tc3 weights convert {target} FOLDER --recipe {plan.recipe}")
+    words = ["tc3", "weights", "convert", str(target), "FOLDER", "--recipe", str(plan.recipe)]
+    click.echo(f"for Hugging Face: {shlex.join(words)}")
     _print_damaged(damaged)
 
 
@@ -290,7 +293,7 @@ def reshard_command(
     if as_json:
         click.echo(json.dumps(planned.as_dict(checkpoint, written, recipe) | {"salvaged": damaged}))
         return
-    for line in planned.lines(checkpoint, written, recipe, dry_run):
+    for line in planned.lines(checkpoint, written, recipe, dry_run, overrides):
         click.echo(line)
     _print_damaged(damaged)
 

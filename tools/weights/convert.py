@@ -260,15 +260,20 @@ def _refuse_finished(part: Path, target: Path) -> None:
 
 
 def _take_up(part: Path, source: Source, plan: Plan) -> None:
-    """Keep what an earlier conversion of the same files by the same plan has written, and nothing else."""
+    """Keep the files of weights that an earlier conversion of the same files by the same plan has written, and nothing
+    else.
+    """
     files = {name: (source.stored.folder / name).stat() for name in source.stored.files}
     identity = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in sorted(files.items())]
-    words = json.dumps([str(source.path.absolute()), identity, plan.to, plan.dtype, repr(plan.shards)])
+    read = [sorted(plan.stands_for.items()), sorted(plan.copies.items())]  # by config.json, which may be edited
+    words = json.dumps([str(source.path.absolute()), identity, plan.to, plan.dtype, repr(plan.shards), read])
     mark = hashlib.sha256(words.encode()).hexdigest()
     try:
         if (part / _PLAN).read_text("utf-8") == mark:
-            for path in part.glob(".*"):  # that a process was writing when it was killed
-                path.unlink()
+            kept = {_PLAN, *(shard.file + end for shard in plan.shards for end in ("", DONE))}
+            for path in part.iterdir():  # what a process was writing when it was killed, and another tokenizer's files
+                if path.name not in kept:
+                    path.unlink()
             return
     except (OSError, ValueError):
         pass

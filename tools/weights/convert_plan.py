@@ -5,6 +5,7 @@ tensor of MindFormers and of Hugging Face is used once, or listed as unused.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -219,7 +220,8 @@ class Conversion:
         if plan.to == "MindFormers":
             if not self.compared:
                 found.append(f"unknown: {source} has no config.json, so rates, scales and norms were not compared")
-            found.append(f"begin with it: tc3 train {self.recipe} --set checkpoint.load_path={target}")
+            begin = ["tc3", "train", str(self.recipe), "--set", f"checkpoint.load_path={target}"]
+            found.append(f"begin with it: {shlex.join(begin)}")
             return found
         if self.sizes.telechat2:
             found.append("TeleChat2 to vLLM and to Tele-AI's own class; transformers has none")
@@ -276,7 +278,7 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     if any(map(is_adapter, source.headers)):
         raise CheckpointError(
             f"{source.path}: the checkpoint holds adapters beside the weights; first merge the adapters into the "
-            f"weights: tc3 weights merge {source.path} TO"
+            f"weights: tc3 weights merge {shlex.quote(str(source.path))} TO"
         )
     file = recipe or recipe_beside(source)
     loaded = load_recipe(file)

@@ -145,10 +145,7 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
     """Return a line of text for each way in which the elements of the weights in `source` differ from what was saved,
     or are not finite.
     """
-    found = []
-    if reason := source.seal_fault(checksums=True):
-        found.append(reason)
-    found += [f"{file} does not match its checksum: corrupted" for file in _corrupted(source)]
+    found = faults(source, checksums=True)
     if (source.stored.folder / SALVAGED).exists():
         found.append(f"{SALVAGED} says that it was written from damaged weights")
     every = [(file, name) for file, headers in source.stored.files.items() for name in headers]
@@ -157,6 +154,18 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
         more = f" and {len(wrong) - 1} other tensors have" if len(wrong) > 1 else " has"
         found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} numbers that are not finite")
     return found
+
+
+def faults(source: Source, checksums: bool) -> list[str]:
+    """Return a sentence for each way in which the files of `source` differ from what its seals say or, of a Hugging
+    Face folder that `tc3 weights convert` wrote, its checksums.json.
+
+    Args:
+        checksums: whether every file is read; otherwise only the sizes are compared, which only seals hold.
+    """
+    reason = source.seal_fault(checksums)
+    corrupted = [f"{file} does not match its checksum: corrupted" for file in (_corrupted(source) if checksums else ())]
+    return [*filter(None, [reason]), *corrupted]
 
 
 def _corrupted(source: Source) -> list[str]:
@@ -212,17 +221,20 @@ class Comparison:
         other: (name, type and shape in A, type and shape in B) for tensors whose type or shape differs.
         same: the names of the tensors whose bits are equal.
         changes: all other tensors, the largest relative difference first.
+        differing: ("A" or "B", the name of a tensor, the ranks whose copy in this checkpoint differs from that of the
+            first rank). Only the copies of the first ranks were compared with the other checkpoint.
     """
 
     only: tuple[tuple[str, ...], tuple[str, ...]]
     other: tuple[tuple[str, str, str], ...]
     same: tuple[str, ...]
     changes: tuple[Change, ...]
+    differing: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
     @property
     def equal(self) -> bool:
-        """Return whether both checkpoints hold the same tensors with the same bits."""
-        return not (any(self.only) or self.other or self.changes)
+        """Return whether both checkpoints hold the same tensors with the same bits, on all ranks."""
+        return not (any(self.only) or self.other or self.changes or self.differing)
 
 
 def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name: None) -> Comparison:
@@ -234,20 +246,21 @@ def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name:
     """
     left, right = _compared_names(a), _compared_names(b)
     other: list[tuple[str, str, str]] = []
-    same, changes = [], []
+    same, changes, differing = [], [], []
     for name in (name for name in left if name in right):
         if (kind := _kind(a, name)) != _kind(b, name):
             other.append((name, kind, _kind(b, name)))
             continue
         progress(name)
-        first, second = a.read(name)[0], b.read(name)[0]
+        (first, apart), (second, there) = a.read(name), b.read(name)
+        differing += [(side, name, ranks) for side, ranks in (("A", apart), ("B", there)) if ranks]
         if first.tobytes() == second.tobytes():
             same.append(name)
         else:
             changes.append(_change(name, first, second))
     changes.sort(key=lambda change: -change.relative if change.relative == change.relative else -math.inf)
     only = (tuple(name for name in left if name not in right), tuple(name for name in right if name not in left))
-    return Comparison(only, tuple(other), tuple(same), tuple(changes))
+    return Comparison(only, tuple(other), tuple(same), tuple(changes), tuple(differing))
 
 
 def _compared_names(source: Source) -> list[str]:
@@ -332,6 +345,8 @@ def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
             yield f"only in {side}: {len(names):,}, such as {names[0]}"
     for name, first, second in comparison.other[:_SHOWN]:
         yield f"{name}: {first} in A, {second} in B"
+    for side, name, ranks in comparison.differing[:_SHOWN]:
+        yield f"copies differ in {side}: {name} on ranks {', '.join(map(str, ranks))}"
     yield f"equal bit by bit: {len(comparison.same):,}; different: {len(comparison.changes):,}"
     for change in comparison.changes[:_SHOWN]:
         yield f"  {change.name}: |B - A| / |A| = {change.relative:.3g}, at most {change.largest:.3g}"

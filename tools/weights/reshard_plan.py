@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -249,8 +250,12 @@ class Resharding:
     numbers: Numbers
     ranks: int
 
-    def lines(self, given: Path, written: Path, recipe: Path, dry_run: bool) -> list[str]:
-        """Return lines of text that say what the resharding did, or would do if it is only planned."""
+    def lines(
+        self, given: Path, written: Path, recipe: Path, dry_run: bool, overrides: Sequence[str] = ()
+    ) -> list[str]:
+        """Return lines of text that say what the resharding did, or would do if it is only planned. `overrides` are
+        those of the recipe whose layout was taken.
+        """
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"
         files = len(plan.files)
@@ -268,7 +273,8 @@ class Resharding:
             names = sorted({item.name for item in plan.copied})
             found.append(f"copied to all ranks, as the checkpoint does not say how they lie: {_some(names)}")
         if not dry_run:
-            found.append(f"go on with it: tc3 train {recipe} --resume {written}")
+            sets = [word for each in overrides for word in ("--set", each)]
+            found.append("go on with it: " + shlex.join(["tc3", "train", str(recipe), "--resume", str(written), *sets]))
         return found
 
     def as_dict(self, given: Path, written: Path, recipe: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 
 from plugins.errors import CheckpointError, DataError, not_json
-from plugins.sealed_checkpoint.plan import fault, step_of
-from tools.checkpoint.scan import is_sealed, iterations
+from plugins.sealed_checkpoint.plan import fault
+from tools.checkpoint.scan import is_sealed, iterations, saved_step
 from tools.checkpoint.stored import Stored, moved, open_stored, rank_of, read_placements
 from tools.checkpoint.tensor_files import Header, read_headers
 from tools.files.atomic import what_is
@@ -72,15 +72,7 @@ class Source:
     @cached_property
     def step(self) -> int | None:
         """Return the training step after which the weights were saved; return None if it is not known."""
-        folder = self.stored.folder
-        try:
-            return (
-                step_of(folder)
-                if is_sealed(folder)
-                else int(json.loads((folder / "common.json").read_text())["step_num"])
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+        return saved_step(self.stored.folder)
 
     def seal_fault(self, checksums: bool) -> str | None:
         """Return the reason why the files of a checkpoint differ from what its seals (files with sizes and checksums)

@@ -100,6 +100,14 @@ def test_partly_unknown_is_not_ok_but_bears(tmp_path):
     assert outcome_of(json.loads(json.dumps(outcome.as_json()))) == outcome
 
 
+def test_results_without_an_essential_check_are_no_go():
+    """A bundle without outcomes had the verdict go."""
+    word, lines = verdict([])
+    assert word == NO_GO and len(lines) == len(NAMES) and "hosts (all nodes): the results do not hold" in lines[0]
+    rest = [Outcome(name, "ok", (Finding("ok", name, ""),)) for name in NAMES if name != "stage"]
+    assert verdict(rest)[0] == GO_WITH, "not essential"
+
+
 def test_the_folder_of_another_first_hour_is_refused(tmp_path):
     own_state(tmp_path, {"recipe": "a"}, again=False)
     own_state(tmp_path, {"recipe": "a"}, again=False)

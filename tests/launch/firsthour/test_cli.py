@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -12,9 +13,11 @@ import yaml
 from click.testing import CliRunner
 
 from launch.cli import tc3
+from launch.firsthour import cli
 from launch.firsthour.checks import HOUR_CHECKS
 from launch.firsthour.hour import Hour
 from launch.run.compile_cache import FOLDER
+from plugins.errors import DataError
 from tools.files.page import BEGINS
 from tools.measured import CLUSTER, MEMORY, read_bundle, write_bundle
 from tools.recipe.catalogue import load_card
@@ -83,6 +86,21 @@ def test_the_same_command_keeps_what_was_found(hour):
     assert "the file exists" in str(kept.exception)
 
 
+def test_results_of_another_cluster_are_not_kept(hour, tmp_path):
+    """The nodes and the content of the simulated cluster were not compared: another cluster got the old verdict."""
+    folder, _ = hour
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**SMALL, "seed": 5}))
+    work = tmp_path / "work"
+    shutil.copytree(folder / "work", work)
+    state = json.loads((work / "state.json").read_text())
+    state["simulated"] = state["simulated"].replace(str(folder), str(tmp_path))
+    (work / "state.json").write_text(json.dumps(state))
+    again = run(R438, "--simulate", tmp_path / "c.yaml", "--work", work, "--out", tmp_path / "b.zip")
+    assert "the results in this folder are of simulated " in str(again.exception)
+    found = [cli._cluster_of(SimpleNamespace(names=names), None) for names in (["a1"], ["a1", "a2"])]
+    assert found == [{"nodes": nodes, "simulated": "None"} for nodes in ("a1", "a[1-2]")]
+
+
 def test_the_bundle_is_read_and_its_page_needs_no_other_file(hour, tmp_path):
     done = run("read", hour[0] / "b.zip", "--recipe", R438, "--html", tmp_path / "p.html")
     assert done.exit_code == 0
@@ -124,6 +142,22 @@ def test_a_simulated_bundle_is_not_claimed_and_a_measured_one_is(hour, tmp_path)
     after = card.read_text().splitlines()
     assert [line for line in after if line in before.splitlines()] == before.splitlines()
     assert "already has this claim" in str(run("card", tmp_path / "m.zip", recipe).exception)
+
+
+def test_a_claim_is_not_added_to_the_next_recipe_of_a_card(hour, tmp_path):
+    """An entry whose line `status:` has a comment was passed over, and the next recipe got the claim."""
+    shutil.copytree(R438.parent, tmp_path / "recipes" / "telechat3_438b")
+    recipe = tmp_path / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
+    card = recipe.with_name("card.yaml")
+    before = card.read_text().replace("    status:\n", "    status:  # of today\n", 1)
+    card.write_text(before)
+    found = SimpleNamespace(
+        manifest=replace(read_bundle(hour[0] / "b.zip").manifest, simulated=False), claim="measured-910B3-8",
+        json=lambda name: [],
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"recipes\.pretrain_4k\.yaml\.status: a claim is added below a line"):
+        cli.write_claim(found, recipe, dry_run=False)
+    assert card.read_text() == before
 
 
 def test_memory_takes_the_measured_terms(hour):

@@ -16,12 +16,14 @@ from launch.firsthour.calibrate import judge_fit, judge_stage
 from launch.firsthour.checks import judged
 from launch.firsthour.hour import Hour
 from launch.firsthour.judge import judge_devices, judge_operators
+from launch.firsthour.trainings import judge_resume
 from launch.firsthour.variants import SURE, judge_variants, variants_of, winner_of, write_overlay
 from plugins.errors import ClusterError
 from plugins.hierarchical_ep.plan import MODES
 from tools.doctor.ask import Answer, Skew, Trouble
 from tools.doctor.checks import Finding as Checked
 from tools.doctor.report import Report, tool_version
+from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 
@@ -162,6 +164,20 @@ def test_a_single_worker_and_unknown_memory_are_unknown():
     assert {(item.what, item.verdict) for item in found} == {("memory of devices", "unknown"), ("devices", "unknown")}
 
 
+def test_a_resume_without_any_loss_is_unknown():
+    (found,) = judge_resume({}, {}, 5, 4)
+    assert found.verdict == "unknown"
+
+
+@pytest.mark.parametrize("gib", [[32, 64], [64, 32], [32, 63.99, 64, 63.98]])
+def test_a_device_with_less_memory_is_named_whatever_the_order(gib):
+    """The first of equally frequent sizes was taken for the usual one."""
+    rows = [[f"n{number}", 0, int(size * GIB)] for number, size in enumerate(gib)]
+    found = judge_devices({"probes": {"n": probe([1.0, 1.0])}, "memory": rows, "links": []})
+    wrong = [(item.verdict, item.where) for item in found if item.what == "memory of devices"]
+    assert wrong == [("fail", f"n{gib.index(32)}")]
+
+
 def test_operators_wrong_for_infinities_only_are_a_warning_and_a_device_of_its_own_rounding_is_named():
     good = {"matmul float16 (2, 2) forward 0": ["pass", 0.1, ""], "exp float16 (2,) special 0": ["fail", 1.0, "nan"]}
     found = judge_operators([{"host": "a", "device": 0, "results": good, "shipped": None}])
@@ -248,6 +264,7 @@ def test_a_variant_wins_only_if_it_is_surely_faster(tmp_path, faster, winner):
     best = winner_of(variants, seconds)
     assert (best.value if best else None) == winner
     file = tmp_path / "overlay.yaml"
+    file.write_text("of an earlier start")
     assert write_overlay(PLAIN, variants, seconds, file) == file.exists() == bool(winner)
     (found,) = judge_variants(variants, seconds, file)
     assert found.verdict == ("unknown" if faster is None else "ok")

@@ -12,10 +12,11 @@ from safetensors.numpy import save_file
 
 from launch.cli import tc3
 from launch.generate import command
-from launch.generate.command import choose, sampling_of
+from launch.generate.command import choose, forward_recipe, sampling_of
 from launch.generate.text import Sampling
 from plugins.errors import CheckpointError, RecipeError
 from plugins.sealed_checkpoint.plan import write_seal
+from tests.tools.weights.test_merge import LORA, adapted, recipe_of
 from tools.accuracy.reference.start import initial_weights
 from tools.data.tokenizer import train
 from tools.recipe.load import load_recipe
@@ -61,6 +62,15 @@ def test_a_recipe_of_another_model_is_refused(run, tmp_path):
         CheckpointError, match=r"holds 2,170,752 weights, .*smaller.yaml has 1,699,360: name the recipe"
     ):
         choose(run / "checkpoint" / "iteration_00000002", smaller)
+
+
+def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_path):
+    """They were counted as weights of the model, and the run's own recipe was said to be that of another model."""
+    recipe, plain = recipe_of(tmp_path / "lora", {"plugins": {"lora": LORA}}), recipe_of(tmp_path / "plain")
+    checkpoint, _ = adapted(tmp_path, recipe)
+    assert forward_recipe(choose(checkpoint, recipe).recipe)["plugins"]["lora"] == LORA
+    with pytest.raises(CheckpointError, match=r"holds adapters, but \S+plain/recipe.yaml does not have plugins.lora"):
+        choose(checkpoint, plain)
 
 
 def test_a_damaged_checkpoint_is_refused(run):
@@ -128,6 +138,19 @@ def test_ids_without_text_are_never_said(say):
     """The model has 300 ids, the tokenizer fewer: the likeliest of those that are text is taken."""
     result = say("", "--prompt", "the", "--tokens", "1", "--json", then=[299])
     assert json.loads(result.stdout)["texts"][0]["ids"] == [0]
+
+
+@pytest.mark.parametrize("options", [[], ["--temperature", "1"]])
+def test_a_model_that_computes_nan_says_nothing(say, monkeypatch, options):
+    """The likeliest id was 0, the end of a document; drawn at random, an id that no tokenizer has."""
+
+    @contextmanager
+    def broken(recipe, weights):
+        yield lambda ids: np.full(300, np.nan)
+
+    monkeypatch.setattr(command, "answering_model", broken)
+    result = say("x", "--prompt", "the", *options)
+    assert isinstance(result.exception, CheckpointError) and "logits are not numbers (NaN)" in str(result.exception)
 
 
 def test_a_tokenizer_of_another_model_is_refused(say, monkeypatch):

@@ -235,6 +235,19 @@ def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save)
     assert runs[-1][-1] == str(root / "iteration_00000030"), "not step 60 of the abandoned branch"
 
 
+@pytest.mark.parametrize("sealed", [True, False])
+def test_the_step_of_a_checkpoint_that_was_renamed_is_that_of_its_files(train, runs, trained, sealed):
+    """A name without a number counted as step -1, from which any run had steps left to train."""
+    renamed = trained / "checkpoint" / "iteration_00000050"
+    renamed = renamed.rename(renamed.with_name("set_aside_iteration_00000050"))
+    if not sealed:
+        (renamed / "seal_rank_0.json").unlink()
+        (renamed / "common.json").write_text('{"step_num": 50}')
+    assert checkpoints.find_checkpoint(str(renamed), renamed.parent).step == 50
+    code, _, err = train(TOY, "--resume", str(renamed), "--steps", "50")
+    assert code == 0 and f"{renamed} holds step 50 of 50; nothing is started" in err and len(runs) == 1
+
+
 def test_a_checkpoint_of_another_run_puts_all_aside(train, runs, trained, save, workplace):
     own = workplace / "here" / "checkpoint"
     assert train(TOY, "--run-dir", "here")[0] == 0

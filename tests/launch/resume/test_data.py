@@ -208,6 +208,17 @@ def test_where_a_pass_ends_counts_once_it_is_passed():
     assert differences(before, after, 11) == ["runner_config.epochs 2 of 40 samples would be 1 of 80"]
 
 
+@pytest.mark.usefixtures("corpora")
+def test_a_number_of_steps_that_mindformers_rounds_down_is_refused():
+    """45 * (56 / 40) is 62.99... in floating point, so that MindFormers would train one step of samples again."""
+    (said,) = differences(recipe(["a"], 100, batch=56), recipe(["a"], 140, batch=40), 45)
+    assert said == (
+        "the samples of a step were 56, would be 40: MindFormers would skip 62 of the 63 steps that are trained (it "
+        "rounds down)"
+    )
+    assert differences(recipe(["a"], 100, batch=56), recipe(["a"], 140, batch=40), 40) == []
+
+
 def windows(size, steps=20, batch=4, **cost):
     return Recipe(recipe(steps=steps, batch=batch) | {"plugins": {"attention_balance": {"window": size, **cost}}})
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from launch.run import effective
 from launch.run.effective import fitted_to_conversations, steps_overrides
 from plugins.errors import DataError, RecipeError
 from plugins.packed_labels.plan import pack
@@ -168,6 +169,18 @@ def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, cou
         fitted_to_conversations(given, steps)
     assert str(error.value).startswith(words[0]) and all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("made", "advice"), [(3, "or --set runner_config.batch_size=1"), (1, "add conversations")])
+def test_the_batch_that_is_advised_fits_all_ranks(recipe, monkeypatch, made, advice):
+    """A step of 2 ranks has 2 such batches: the number of all samples was advised, which makes too large a step."""
+    monkeypatch.setattr(effective, "count_samples", lambda *given: made if "mine" in str(given) else None)
+    given = recipe(2)
+    given["use_parallel"] = True
+    given["parallel_config"] = {**(given.get("parallel_config") or {}), "data_parallel": 2}
+    with pytest.raises(DataError) as error:
+        fitted_to_conversations(given, None)
+    assert "a step takes 8 samples" in str(error.value) and str(error.value).endswith(advice)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,9 @@ def test_a_folder_that_holds_something_else_is_refused_even_with_force(tmp_path)
 
 
 def test_clearing_removes_the_run_and_nothing_else(tmp_path):
+    """Its picture stayed: a start that failed after --force left a folder that was no run's any more."""
     make_run(tmp_path)
+    (tmp_path / "loss.png").touch()
     (tmp_path / "notes.txt").touch()
     outside = tmp_path.parent / f"{tmp_path.name}_kept"
     outside.mkdir()

@@ -2,12 +2,13 @@
 
 import io
 import math
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from launch.run import summary as progress
-from launch.run.summary import TrainingProgress, draw_loss_curve, print_summary, summarize
+from launch.run.summary import TrainingProgress, draw_loss_curve, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
 from tests.tools.runs.builders import append, empty, header, step
 from tools.recipe.load import Recipe
@@ -125,3 +126,11 @@ def test_each_held_out_corpus_has_a_line_in_the_loss_curve(tmp_path, metrics):
     text = draw_loss_curve(read_metrics(metrics).steps, tmp_path / "a.svg", found).read_text()
     assert "held out, code_heldout" in text and "held out, prose_heldout" in text
     assert "held out, language model" not in text
+
+
+def test_a_new_run_from_the_weights_does_not_save_among_the_checkpoints_of_this_one():
+    """The command named the same folder of checkpoints, and was refused."""
+    given = (["tc3", "train", "r.yaml"], ("checkpoint.save_path='/big/x/'", "a.b=1"), Path("RUN"), True)
+    words = words_to_go_on(*given, Path("/big/x/iteration_4"), "")
+    assert words[3:9] == ["--run-dir", "RUN-next", "--set", "checkpoint.save_path=/big/x-next", "--set", "a.b=1"]
+    assert "checkpoint.save_path='/big/x/'" in words_to_go_on(*given, None, ""), "a resume saves where it did"

@@ -22,6 +22,7 @@ from tools.data.index import (
     IndexWriter,
     choose_dtype,
     write_corpus,
+    write_learnable,
 )
 from tools.data.prepare import PrepareOptions, prepare
 from tools.data.sources import Corpus
@@ -229,3 +230,12 @@ def test_a_written_corpus_reads_back(tmp_path):
         tokens = reader[document]
         assert tokens[-1] == 7 and not (tokens[:-1] == 7).any()
         assert tokens.min() >= 0 and tokens.max() < 300
+
+
+def test_a_learnable_corpus_has_ids_of_the_whole_vocabulary(tmp_path):
+    """Ids of 16 bits began anew at 0, which ends a document, in a vocabulary of 131,072."""
+    write_learnable(tmp_path / "v1.5", 131_072)
+    reader = IndexReader(tmp_path / "v1.5")
+    ids = np.concatenate(list(reader.blocks())).astype(np.int64)
+    assert reader.dtype == np.int32 and ids.min() >= 1 and ids.max() > 65_536
+    assert set((np.diff(ids) % 131_071).tolist()) == {1, 2, 3, 17}

@@ -110,6 +110,20 @@ def test_existing_files_stay_unless_forced(library, tmp_path):
     assert (tmp_path / "out.jsonl").exists()
 
 
+def test_held_out_rows_of_an_earlier_run_do_not_stay_beside_data_that_trains_them(library, tmp_path):
+    corpus, output, left = Corpus((str(library),)), tmp_path / "out", tmp_path / "out_heldout.jsonl"
+    write(Options(corpus, output, held_out=0.3), Skips())
+    (tmp_path / "out.jsonl").unlink()
+    with pytest.raises(DataError, match=r"out_heldout\.jsonl: the file exists"):
+        write(Options(corpus, output), Skips())
+    assert left.exists() and not (tmp_path / "out.jsonl").exists()
+    write(Options(corpus, output, force=True), Skips())
+    assert not left.exists() and len(rows(tmp_path / "out.jsonl")) == 40
+    left.write_text('{"instruction": "mine"}\n')
+    write(Options(corpus, output, force=True), Skips())
+    assert left.exists(), "somebody else's file stays"
+
+
 def test_sources_without_functions_are_refused(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     with pytest.raises(DataError, match="the train split of 1 documents has no function with a docstring"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import signal
 
 import pytest
@@ -227,13 +228,23 @@ def test_a_plan_then_the_files(one, tmp_path):
     text = called(one, tmp_path / "to", "--recipe", recipe)
     folder = tmp_path / "to" / "checkpoint" / "iteration_00000003"
     assert f"{folder} holds 87 tensors of {one}, laid out for 2 ranks instead of 1" in text
-    assert f"go on with it: tc3 train {recipe} --resume {folder}" in text
+    assert f"go on with it: tc3 train {recipe} --resume {folder}\n" in text
     assert len(list(folder.glob("*.safetensors"))) == len(list(folder.glob("seal_*"))) * 2 == 4
 
 
 def test_values_of_the_recipe_are_changed(one, tmp_path):
     words = ["--recipe", ONE, "--set", "parallel_config.model_parallel=4", "--dry-run", "--json"]
     assert json.loads(called(one, tmp_path / "to", *words))["ranks"] == {"from": 1, "to": 4}
+
+
+def test_the_command_to_go_on_with_names_the_same_layout_and_can_be_pasted(one, tmp_path):
+    """Values of --set were left out, and a path with a blank was two words."""
+    change = "parallel_config.model_parallel=2"
+    text = called(one, tmp_path / "to there", "--recipe", ONE, "--set", change)
+    (line,) = [line for line in text.splitlines() if line.startswith("go on with it: ")]
+    written = tmp_path / "to there" / "checkpoint" / "iteration_00000003"
+    words = ["tc3", "train", str(ONE), "--resume", str(written), "--set", change]
+    assert shlex.split(line.removeprefix("go on with it: ")) == words
 
 
 @pytest.mark.parametrize(("model", "devices", "size"), [("438b", 4096, 12 * 438e9), ("1119b", 8192, 12 * 1119e9)])

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -147,6 +148,39 @@ def test_what_was_written_of_another_source_is_not_kept(theirs, tmp_path, monkey
     hugging_face(theirs, other)
     converted(theirs, tmp_path / "ms")
     assert same(loaded(tmp_path / "ms"), to_mindformers(other, MODEL))
+
+
+def test_what_was_written_of_another_output_layer_is_not_kept(theirs, tmp_path, monkeypatch):
+    """config.json says whether the embedding is the output layer, and may be corrected between two starts."""
+
+    def started(tied):
+        opened = open_source(theirs)
+        plan = plan_conversion(opened.headers, MODEL, "MindFormers", None, LIMIT, tied)
+        convert(opened, tmp_path / "ms", plan, MODEL)
+
+    with monkeypatch.context() as cut:
+        cut.setattr(run, "finish_mindformers", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            started(tied=False)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        started(tied=True)
+
+
+def test_the_tokenizer_of_an_earlier_start_does_not_stay(theirs, tmp_path, monkeypatch):
+    converted(theirs, tmp_path / "ms")
+    for folder, names in (("a", ("merges.txt", "tokenizer.json")), ("b", ("tokenizer.json",))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text(folder)
+    with monkeypatch.context() as cut:
+        copied = mock.Mock(side_effect=[None, OSError(5, "Input/output error")])
+        real = run.shutil.copyfile
+        cut.setattr(run.shutil, "copyfile", lambda *given: copied(*given) or real(*given))
+        with pytest.raises(DataError, match="Input/output error"):
+            converted(tmp_path / "ms", tmp_path / "back", tokenizer=tmp_path / "a")
+    converted(tmp_path / "ms", tmp_path / "back", tokenizer=tmp_path / "b")
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "b"
+    assert not (tmp_path / "back" / "merges.txt").exists()
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(theirs, tmp_path, monkeypatch):

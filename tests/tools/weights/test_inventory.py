@@ -110,6 +110,20 @@ def test_one_file_is_read_alone(tmp_path):
     assert source.form == "one file" and list(source.headers) == ["a.weight"]
 
 
+@pytest.mark.parametrize(("kind", "one"), [("F8_E4M3", 0x38), ("F8_E5M2", 0x3C), ("F8_E8M0", 0x7F)])
+def test_values_of_eight_bits_are_read_or_refused(tmp_path, kind, one):
+    """DeepSeek-V3's published weights have them; the safetensors package cannot read them into NumPy."""
+    header = json.dumps({"x.weight": {"dtype": kind, "shape": [2, 2], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes([one] * 4))
+    if kind == "F8_E8M0":
+        with pytest.raises(CheckpointError, match=r"x\.weight: values of the type F8_E8M0 cannot be read here"):
+            groups_of(tmp_path, values=True)
+        return
+    group = groups_of(tmp_path, values=True)["x.weight"]
+    assert (group.shape, group.values.norm, group.values.not_finite) == ((2, 2), 2.0, 0)
+    assert called("inspect", tmp_path, "--diff", tmp_path).exit_code == 0
+
+
 def lose(folder):
     file = next(iter(NAMES.values()))
     save_file({"other.weight": numbered(2)}, folder / file)
@@ -184,6 +198,18 @@ def test_one_bit_is_a_difference_and_a_nan_is_equal_to_itself(tmp_path):
         saved_in(tmp_path / "b", 1, (1, 1), odd=np.float32([-0.0]), same=nan),
     )
     assert found.same == ("linear.weight", "same") and [change.name for change in found.changes] == ["odd"]
+
+
+def test_a_copy_that_differs_on_one_rank_is_no_equal_checkpoint(two_ranks, tmp_path):
+    """Only the copy of the first rank was compared, and the two were equal."""
+    whole = two_ranks.write()
+    two_ranks.folder = tmp_path / "other"
+    two_ranks.folder.mkdir()
+    two_ranks.held[two_ranks.file("model", 1)]["decoder.layers.2.norm.weight"] = np.full(4, 2, np.float32)
+    found = compare(open_source(whole), open_source(two_ranks.write()))
+    assert found.differing == (("B", "decoder.layers.2.norm.weight", (1,)),) and not found.equal and not found.changes
+    done = called("inspect", whole, "--diff", two_ranks.folder)
+    assert done.exit_code == 1 and "copies differ in B: decoder.layers.2.norm.weight on ranks 1" in done.output
 
 
 MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
@@ -276,6 +302,10 @@ def test_conversions_either_way(tmp_path):
     assert "output_layer.weight" in line and (tmp_path / "back" / SALVAGED).exists()
     assert (tmp_path / "back" / CHECKSUMS).exists()
     (tmp_path / "back" / SALVAGED).unlink()
+    assert called("inspect", tmp_path / "back", "--values").exit_code == 1, "the NaN is still there"
     changed(tmp_path / "back", "lm_head.weight", 1.0)  # finite once more, and not what was written
+    shown = called("inspect", tmp_path / "back", "--values")
+    assert shown.exit_code == 1 and "model.safetensors does not match its checksum: corrupted" in shown.output
+    assert called("inspect", tmp_path / "back").exit_code == 0, "nothing was read"
     refused = called("convert", tmp_path / "back", tmp_path / "there", *words[:4])
     assert "does not match its checksum" in str(refused.exception) and not (tmp_path / "there").exists()
