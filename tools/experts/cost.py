@@ -25,7 +25,9 @@ from plugins.ep_overlap.timeline import STREAMS, Timeline
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP
+from tools.estimate.time_model import require_step_time
 from tools.experts.what_if import lines, what_if
 from tools.files.figure import check_ending, new_figure, save_figure
 from tools.hardware import DEFAULT_HARDWARE
@@ -292,6 +294,7 @@ def ep_report(
             advices.append(advise(_of_degree(changed, degree) if degree else changed, devices, asked))
         except RecipeError as error:
             raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
+    require_step_time(from_recipe(changed, ep_mode="global"))  # the report has seconds of steps, where `auto` has none
     if picture:
         click.echo(f"drawn: {draw(advices[0], picture)}", err=True)
 

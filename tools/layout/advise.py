@@ -56,7 +56,9 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
         raise refusal(recipe, ("use_parallel",), "a single device has nobody to send tokens to; set the key to True")
     if view.ep == 1:
         able = max(ep for ep in range(1, 17) if experts % ep == 0 and view.dp * view.tp % ep == 0)
-        raise refusal(recipe, path, f"a degree of 1 sends no token anywhere; try --ep {able}")
+        ranks = f"data_parallel x model_parallel = {view.dp} x {view.tp}"
+        right = f"try --ep {able}" if able > 1 else f"no degree up to 16 divides {experts} experts and {ranks}"
+        raise refusal(recipe, path, f"a degree of 1 sends no token anywhere; {right}")
     if experts % view.ep:
         divisors = (divisor for divisor in range(2, experts + 1) if experts % divisor == 0)
         near = min(divisors, key=lambda divisor: abs(divisor - view.ep))
@@ -217,7 +219,8 @@ def advise(
             )
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     check(recipe, hardware)
-    config = from_recipe(recipe, ep_mode="global")
+    # dispatch modes compare alike whether frozen weights have gradients or not, and `auto` needs only the best
+    config = replace(from_recipe(recipe, ep_mode="global"), adapters=None)
     loads = loads if isinstance(loads, Loads) else loads_of(loads, config)
     config, skew = replace(config, skew=loads.typical), loads.typical
     model = config.model
