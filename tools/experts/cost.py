@@ -81,6 +81,7 @@ def _advice_content(advice: Advice) -> dict[str, Any]:
         "devices": advice.config.devices,
         "rank_tokens": advice.config.batch * advice.config.rank_sequence,
         "plugins": advice.settings,
+        "overlay": advice.overlay,
         "issue_stride": advice.stride,
         "as_1f1b": advice.as_1f1b or None,
         "why": advice.why,
@@ -115,7 +116,7 @@ def print_text(advices: Sequence[Advice], source: str, console: Console, asked: 
         console.print(f"the recipe as it is written: {advice.written.words}")
         if advice.as_1f1b:
             console.print(f"times are of 1F1B, not of the recipe's schedule: {advice.as_1f1b}")
-        console.print(f"use: {yaml.safe_dump({'plugins': advice.settings}, default_flow_style=True).strip()}")
+        console.print(f"use: {yaml.safe_dump(advice.overlay, default_flow_style=True, width=1000).strip()}")
         console.print(f"why: {advice.why}")
         if _uneven(advice):
             console.print("\nwhat would change a step under these loads (the recipe as it is written, modelled):")

@@ -187,6 +187,16 @@ class Advice:
                 settings["ep_overlap"]["stride"] = self.stride
         return settings
 
+    @property
+    def overlay(self) -> dict[str, Any]:
+        """Return the keys of a child of the recipe that has these settings. `plugins.hierarchical_ep` takes the place
+        of MindFormers' default dispatcher, and refuses any other.
+        """
+        dispatcher, usual = (*MODEL, "moe_token_dispatcher_type"), hierarchical_ep.DEFAULT_DISPATCHER
+        if look(self.recipe, dispatcher, usual) == usual:
+            return {"plugins": self.settings}
+        return {"model": {"model_config": {dispatcher[-1]: usual}}, "plugins": self.settings}
+
 
 def advise(
     recipe: dict[str, Any],
