@@ -55,7 +55,8 @@ class Proposal:
     Args:
         name: the change in words; keys: the new values by dotted key.
         peak: the bytes of the fullest stage, predicted from these keys; freed: the bytes that this saves.
-        step_s: seconds of a step; slower: over the recipe's own - 1.
+        step_s: seconds of a step; None if the estimator cannot predict them, as with adapters. slower: over the
+            recipe's own - 1.
         fit: one of `FITS`, `UNKNOWN` (within the model's known error) and `DOES_NOT_FIT`.
         refused: what `tc3 check` finds wrong with it and not with the recipe; "" where nothing.
     """
@@ -64,8 +65,8 @@ class Proposal:
     keys: Mapping[str, Any]
     peak: float
     freed: float
-    step_s: float
-    slower: float
+    step_s: float | None
+    slower: float | None
     fit: str
     refused: str = ""
 
@@ -97,15 +98,23 @@ def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) ->
 
 def _order_of(change: Change, times: TimeModel, room: Room) -> tuple[int, float]:
     fit = verdict(change.peak, room)
-    return _RANK[fit], times.step(change.config).total if fit == FITS else change.peak
+    return _RANK[fit], _seconds(change.config, times) or change.peak if fit == FITS else change.peak
 
 
 _RANK = {FITS: 0, UNKNOWN: 1, DOES_NOT_FIT: 2}
 
 
 def _order(proposal: Proposal) -> tuple[bool, int, float]:
-    by = proposal.step_s if proposal.fit == FITS else proposal.peak
-    return bool(proposal.refused), _RANK[proposal.fit], by
+    by = proposal.step_s if proposal.fit == FITS else None
+    return bool(proposal.refused), _RANK[proposal.fit], proposal.peak if by is None else by
+
+
+def _seconds(config: Configuration, times: TimeModel) -> float | None:
+    """Return the predicted seconds of a step, as `tc3 search` predicts them; None if they cannot be predicted."""
+    try:
+        return times.step(config, simulated=True).total
+    except RecipeError:
+        return None
 
 
 def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, known: Sequence[str]) -> Proposal | None:
@@ -115,7 +124,7 @@ def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, know
         child = changed(recipe, change.config)
         config = from_recipe(child)
         peak = max(memory.peak for memory in all_stages(config))
-        seconds, own = times.step(config).total, times.step(before).total
+        seconds, own = _seconds(config, times), _seconds(before, times)
         keys = _flat(overlay(recipe, change.config), recipe.get("callbacks") or [])
     except RecipeError:
         return None
@@ -129,7 +138,7 @@ def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, know
         peak=peak,
         freed=now - peak,
         step_s=seconds,
-        slower=seconds / own - 1,
+        slower=seconds / own - 1 if seconds and own else None,
         fit=verdict(peak, room),
         refused=refused[0] if refused else "",
     )
@@ -233,6 +242,10 @@ def _as_yaml(value: Any) -> str:
     return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
 
 
+def _share(more: float | None) -> str:
+    return "unknown" if more is None else f"{more:+.1%}"
+
+
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
     """Print a row for each proposal with its keys below, the best first."""
     if fits:
@@ -248,7 +261,7 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fi
     table.add_column("change")
     for row in proposals:
         fit = "refused by tc3 check" if row["refused"] else row["fit"]
-        sizes = (f"{row['peak'] / unit:.1f}", f"{row['freed'] / unit:.1f}", f"{row['slower']:+.1%}")
+        sizes = (f"{row['peak'] / unit:.1f}", f"{row['freed'] / unit:.1f}", _share(row["slower"]))
         keys = "\n".join(f"  {key}: {_as_yaml(value)}" for key, value in row["keys"].items())
         table.add_row(*sizes, fit, f"{row['name']}\n{keys}" + (f"\n  {row['refused']}" if row["refused"] else ""))
     console.print(table)

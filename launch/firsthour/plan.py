@@ -14,6 +14,7 @@ from launch.firsthour.collectives import command_of, words_of
 from launch.firsthour.hour import Hour
 from launch.firsthour.npu import NpuHour
 from launch.run.msrun import MASTER
+from plugins.errors import RecipeError
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
@@ -45,7 +46,10 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
     plan |= {"checks": checks, "seconds": sum(check["seconds"] for check in checks)}
     if not view.on_cpu:
         config = from_recipe(resolve(load_recipe(hour.recipe), layout="file"))
-        plan["predicted_step_s"] = TimeModel(cluster(DEFAULT_HARDWARE)).step(config).total
+        try:
+            plan["predicted_step_s"] = TimeModel(cluster(DEFAULT_HARDWARE)).step(config, simulated=True).total
+        except RecipeError as error:  # adapters, or a schedule that cannot be simulated
+            plan["predicted_step_s"], plan["why_no_step"] = None, str(error)
     return plan
 
 
@@ -83,6 +87,8 @@ def as_text(plan: dict[str, Any]) -> str:
         lines += [f"    {words}" for words in check.get("measures", ())]
         lines += [f"    gate: {check['gate']}", *(f"    {command}" for command in check["commands"])]
     total = f"sum of the limits: {plan['seconds']:.0f} of {plan['budget']:.0f} s"
-    if "predicted_step_s" in plan:
+    if why := plan.get("why_no_step"):
+        total += f"; the step of the whole recipe is not predicted: {why}"
+    elif "predicted_step_s" in plan:
         total += f"; predicted for a step of the whole recipe: {plan['predicted_step_s']:.1f} s"
     return "\n".join([*lines, total])

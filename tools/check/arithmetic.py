@@ -26,6 +26,7 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
     """Check every rule that concerns only sizes of the recipe, and add the violations to `found`."""
     _experts(view, built, found)
     _router(view, built, found)
+    _shared(view, built, found)
     check_heads(view, built, found)
     _batches(view, found)
     _dataset(view, built, found)
@@ -98,6 +99,25 @@ def _router(view: View, built: Built, found: Findings) -> None:
         )
     elif topk % chosen:
         found.error(path, f"{chosen} does not divide num_experts_per_tok {topk}", rule="topk_group_divides")
+
+
+def _shared(view: View, built: Built, found: Findings) -> None:
+    """Check the number of shared experts against their width; MindFormers builds them by the width."""
+    width, each = built.number("moe_shared_expert_intermediate_size"), built.number("moe_ffn_hidden_size")
+    path = next((path for name in ("n_shared_experts", "shared_expert_num") if view.has(path := (*MODEL, name))), None)
+    if path is None or not width or not built.number("num_moe_experts"):
+        return
+    count, key = built.number("shared_expert_num"), "moe_shared_expert_intermediate_size"
+    if view.get(path) == 0:
+        wrong = f"0 has no effect, because {key} is {width}, and MindFormers builds shared experts of that width"
+        found.error(path, wrong, f"write {key}: null, or the number of shared experts here", rule="shared_width")
+    elif count and width != count * each:
+        wrong = (
+            f"{count} experts of moe_intermediate_size {each} are {count * each} wide together, but {key} is {width}"
+        )
+        found.warning(
+            path, f"{wrong}, which is what MindFormers builds", f"write {key}: {count * each}", "shared_width"
+        )
 
 
 def _tied(view: View, found: Findings) -> None:

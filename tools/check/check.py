@@ -31,8 +31,9 @@ from tools.model import (
     parameters,
     stage_parameters,
 )
+from tools.ranges import recipe_range
 from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report, refused
-from tools.recipe.load import KeyPath, Recipe, bad_numbers, read_recipe
+from tools.recipe.load import KeyPath, Recipe, bad_numbers, look, read_recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import OFFSET, View
 from tools.schema.converter import Built, convert
@@ -103,14 +104,22 @@ def _sorted(found: Findings) -> list[Finding]:
 
 
 def _numbers(recipe: Recipe, found: Findings) -> bool:
-    """Return numbers that no training can mean; whether a size is among them, with which nobody should calculate."""
+    """Add numbers that no training can mean, and return whether a size is among them or is no number at all: nobody
+    should calculate with it, because rules about other keys would give advice for the default of that size.
+    """
     keys = {finding.key for finding in found.found}
     known = {mark.ident for path, mark in recipe.marks.items() if dotted(path) in keys}
     refused = list(bad_numbers(recipe))
     for path, _, wrong, right in refused:
         if dotted(path) not in keys and (path not in recipe.marks or recipe.marks[path].ident not in known):
             found.error(path, wrong, right)
-    return any(refusal.size for refusal in refused)
+    return any(refusal.size for refusal in refused) or any(_is_no_size(recipe, key.split(".")) for key in keys)
+
+
+def _is_no_size(recipe: Recipe, path: list[str]) -> bool:
+    """Return whether a whole number belongs at a key path, and 8.0, True or nothing stands there."""
+    span, value = recipe_range(path), look(recipe, tuple(path), "")
+    return span is not None and span.whole and (value is None or isinstance(value, bool | float))
 
 
 def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:

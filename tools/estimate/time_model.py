@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from plugins.errors import RecipeError
 from tools.estimate.configuration import Configuration, shard_group, weight_copies, weight_cut, weight_shards
 from tools.estimate.layer_time import LayerTime, LayerTimes, Parts
 from tools.estimate.loads import Loads, moe_layers
@@ -57,6 +58,20 @@ PARTS = {  # where a step's time goes, by name: in words
 COMMUNICATION = ("tp", "cp", "ep")  # of a layer; what recomputation repeats of it counts here
 _COMPUTE = ("matmul", "attention", "elementwise", "fixed", "cut")
 _EXPOSED = (*COMMUNICATION, "send", "data")
+
+
+def require_step_time(config: Configuration) -> None:
+    """Refuse a run whose step time the estimator does not model.
+
+    Raises:
+        RecipeError: the run trains adapters beside frozen weights.
+    """
+    if config.adapters:
+        wrong = (
+            "the step time of training with adapters cannot be predicted, because the estimator would count gradients "
+            "of frozen weights"
+        )
+        raise RecipeError(f"{wrong}; switch the adapters off with plugins.lora: False", "plugins.lora")
 
 
 @dataclass(frozen=True)
@@ -249,7 +264,11 @@ class TimeModel(GradientTimes):
                 length 1 applies to all. None: the configuration's skew in every layer. If micro-batches differ, the
                 schedule is always replayed; if there are fewer than the step has, they take turns. A schedule of pairs
                 uses their mean, because it is unknown which two run together.
+
+        Raises:
+            RecipeError: the run trains adapters, or its schedule cannot be simulated.
         """
+        require_step_time(config)
         config, rows = _rows(config, ratios)
         made = [self.chunks(config, row) for row in rows]
         turns = np.arange(config.micro_batches) % len(rows)  # which row each micro-batch has

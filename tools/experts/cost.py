@@ -25,7 +25,9 @@ from plugins.ep_overlap.timeline import STREAMS, Timeline
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP
+from tools.estimate.time_model import require_step_time
 from tools.experts.what_if import lines, what_if
 from tools.files.figure import check_ending, new_figure, save_figure
 from tools.hardware import DEFAULT_HARDWARE
@@ -79,6 +81,7 @@ def _advice_content(advice: Advice) -> dict[str, Any]:
         "devices": advice.config.devices,
         "rank_tokens": advice.config.batch * advice.config.rank_sequence,
         "plugins": advice.settings,
+        "overlay": advice.overlay,
         "issue_stride": advice.stride,
         "as_1f1b": advice.as_1f1b or None,
         "why": advice.why,
@@ -114,7 +117,7 @@ def print_text(advices: Sequence[Advice], source: str, console: Console, asked: 
         console.print(f"the recipe as it is written: {advice.written.words}")
         if advice.as_1f1b:
             console.print(f"times are of 1F1B, not of the recipe's schedule: {advice.as_1f1b}")
-        console.print(f"use: {yaml.safe_dump({'plugins': advice.settings}, default_flow_style=True).strip()}")
+        console.print(f"use: {yaml.safe_dump(advice.overlay, default_flow_style=True, width=1000).strip()}")
         console.print(f"why: {advice.why}")
         if _uneven(advice):
             console.print("\nwhat would change a step under these loads (the recipe as it is written, modelled):")
@@ -293,6 +296,7 @@ def ep_report(
             advices.append(advise(_of_degree(changed, degree) if degree else changed, devices, asked))
         except RecipeError as error:
             raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
+    require_step_time(from_recipe(changed, ep_mode="global"))  # the report has seconds of steps, where `auto` has none
     if picture:
         click.echo(f"drawn: {draw(advices[0], picture)}", err=True)
 

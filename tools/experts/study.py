@@ -64,6 +64,8 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
         raise DataError(
             f"{place}: there is no such run or file; give the folder of a run, or its metrics/expert_load.jsonl"
         )
+    if place.suffix in (".yaml", ".yml"):
+        raise DataError(f"{place}: a recipe holds no loads; give the folder of its run, or the run's expert_load.jsonl")
     file = load_file(place) if place.is_dir() else place
     records = read(file, say=say)
     own = file.parent.parent / "recipe.yaml"  # RUN/metrics/expert_load.jsonl

@@ -195,6 +195,16 @@ class Advice:
                 settings["ep_overlap"]["stride"] = self.stride
         return settings
 
+    @property
+    def overlay(self) -> dict[str, Any]:
+        """Return the keys of a child of the recipe that has these settings. `plugins.hierarchical_ep` takes the place
+        of MindFormers' default dispatcher, and refuses any other.
+        """
+        dispatcher, usual = (*MODEL, "moe_token_dispatcher_type"), hierarchical_ep.DEFAULT_DISPATCHER
+        if look(self.recipe, dispatcher, usual) == usual:
+            return {"plugins": self.settings}
+        return {"model": {"model_config": {dispatcher[-1]: usual}}, "plugins": self.settings}
+
 
 def advise(
     recipe: dict[str, Any],
@@ -227,7 +237,8 @@ def advise(
             )
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     check(recipe, hardware)
-    config = from_recipe(recipe, ep_mode="global")
+    # dispatch modes compare alike whether frozen weights have gradients or not, and `auto` needs only the best
+    config = replace(from_recipe(recipe, ep_mode="global"), adapters=None)
     loads = loads if isinstance(loads, Loads) else loads_of(loads, config)
     config, skew = replace(config, skew=loads.typical), loads.typical
     model = config.model

@@ -32,7 +32,7 @@ from plugins.pipeline_layout import counts_of_offset, is_layout, layout_of, offs
 from tools.estimate.efficiency import cluster as load_cluster
 from tools.estimate.from_recipe import DEGREE, from_recipe, plain_value, require_ulysses
 from tools.estimate.memory.room import known_errors, room_of
-from tools.estimate.time_model import TimeModel
+from tools.estimate.time_model import TimeModel, require_step_time
 from tools.files.atomic import check_writable
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
@@ -138,6 +138,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
     hardware = load_cluster(cluster)
     try:
         base, room = from_recipe(even), room_of(even, hardware, margin=margin)
+        require_step_time(base)
     except RecipeError as error:
         raise RecipeError(f"{recipe.source}: {error}") from None
     require_ulysses(recipe, base.model, View(recipe).number(DEGREE, 1))
@@ -182,7 +183,7 @@ def _even(recipe: Recipe) -> Recipe:
 
 
 Say = Callable[[str], None]
-Layout = Literal["file", "search", "even"]
+Layout = Literal["file", "search", "found", "even"]
 Step = Callable[[Recipe], tuple[Values, list[str]]]  # values for what is open, and what to say of them
 _BROKEN = (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError)  # by values that `tc3 check` refuses
 _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
@@ -203,7 +204,8 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
     Args:
         say: hears what became of each open value, a line each.
         layout: what `offset: auto` stands for. "file": the layout in the file beside the recipe. "search": the same,
-            and where there is no file, a search makes it. "even": layers spread evenly, nothing recomputed, for who
+            and where there is no file, a search makes it. "found": the same as "file", or "even" if there is no such
+            file or it is for another run. "even": layers spread evenly, nothing recomputed, for who
             looks for a layout or asks what does not depend on it.
         dispatch: False leaves mode and chunks open, for who compares what they may be.
 
@@ -245,7 +247,7 @@ def _resolved(recipe: Recipe, say: Say, layout: Layout, dispatch: bool, failed: 
         put(resolved, values)
         for line in lines:
             say(line)
-    if layout == "even":  # not what a run recomputes, which counts
+    if layout in ("found", "even"):  # not what a run recomputes, which counts
         return resolved
     try:
         write_sample_cost(resolved)
@@ -284,6 +286,11 @@ def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list
     """Step 3."""
     if look(recipe, OFFSET) != AUTO:
         return {}, []
+    if layout == "found":
+        try:
+            return _auto_layout(recipe, "file", say)
+        except RecipeError:
+            layout = "even"
     if layout == "even":
         return even_values(recipe), [f"{_KEY}: auto -> an even layout here, nothing recomputed"]
     found = _layout_file(recipe, layout == "search", say)

@@ -187,15 +187,19 @@ def stage_of(config: Configuration, rank: int | None) -> int | None:
     return rank // (config.devices // config.pp)
 
 
-def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
+def modelled(
+    config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None, simulated: bool = True
+) -> dict[str, float]:
     """Return the predicted seconds of each of `TERMS`, which add up to the predicted step. The seconds of recomputation
     belong to the term of the work that is repeated.
 
     Args:
         stage: the pipeline stage whose step is predicted; None for the slowest stage.
+        simulated: whether the schedule is replayed, as in all predictions of `tc3 search`. Without that the term
+            `pipeline` is less exact, and all other terms are the same.
     """
     times = TimeModel(hardware, efficiency)
-    step = times.step(config)
+    step = times.step(config, simulated)
     if stage is None:
         forward, backward, _ = times.chunks(config)
         stage = int((forward + backward).sum(axis=0).argmax())

@@ -131,7 +131,7 @@ def _numbers(
     raw = {name: seconds for name, seconds in measured.whole.items() if name != "pipeline"}
 
     def off(values: Efficiency) -> np.ndarray:
-        model = modelled(config, hardware, values, stage)
+        model = modelled(config, hardware, values, stage, simulated=False)  # of the terms below none is `pipeline`
         terms = [model[name] - measured.terms[name] for name in (*COMPUTE, "tp", "cp", "ep", "data")]
         terms += _host(model, measured)
         if raw:

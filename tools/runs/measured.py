@@ -45,7 +45,8 @@ def beside(found: Study, hardware: Hardware) -> Study:
             notes=[*found.notes, f"the run has no {what}, so that it cannot be compared with the measured cluster"],
         )
     try:
-        predicted = TimeModel(hardware).step(from_recipe(resolve(found.run.recipe, layout="file"))).total
+        config = from_recipe(resolve(found.run.recipe, layout="file"))
+        predicted = TimeModel(hardware).step(config, simulated=True).total
     except TC3Error as error:
         return replace(found, notes=[*found.notes, f"no step could be predicted for the measured cluster: {error}"])
     ratio = usual / predicted

@@ -74,6 +74,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "sequence_parallel_tp": (_CONFIG, "Can not use sequence parallelism without tensor parallelism"),
     "dropout": (_CONFIG, "hidden_dropout should be a float within [0, 1)"),
     "mtp_layers": (_CONFIG, "if self.mtp_num_layers > 1:"),
+    "shared_width": (_CONFIG, "if self.shared_expert_num == 0:"),
     "heads_tp": (_CONFIG, "if self.num_attention_heads % self.tensor_model_parallel_size != 0:"),
     "cp_flash": (_CONFIG, "if self.context_parallel_size > 1 and not self.use_flash_attention:"),
     "mask_flash": (_CONFIG, "When use mask compression, use_flash_attention must be True."),

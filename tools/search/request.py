@@ -24,6 +24,7 @@ from tools.estimate.configuration import Configuration, Cut, offered
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import DEGREE, from_recipe
 from tools.estimate.memory.room import Room, room_of
+from tools.estimate.time_model import require_step_time
 from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
 from tools.hardware.load import name_of
 from tools.layout.resolve import resolve
@@ -189,16 +190,11 @@ def request_of(
         RecipeError: the recipe does not describe a run, or the cluster is unknown.
     """
     hardware = cluster(cluster_name)
-    try:  # an open layout is even, for the search places layers itself
-        base, room = from_recipe(resolve(recipe, layout="even")), room_of(recipe, hardware, memory_gib, margin)
+    try:  # an open layout for which there is no file yet is even, for the search places layers itself
+        base, room = from_recipe(resolve(recipe, layout="found")), room_of(recipe, hardware, memory_gib, margin)
+        require_step_time(base)
     except RecipeError as error:
         raise in_file(recipe, error) from None
-    if base.adapters:
-        wrong = (
-            "the step time of training with adapters cannot be predicted, because the estimator would count gradients "
-            "of frozen weights"
-        )
-        raise in_file(recipe, RecipeError(f"{wrong}; switch the adapters off with plugins.lora: False", "plugins.lora"))
     if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
         base = replace(base, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
     view = View(recipe)

@@ -198,3 +198,43 @@ def test_every_row_of_the_table_names_a_key_that_some_recipe_can_have():
     files = (FILE, SCHEMA_FILE, values.__file__)  # the second has the keys of plugins
     known = "".join(Path(file).read_text("utf-8") for file in files)
     assert [key for key in RECIPE if f'"{key.rsplit(".")[-1]}"' not in known] == []
+
+
+SIZES = [
+    *((*PARALLEL, key) for key in ("data_parallel", "model_parallel", "pipeline_stage", "micro_batch_num")),
+    *((*MODEL, key) for key in ("num_hidden_layers", "seq_length", "num_attention_heads", "vocab_size")),
+]
+
+
+@pytest.mark.parametrize("value", [8.0, True, None])
+@pytest.mark.parametrize("path", SIZES, ids=dotted)
+def test_a_size_that_is_no_whole_number_is_the_only_finding(path, value):
+    """Other rules would calculate with the default in its place, and give advice for that: `write 1 as the first number
+    of every entry` of a dataset_strategy that was right.
+    """
+    assert type(get_path(SEMI, path)) is int
+    found = check_recipe(put(SEMI, path, value))
+    assert [finding.key for finding in found.errors] == [dotted(path)] and found.table is None
+    assert "must be an integer" in found.errors[0].wrong
+
+
+def with_shared(count, width):
+    """The findings on a recipe with so many shared experts of this width together; routed experts are 64 wide."""
+    recipe = put(put(MINI, (*MODEL, "n_shared_experts"), count), (*MODEL, "moe_shared_expert_intermediate_size"), width)
+    return [one for one in check_recipe(recipe).findings if one.key == dotted((*MODEL, "n_shared_experts"))]
+
+
+def test_no_shared_experts_beside_their_width_are_refused():
+    """MindFormers logs a warning, and builds them."""
+    (found,) = with_shared(0, 64)
+    assert found.severity == "error" and "moe_shared_expert_intermediate_size is 64" in found.wrong
+    assert "write moe_shared_expert_intermediate_size: null" in found.right
+    file, _, number = found.source.rpartition(":")
+    assert "if self.shared_expert_num == 0" in (SITE / file).read_text("utf-8").splitlines()[int(number) - 1]
+    assert with_shared(0, None) == []
+
+
+def test_shared_experts_of_another_width_than_their_number_says_are_warned_of():
+    (found,) = with_shared(2, 64)
+    assert found.severity == "warning" and "2 experts of moe_intermediate_size 64 are 128 wide together" in found.wrong
+    assert with_shared(2, 128) == with_shared(2, None) == with_shared(1, 64) == []

@@ -1,4 +1,5 @@
-"""The same question has one answer: ep-report, `auto`, search and imbalance say the same seconds and the same mode.
+"""The same question has one answer: ep-report, `auto`, search, memory, explain, the first hour and imbalance say the
+same seconds and the same mode.
 
 The collectives of a recipe's groups are those that the time model asks of its own functions.
 """
@@ -10,26 +11,37 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from launch.firsthour.npu import hour_of
+from launch.firsthour.plan import as_text, plan_of
+from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
+from tools import memory
 from tools.data.imbalance.measure import seconds_of
 from tools.estimate.configuration import Cut
-from tools.estimate.efficiency import cluster
+from tools.estimate.efficiency import cluster, efficiency_of
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.groups import Noted, collectives_of
+from tools.estimate.memory.room import room_of
 from tools.estimate.time_model import TimeModel
 from tools.experts.cost import ep_report
 from tools.hardware import DEFAULT_HARDWARE, load_hardware
 from tools.layout.advise import advise
-from tools.layout.resolve import resolve
+from tools.layout.budget import Budget
+from tools.layout.offsets import path_of, write_layout
+from tools.layout.resolve import make_layout, resolve
+from tools.profile.attribute import modelled
 from tools.profile.study import run_of
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
+from tools.runs.measured import beside
+from tools.runs.study import Study
 from tools.search.candidates import Block
 from tools.search.ranking.predict import TimeTable
 from tools.search.ranking.rank import rank
@@ -38,7 +50,7 @@ from tools.search.request import POLICIES, SHARDS, read_limit, request_of
 
 ROOT = Path(__file__).resolve().parents[3]
 CARDS = {"card.yaml"}
-# search and memory refuse adapters, whose seconds and activations are not modelled
+# no tool says the seconds of a step with adapters, which are not modelled
 RECIPES = [
     str(path.relative_to(ROOT))
     for path in sorted((ROOT / "recipes").glob("*/*.yaml"))
@@ -79,6 +91,78 @@ def test_every_tool_says_the_same_seconds_of_a_recipe(file, overlap):
     assert TimeModel(cluster).step(from_recipe(resolve(recipe)), simulated=True).total == seconds
     if sends:
         assert advise(recipe, cluster).written.step.total == seconds
+    assert memory._seconds(from_recipe(resolve(recipe)), TimeModel(cluster)) == seconds
+    terms = modelled(from_recipe(resolve(recipe)), cluster, efficiency_of(cluster), None)
+    assert sum(terms.values()) == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", ["438b", "1119b"])
+def test_the_plan_of_a_first_hour_and_a_run_beside_it_say_what_a_search_says(tmp_path, model):
+    """The 1119B's dense first layers make its stages uneven: without its schedule replayed, a step is 18 % shorter."""
+    file = ROOT / f"recipes/telechat3_{model}/pretrain_4k.yaml"
+    seconds = searched(load_recipe(file))
+    assert plan_of(hour_of(file, tmp_path, None, planned=True), 3600)["predicted_step_s"] == seconds
+    run = SimpleNamespace(recipe=load_recipe(file), usual=lambda: seconds)
+    study = Study(run, "", "", [], None, None, [], None)  # only the run is read
+    assert beside(study, A2).beside.predicted == seconds
+
+
+def test_memory_orders_its_proposals_by_what_a_search_says_of_them():
+    file = ROOT / "recipes/telechat3_1119b/pretrain_4k.yaml"
+    recipe, times = load_recipe(file), TimeModel(A2)
+    found = memory.explain(recipe, times, room_of(recipe, A2, 30))
+    deeper = next(one for one in found if one.keys == {"parallel_config.expert_parallel": 64})
+    child = apply_overrides(load_recipe(file), ["parallel_config.expert_parallel=64"])
+    assert deeper.step_s == searched(child)
+    assert deeper.slower == deeper.step_s / searched(recipe) - 1
+
+
+def test_a_search_reads_the_layout_that_a_launch_reads(tmp_path):
+    """The line of the recipe is of the layout beside it, and of an even one only if there is none for this run."""
+    path = tmp_path / "open.yaml"
+    path.write_text(
+        f"base_config: {ROOT}/recipes/telechat3_105b/pretrain_4k.yaml\nmodel: {{model_config: {{offset: auto}}}}\n"
+    )
+    recipe = load_recipe(path)
+    even = from_recipe(resolve(recipe, layout="even"))
+    assert request_of(recipe, DEFAULT_HARDWARE).base == even
+    found = make_layout(recipe, DEFAULT_HARDWARE, Budget(0.1, 60.0))
+    write_layout(found, path_of(str(path)), "a test")
+    launched = from_recipe(resolve(recipe))
+    assert launched != even and request_of(recipe, DEFAULT_HARDWARE).base == launched
+    other = apply_overrides(recipe, ["parallel_config.micro_batch_num=128"])
+    assert request_of(other, DEFAULT_HARDWARE).base == from_recipe(resolve(other, layout="even"))
+
+
+LORA = ROOT / "recipes/telechat3_36b/finetune_8k_lora.yaml"
+
+
+def test_no_tool_says_the_seconds_of_a_step_with_adapters(tmp_path):
+    recipe, times = load_recipe(LORA), TimeModel(A2)
+    config, why = from_recipe(resolve(recipe)), "adapters cannot be predicted"
+    assert why in seconds_of(resolve(recipe), A2)
+    plan = plan_of(hour_of(LORA, tmp_path, None, planned=True), 3600)
+    assert plan["predicted_step_s"] is None and why in as_text(plan)
+    found = memory.explain(recipe, times, room_of(recipe, A2))
+    assert found and all(one.step_s is None and one.slower is None for one in found)
+    for ask in (
+        lambda: request_of(recipe, DEFAULT_HARDWARE),
+        lambda: make_layout(recipe, DEFAULT_HARDWARE, Budget(1.0, 60.0)),
+        lambda: modelled(config, A2, efficiency_of(A2), None),
+    ):
+        with pytest.raises(RecipeError, match=why):
+            ask()
+
+
+def test_auto_is_resolved_for_adapters_and_its_report_refused():
+    """The best dispatch does not depend on which weights are trained; the seconds of a step do."""
+    file = ROOT / "recipes/telechat3_438b/finetune_4k.yaml"
+    recipe = with_overlap(load_recipe(file))
+    plain = resolve(recipe)["plugins"]["hierarchical_ep"]["mode"]
+    recipe["plugins"]["lora"] = {}
+    assert resolve(recipe)["plugins"]["hierarchical_ep"]["mode"] == plain
+    shown = CliRunner().invoke(ep_report, [str(file), "--set", "plugins.lora={}"])
+    assert shown.exit_code and "adapters cannot be predicted" in str(shown.exception)
 
 
 def test_ep_report_prints_it():

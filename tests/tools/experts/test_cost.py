@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from plugins.errors import TC3Error
 from tests.tools.check.test_mutations import ROOT
+from tools.check.check import check_recipe
 from tools.experts.cost import ep_report
 from tools.recipe.load import load_recipe
 
@@ -36,6 +37,25 @@ def test_text():
     assert "inter_node.latency_s" in result.stdout and "peak_flops.fp32" not in result.stdout
     # how far the estimator is off is said wherever its seconds are
     assert "on 25 published runs" in result.stdout and "the recipe as it is written: hierarchical" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["telechat3_438b", "telechat3_105b"])
+def test_what_it_says_to_use_is_sound_and_takes_the_predicted_time(name, tmp_path):
+    """`tc3 check` refused it beside MindFormers' own dispatcher without redundancy, which these recipes name."""
+    file = ROOT / "recipes" / name / "pretrain_4k.yaml"
+    said = run(str(file), "--json")
+    (report,) = json.loads(said.stdout)["reports"]
+    (used,) = [line for line in run(str(file)).stdout.splitlines() if line.startswith("use: ")]
+    keys = yaml.safe_load(used.removeprefix("use: "))
+    assert keys == report["overlay"] and keys["plugins"] == report["plugins"]
+    child = tmp_path / "child.yaml"
+    child.write_text(yaml.safe_dump({"base_config": str(file), **keys}))
+    assert [str(error) for error in check_recipe(child).errors] == []
+    (after,) = json.loads(run(str(child), "--json").stdout)["reports"]
+    assert (
+        after["recipe"]["step_seconds"]
+        == report["modes"][report["plugins"]["hierarchical_ep"]["mode"]]["step_seconds"][1]
+    )
 
 
 def test_a_degree_for_a_recipe_that_writes_none(tmp_path):
