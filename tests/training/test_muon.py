@@ -16,8 +16,8 @@ from tests.tools.accuracy.reference.muon import Muon, Parts, adamw, clip_logits,
 from tests.training import forked, runs
 from tests.training.conftest import shared
 from tests.training.test_other_layout import saved
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import diagnose
 from tools.accuracy.diagnose.laws import module_of
 from tools.accuracy.equivalence.sharding import UNROUNDED_MUON
 from tools.checkpoint.stored import moments_of, read_whole

@@ -16,8 +16,8 @@ from launch.run.compile_cache import prepare
 from launch.run.effective import effective_recipe
 from launch.run.msrun import free_port
 from tests.training import runs
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import diagnose
 from tools.recipe.load import load_recipe
 from tools.runs.attempts import read_attempts
 

@@ -28,7 +28,7 @@ class Fault:
 
     Args:
         source: where it was reported. what: it does. inject: puts it in; called with the run's MindFormerConfig.
-        stages: of the ladder that name it rightly. module: a part of the right module's name.
+        stages: those that name it rightly. module: a part of the right module's name.
         resumed: whether the run with the fault goes on from the second step of the faultless one.
         layout: of `tests/zoo/run.py` in which it is executed; "" is one process.
         same_graph: whether the fault does not change the compiled graph, so that the faultless run's is loaded.

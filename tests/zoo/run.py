@@ -27,8 +27,8 @@ from launch.run.compile_cache import KEY
 from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment
 from tests.zoo.fault import FAULTS, Fault
 from tests.zoo.worker import VARIABLE
+from tools.accuracy.diagnose.differences import Verdict, diagnose
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import Verdict, diagnose
 from tools.data.index import write_corpus
 from tools.files.atomic import write_atomically
 from tools.recipe.dump import dump_recipe

@@ -25,8 +25,8 @@ from tools.recipe.view import View
 from tools.schema.versions import require_verified, unverified_option
 
 if TYPE_CHECKING:
+    from tools.accuracy.diagnose.differences import Verdict
     from tools.accuracy.diagnose.evidence import Side
-    from tools.accuracy.diagnose.ladder import Verdict
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,8 +71,8 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
 
     Exit codes: 0 nothing differs, 1 something differs, 2 a wrong input: not a run, damaged, or of another model.
     """
+    from tools.accuracy.diagnose.differences import OtherModelError, diagnose
     from tools.accuracy.diagnose.evidence import read_side
-    from tools.accuracy.diagnose.ladder import OtherModelError, diagnose
 
     paths = [a] if b is None else [a, b]
     if keep is not None and keep.exists() and any(keep.iterdir()):

@@ -11,8 +11,8 @@ from plugins.step_record.plan import record_file
 from tests.corrupted import WRONG, corrupted, kind_of, places
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run
 from tools.accuracy.diagnose import evidence
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import diagnose
 
 OUTPUT = ["0" * 16, 1.0, [1.0, 2.0, 3.0, 4.0]]
 

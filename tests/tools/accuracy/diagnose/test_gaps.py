@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.tools.accuracy.diagnose.simulated import SHAPES, Run
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import diagnose
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 

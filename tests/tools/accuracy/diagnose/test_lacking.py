@@ -10,8 +10,8 @@ from tests.corrupted import places, without
 from tests.tools.accuracy.diagnose.simulated import Run
 from tests.tools.accuracy.diagnose.test_forms import Whole
 from tools.accuracy.diagnose import evidence
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import diagnose
 
 UNREAD = {("software",), ("held_bytes",)}  # below them: what is not installed is left out, and bytes are not compared
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run
 from tools.accuracy.diagnose.cli import _as_json
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import diagnose
 
 EMBEDDING, DENSE, NORM = SHAPES
 

@@ -12,8 +12,8 @@ from plugins.step_record.plan import END, START, apart, record_file, sketch_of
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run
 from tests.zoo.run import PAGE, RESULTS, page
 from tools.accuracy.align.sides import reference_sizes
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
-from tools.accuracy.diagnose.ladder import diagnose
 from tools.accuracy.diagnose.laws import STAGES, VERSIONS
 from tools.accuracy.diagnose.reference import built_of, outputs_of
 from tools.accuracy.reference import forward

@@ -5,8 +5,8 @@ import pytest
 
 from tests.tools.accuracy.diagnose.simulated import RATE, ROUTER, SHAPES, Run
 from tools.accuracy.diagnose.cli import report
+from tools.accuracy.diagnose.differences import OtherModelError, diagnose
 from tools.accuracy.diagnose.evidence import State, read_side
-from tools.accuracy.diagnose.ladder import OtherModelError, diagnose
 from tools.accuracy.diagnose.laws import loads_of
 
 EMBEDDING, DENSE, NORM = SHAPES
