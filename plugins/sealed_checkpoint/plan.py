@@ -32,6 +32,7 @@ from plugins.lines import write_whole
 CHUNK = 1 << 22  # bytes read at a time
 ATTEMPT = "TC3_ATTEMPT"  # of a worker: the name of the attempt that it is part of
 SAVING, REMOVING = "saving_", "removing_"  # before an attempt's name: its saves in progress; before an iteration's
+REFUSED = "refused_rank_"  # before a rank: an empty file beside its refusal, which one listing of names shows
 TRACKER = "latest_checkpointed_iteration.txt"  # MindFormers': which iteration of a folder to load
 
 
@@ -138,6 +139,7 @@ def write_seal(
             for path in files
         },
     }
+    (folder / f"{REFUSED}{rank}").unlink(missing_ok=True)  # of a save of the same step before this one
     return _write(seal, folder, rank)
 
 
@@ -145,6 +147,7 @@ def write_refusal(folder: Path, rank: int, reason: str) -> Path:
     """Write atomically, instead of a seal, why no run may go on from this checkpoint. Return the path of the written
     file.
     """
+    (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
     return _write({"rank": rank, "refused": reason}, folder, rank)
 
 
@@ -200,9 +203,9 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
     """Remove the oldest checkpoints of a run and keep `keep` of them, whichever attempts saved them; return their
     paths.
 
-    None while ranks have yet to seal the newest. What is older than it and was sealed by some ranks only goes, too, and
-    what earlier attempts have begun and not finished. A rank of an attempt that another one has followed removes
-    nothing of that one: it may be late.
+    None while ranks have yet to seal the newest. What is older than it and was sealed by some ranks only, or refused by
+    one, goes, too, and what earlier attempts have begun and not finished. A rank of an attempt that another one has
+    followed removes nothing of that one: it may be late.
 
     Args:
         root: the root of the iterations; newest: the iteration that was sealed last; attempt: the attempt that saved
@@ -218,7 +221,7 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
         and any(folder.glob("seal_rank_*.json"))
         and (attempt is None or number_of(made(folder).get("attempt")) <= own)
     ]
-    whole = [folder for folder in older if _complete(folder)]
+    whole = [folder for folder in older if _complete(folder) and not any(folder.glob(f"{REFUSED}*"))]
     gone = [folder for folder in older if folder not in whole[: max(keep, 1) - 1]]
     for folder in gone:  # renamed first: what a kill leaves of it has lost its name, no reader takes it
         with contextlib.suppress(OSError):

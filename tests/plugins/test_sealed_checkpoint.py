@@ -147,6 +147,16 @@ def test_nothing_is_removed_while_a_rank_has_not_sealed_the_newest(checkpoint, t
     assert plan.fault(new) is None and [path.name for path in root.iterdir()] == [new.name]
 
 
+def test_a_checkpoint_that_one_rank_has_refused_is_none_of_those_that_are_kept(checkpoint, tmp_path):
+    root = tmp_path.with_name("refusing")
+    old, refused, new = [shutil.copytree(checkpoint, root / f"iteration_{step:08d}") for step in (4, 7, 9)]
+    plan.write_refusal(refused, 1, "a weight is NaN")
+    assert plan.remove_old(root, new, keep=2) == [refused] and plan.fault(old) is None
+    plan.write_refusal(shutil.copytree(checkpoint, refused), 1, "a weight is NaN")
+    plan.write_seal(refused, 1, world_size=2, step=7)
+    assert plan.remove_old(root, new, keep=2) == [old], "the same step was saved again, and is whole"
+
+
 def saved(root, step, attempt=None, ranks=(0, 1), **more):
     """A checkpoint as an attempt saves it, in its own folder until `publish`."""
     folder = plan.saving_folder(root, attempt) / f"iteration_{step:08d}"
