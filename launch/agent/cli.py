@@ -6,6 +6,7 @@ The agents of all nodes start the workers together, and start them anew when a n
 
 from __future__ import annotations
 
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -233,7 +234,7 @@ def agent(**given: Any) -> None:
         watchful=True,
         cached=True,
     )
-    click.echo(f"tc3: {name}: follow the run with: tc3 runs watch {run_dir}", err=True)
+    click.echo(f"tc3: {name}: follow the run with: tc3 runs watch {shlex.quote(str(run_dir))}", err=True)
     probing = partial(unfit, slots, run_dir) if on_ascend(flat) else list
     with preflight.only_run_in(run_dir, start.saves, together=True):
         outcome = Agent(job, probing, start.prepare).run(first_number(run_dir))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -174,7 +175,8 @@ def firsthour_command(
         checks = {one.check: one.verdict for one in outcomes}
         click.echo(json.dumps({"verdict": word, "findings": lines, "checks": checks, "bundle": str(out)}))
     else:
-        click.echo("\n".join([*lines, f"verdict: {word}", f"written: {out}", f"page: tc3 firsthour read {out}"]))
+        page = f"page: tc3 firsthour read {shlex.quote(str(out))}"
+        click.echo("\n".join([*lines, f"verdict: {word}", f"written: {out}", page]))
     sys.exit(word == NO_GO)
 
 

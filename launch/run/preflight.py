@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -126,7 +127,7 @@ def _check_instructions(recipe: Mapping[str, Any]) -> None:
             known = [str(other) for other in Path(file).parent.glob(f"*{Path(file).suffix}")]
             output = os.path.normpath(file).removesuffix(".jsonl").removesuffix("_heldout")
             share = " --held-out 0.05" if held_out(recipe) else ""
-            make = f"tc3 data instructions --input stdlib{share} --output {output}"
+            make = f"tc3 data instructions --input stdlib{share} --output {shlex.quote(output)}"
             hint = did_you_mean(os.path.normpath(file), known)
             raise DataError(
                 f"{key}: {file} was not found{hint}; name a file with your own conversations, or make one for a trial: "
@@ -177,7 +178,8 @@ def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
     """
     corpus = "stdlib" if Path(prefix).name == "stdlib" else "YOUR_TEXT"
     own = os.path.normpath(f"{prefix}_heldout") in map(os.path.normpath, held_out(recipe))
-    return f"tc3 data prepare --input {corpus}{' --held-out 0.05' * own} --output {os.path.normpath(prefix)}"
+    output = shlex.quote(os.path.normpath(prefix))
+    return f"tc3 data prepare --input {corpus}{' --held-out 0.05' * own} --output {output}"
 
 
 def _hold_out(prefix: str, training: list[str], recipe: Mapping[str, Any]) -> str:
@@ -188,8 +190,9 @@ def _hold_out(prefix: str, training: list[str], recipe: Mapping[str, Any]) -> st
         make = _prepare(prefix.removesuffix("_heldout"), recipe)
     else:  # its name is not what `--held-out` would give it
         known = [f"{os.path.normpath(each)}_tokenizer" for each in training if Path(f"{each}_tokenizer").is_dir()]
-        tokenizer = f"--tokenizer {known[0] if known else 'FOLDER_OF_THE_TRAINING_DATA'}"
-        make = f"tc3 data prepare --input TEXT_NOT_TRAINED_ON {tokenizer} --output {os.path.normpath(prefix)}"
+        tokenizer = f"--tokenizer {shlex.quote(known[0]) if known else 'FOLDER_OF_THE_TRAINING_DATA'}"
+        output = shlex.quote(os.path.normpath(prefix))
+        make = f"tc3 data prepare --input TEXT_NOT_TRAINED_ON {tokenizer} --output {output}"
     return f"{make}; or train without it: --set {_HELD_OUT.rpartition('.')[0]}=False"
 
 

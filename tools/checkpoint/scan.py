@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from plugins.sealed_checkpoint import plan
 from plugins.sealed_checkpoint.plan import iteration, iterations, unfinished
 from tools.files.atomic import real_path
 
 __all__ = [
-    "CheckpointInfo", "is_sealed", "iteration", "iterations", "later_than", "saved_step", "scan_checkpoints",
+    "CheckpointInfo", "carried", "is_sealed", "iteration", "iterations", "later_than", "saved_step", "scan_checkpoints",
     "set_aside",
 ]  # fmt: skip
 ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a checkpoint of the run
@@ -76,6 +77,13 @@ def saved_step(folder: Path) -> int | None:
         return int(json.loads((folder / "common.json").read_text(encoding="utf-8"))["step_num"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, plan.RefusedError):
         return None
+
+
+def carried(folder: Path) -> dict[str, Any]:
+    """Return the facts of a checkpoint's seals that also hold for a copy of it in another layout: the samples that its
+    run had left out. (The attempt that saved it is none: attempts of another run have numbers of their own.)
+    """
+    return {key: value for key, value in plan.made(folder).items() if key == "skipped"}
 
 
 def later_than(root: Path, taken: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import fault, step_of, write_seal
+from tools.checkpoint.scan import carried
 from tools.checkpoint.stored import PLACEMENT, Stored, moved, open_stored, read_placements
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
@@ -50,7 +51,7 @@ def restore_order(
     stored, step, ranks = open_stored(folder), step_of(folder), len(list(folder.glob("seal_rank_*.json")))
     described = stored.others(*(file.name for file in folder.glob("*.json") if not file.name.startswith("seal_rank_")))
     stored.tensors  # noqa: B018 (metadata.json is read now: a run that trains may remove the folder later)
-    damaged = salvaged([open_source(folder)], salvage)
+    damaged, made = salvaged([open_source(folder)], salvage), carried(folder)
     with atomic_folder(target) as part:
         for file in sorted(stored.files):
             progress(file)
@@ -59,7 +60,7 @@ def restore_order(
             (part / name).write_bytes(content)
         mark(part, damaged)
         for rank in range(ranks):
-            write_seal(part, rank, ranks, step)
+            write_seal(part, rank, ranks, step, made=made)
     return len(layers), damaged
 
 

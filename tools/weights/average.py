@@ -135,10 +135,17 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
             )
 
 
-def _kinds(source: Source) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:
-    """Return (file, name) -> type and shape of the averaged tensors."""
+def _kinds(source: Source) -> dict[tuple[str, str], tuple[str, tuple[int, ...], str]]:
+    """Return (file, name) -> type and shape of the averaged tensors, and which slice of the whole tensor it is."""
+    places = {
+        (file, name): f"slice {place} of {' x '.join(map(str, tensor.cuts))}"
+        for name, tensor in source.stored.tensors.items()
+        if len(tensor.copies) > 1
+        for place, copies in enumerate(tensor.copies)
+        for _, file in copies
+    }
     return {
-        (file, name): (header.dtype, header.shape)
+        (file, name): (header.dtype, header.shape, places.get((file, name), "whole"))
         for file, headers in source.stored.files.items()
         if "-model-" in file
         for name, header in headers.items()

@@ -19,6 +19,7 @@ import numpy as np
 
 from plugins.errors import CheckpointError, DataError
 from plugins.sealed_checkpoint.plan import write_seal
+from tools.checkpoint.scan import carried
 from tools.checkpoint.stored import METADATA, Stored, open_stored
 from tools.checkpoint.tensor_files import TYPES, Made, save_file
 from tools.files.atomic import atomic_folder
@@ -287,7 +288,7 @@ def reshard(
     """
     refuse_target(target)
     require_room(next(folder for folder in target.absolute().parents if folder.exists()), target, plan.bytes)
-    common = source.stored.others(COMMON)
+    common, made = source.stored.others(COMMON), carried(source.stored.folder)
     with atomic_folder(target) as part:
         folder = folder_in(part, source)
         folder.mkdir(parents=True)
@@ -304,7 +305,7 @@ def reshard(
         mark(folder, damaged)
         known = {name: each.sha256 for name, each in files.items()}
         for rank in range(plan.world):
-            write_seal(folder, rank, plan.world, source.step or 0, known=known)
+            write_seal(folder, rank, plan.world, source.step or 0, known=known, made=made)
         for name in BESIDE:
             if (source.path.absolute().parents[1] / name).exists():
                 shutil.copyfile(source.path.absolute().parents[1] / name, part / name)

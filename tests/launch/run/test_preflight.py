@@ -68,6 +68,12 @@ def test_half_a_dataset_is_missing_its_other_half(tmp_path):
     assert str(error.value).endswith(f"tc3 data prepare --input stdlib --output {tmp_path}/stdlib")
 
 
+def test_the_advised_command_can_be_pasted_for_a_path_with_blanks(tmp_path):
+    with pytest.raises(DataError) as error:
+        preflight.check_data(recipe_for([str(tmp_path / "my text" / "stdlib")]))
+    assert str(error.value).endswith(f"tc3 data prepare --input stdlib --output '{tmp_path}/my text/stdlib'")
+
+
 def test_the_held_out_dataset_is_looked_for_too(tmp_path):
     recipe = recipe_for([str(tmp_path / "stdlib")])
     recipe["plugins"] = {"held_out_loss": {"data_path": str(tmp_path / "stdlib_heldout")}}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import CheckpointError, DataError
-from plugins.sealed_checkpoint.plan import fault, write_seal
+from plugins.sealed_checkpoint.plan import fault, made, write_seal
 from tests.tools.checkpoint.saved import Saved, numbered
 from tools.checkpoint.stored import moved, open_stored, read_placements, read_whole
 from tools.checkpoint.tensor_files import read_headers
@@ -69,6 +69,14 @@ def test_moments_that_the_optimizer_cuts_inside_an_expert(tmp_path):
     folder, expected = write(tmp_path, np.array([2, 0, 1, 3]), 8, (8, 1), (8, 1), height=6)
     restore_order(folder, target_of(folder))
     np.testing.assert_array_equal(read_whole(target_of(folder)).arrays[MOMENT], expected[MOMENT])
+
+
+def test_the_samples_that_the_run_had_left_out_are_still_known(tmp_path):
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    for rank in range(2):
+        write_seal(folder, rank, 2, 6, made={"attempt": "0002-aa", "skipped": [[4, 8]]})
+    restore_order(folder, target_of(folder))
+    assert made(target_of(folder)) == {"skipped": [[4, 8]]}
 
 
 def test_what_is_written_is_sealed_and_stands_in_logical_order(tmp_path):

@@ -176,6 +176,20 @@ def test_what_has_no_average_is_refused_and_nothing_is_written(tmp_path):
         average([good, good], tmp_path / "mean")
 
 
+def test_slices_that_other_ranks_hold_are_not_added_up(tmp_path):
+    """Each file of one has a slice of the same shape as that of the other, of other rows."""
+    sources = []
+    for name, ranks in (("a", [[0, 2], [1, 3]]), ("b", [[0, 1], [2, 3]])):
+        checkpoint = Saved(tmp_path / name, 4)
+        checkpoint.put("linear.weight", numbered(8, 2), (2, 1), ranks)
+        sources.append(open_source(checkpoint.write()))
+    with pytest.raises(
+        CheckpointError, match=r"slice [01] of 2 x 1.*; \S+ holds another model, or was saved in another"
+    ):
+        average(sources, tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def full(*given):
         raise OSError(28, "No space left on device")

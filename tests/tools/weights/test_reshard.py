@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from plugins.errors import CheckpointError, DataError
-from plugins.sealed_checkpoint.plan import fault, step_of
+from plugins.sealed_checkpoint.plan import fault, made, step_of, write_seal
 from tests.tools.weights.drawn import LAYOUTS, MINI_3D, ONE, SMALL, draw, laid_out
 from tools.checkpoint import tensor_files
 from tools.checkpoint.stored import read_whole
@@ -121,6 +121,15 @@ def test_the_runs_recipe_and_data_go_along(one, tmp_path):
     laid_out(one, LAYOUTS["tp2"], tmp_path / "to")
     assert (tmp_path / "to" / "recipe.yaml").read_text() == "a: 1\n" and not (tmp_path / "to" / "data.json").exists()
     (home / "recipe.yaml").unlink()
+
+
+def test_the_samples_that_the_run_had_left_out_are_still_known(one, tmp_path):
+    """Else a resume takes those of the run's recipe, which may be that of a later attempt."""
+    folder = tmp_path / "run" / "checkpoint" / one.name
+    shutil.copytree(one, folder)
+    write_seal(folder, 0, 1, 3, made={"attempt": "0002-aa", "skipped": [[4, 8]]})
+    laid_out(folder, LAYOUTS["tp2"], tmp_path / "to")
+    assert made(tmp_path / "to" / "checkpoint" / one.name) == {"skipped": [[4, 8]]}
 
 
 def test_old_checkpoints_that_do_not_list_the_routers_state_have_it_listed(one, tmp_path):
