@@ -73,6 +73,14 @@ def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
     assert "shard accumulated gradients" not in said  # in a pipeline their compile does not end
 
 
+def test_the_fewest_layers_that_fit_do_so_with_the_margin():
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
+    recipe = apply_overrides(recipe, ["recompute_config.recompute=False"])
+    assert peak_memory(from_recipe(recipe)) > 21 * GIB
+    enough, _ = checked_advice(recipe, 21 * GIB).split("not enough by itself")
+    assert "recompute the fewest layers that fit (19.4 GiB)" in enough  # 7.3 % of 21 stay free
+
+
 def test_each_proposal_is_what_its_keys_give(times):
     recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
     room = room_of(recipe, times.hardware, 30)

@@ -241,12 +241,11 @@ def checked_advice(recipe: Recipe, limit: int) -> str:
     """
     try:
         require_known(recipe)
-        own = from_recipe(recipe)
-        found = [change for change in single_changes(own, limit) if _compiles(change.config, own)]
+        own, room = from_recipe(recipe), limit * (1 - known_errors().margin)
+        found = [change for change in single_changes(own, room) if _compiles(change.config, own)]
         changes = sorted(found, key=lambda change: change.peak)
     except RecipeError as error:
         return f"what would make it fit is unknown: {error}"
-    room = limit * (1 - known_errors().margin)
     enough = [change for change in changes if change.peak <= room]
     short = [change for change in changes if change.peak > room]
     words = (

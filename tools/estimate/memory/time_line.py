@@ -209,8 +209,10 @@ def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, 
     Raises:
         RecipeError: the schedule cannot run.
     """
-    few = min(config.micro_batches, 2) if config.pp == 1 else enough(config.schedule, config.pp, config.micro_batches)
-    return simulate(config.schedule, int(few), Durations(forward, backward, backward / 2, transfer))
+    few, schedule = enough(config.schedule, config.pp, config.micro_batches), config.schedule
+    if config.pp == 1:  # accumulation finishes one micro-batch before the next, whatever the scheduler is called
+        few, schedule = (min(config.micro_batches, 2), "1f1b") if config.chunks == 1 else (1, schedule)
+    return simulate(schedule, int(few), Durations(forward, backward, backward / 2, transfer))
 
 
 FORMS = (*ENDINGS, ".json")

@@ -128,6 +128,11 @@ class MemoryTable:
         }
         return [max(each[kind] for kind in key) for key in keys]
 
+    def _copying(self, block: Block) -> bool:
+        """Return whether the passes of any candidate of a block copy weights, which depends on its sharding."""
+        first, _ = groups(block, "shard")
+        return any(self._config(block, int(row)).copies_weights for row in first)
+
     def _copies(self, block: Block, row: int) -> tuple[int, ...]:
         """Return what the copies of weights depend on that a micro-batch's passes make; nothing where they make
         none.
@@ -141,7 +146,7 @@ class MemoryTable:
         """Return [rows, policies, stages] kept for backward."""
         m = block.columns["m"]
         classes = enough(example.schedule, block.pp, m)
-        more = ("ep", "shard") if example.copies_weights else self._loaded
+        more = ("ep", "shard") if self._copying(block) else self._loaded
         first, place = groups(block, *_PASS, *more, m=classes)
         kinds = np.array([self._saved(block, row) for row in first])
         found = np.empty((len(first), len(POLICIES), block.pp))
@@ -160,7 +165,8 @@ class MemoryTable:
     def _working(self, block: Block, example: Configuration) -> np.ndarray:
         """Return [rows, policies, stages] of the passes of each stage's chunks: the fullest of its kinds."""
         stages = [set().union(*map(_passes, example.stage_kinds(stage))) for stage in range(block.pp)]
-        each = {kinds: self._pass(block, kinds, example.copies_weights) for kinds in set().union(*stages)}
+        copies = self._copying(block)
+        each = {kinds: self._pass(block, kinds, copies) for kinds in set().union(*stages)}
         return np.stack([np.max([each[kinds] for kinds in held], axis=0) for held in stages], axis=-1)
 
     def _pass(self, block: Block, kinds: tuple[str, ...], copies: bool) -> np.ndarray:

@@ -144,6 +144,13 @@ def test_bands_of_the_picture_add_up_to_the_line(tmp_path):
     assert "kept: dispatch" in text and "limit, 64.0 GiB" in text
 
 
+@pytest.mark.parametrize(("schedule", "layers"), [("gpipe", ((12,),)), ("interleaved_1f1b", ((6,), (6,)))])
+def test_one_stage_accumulates_one_micro_batch_after_the_other(schedule, layers):
+    config = Configuration(MODEL, layers=layers, schedule=schedule, micro_batches=4, recompute=Recompute())
+    one = np.ones((len(layers), 1))
+    assert time_line(config, 0, simulated(config, one, 2 * one)).peak == pytest.approx(stage_memory(config, 0).peak)
+
+
 def test_a_schedule_that_cannot_run_is_refused():
     config = Configuration(MODEL, pp=2, layers=((6, 6),), schedule="zero_bubble_v", micro_batches=4)
     with pytest.raises(RecipeError):

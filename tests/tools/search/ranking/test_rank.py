@@ -17,8 +17,9 @@ from tools.model import Latent, pattern_of
 from tools.pipeline.schedules import check_schedule
 from tools.pipeline.simulate import filling
 from tools.recipe.load import load_recipe
-from tools.search.candidates import RECOMPUTE, configuration, schedule_of
+from tools.search.candidates import RECOMPUTE, Funnel, blocks, configuration, schedule_of
 from tools.search.ranking import workers
+from tools.search.ranking.predict import MemoryTable
 from tools.search.ranking.rank import Chances, explain_infeasible, feasible, mix, rank
 from tools.search.ranking.run import search
 from tools.search.request import PLANNED, Request, read_limit, request_of
@@ -85,6 +86,16 @@ def test_a_space_with_shards_of_an_own_size_agrees_with_the_reference():
     asked = request(devices=12, batch=24, cap=GIB)
     asked = replace(asked, base=replace(asked.base, shard_size=2))
     assert judge(asked, rank(asked), 120) > 4
+
+
+def test_memory_does_not_depend_on_the_candidates_beside_one():
+    """Of a pipeline only unsharded candidates copy weights; `feasible` looks at those whose weights fit."""
+    asked = request(devices=12, batch=24)
+    asked = replace(asked, base=replace(asked.base, training_graph=True))
+    for block in blocks(asked, Funnel()):
+        rows = np.arange(len(block))[::-1]
+        every, turned = MemoryTable(asked).peaks(block), MemoryTable(asked).peaks(block.select(rows))
+        assert turned == pytest.approx(every[rows], rel=1e-12), (block.pp, block.vpp)
 
 
 def test_a_space_under_loads_agrees_with_the_reference():
