@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from plugins.cpu_backend.plan import refused_dtype
 from plugins.errors import RecipeError
 from plugins.private_hooks import replace
 
@@ -104,7 +105,11 @@ def check(config) -> None:
             "runner_wrapper.use_clip_grad",
             "True (a step cannot return None for the norm; to clip nothing, take a large max_grad_norm)",
         ),
-        (model_config.compute_dtype == "float32", "model.model_config.compute_dtype", "float32 (no bf16 kernels)"),
+        (
+            not (why := refused_dtype(model_config.compute_dtype)),
+            "model.model_config.compute_dtype",
+            f"float32 ({why})",
+        ),
         (not model_config.fused_norm, "model.model_config.fused_norm", "False"),
         (model_config.hidden_act == "swiglu", "model.model_config.hidden_act", "'swiglu'"),
         (config.parallel.parallel_mode == 0, "parallel.parallel_mode", "0 (data parallel)"),

@@ -180,8 +180,9 @@ def _record(content: Any, place: str) -> Record:
             tokens=_table(content["tokens"]),
             slots=_table(content["slots"]),
             micro_batch=tuple(None if ratio is None else float(ratio) for ratio in content["micro_batch"]),
-            moved=moved
-            and Moved(
+            moved=None
+            if moved is None
+            else Moved(
                 _table(moved["slots"]),
                 _whole(moved["experts"]),
                 _whole(moved["bytes"]),

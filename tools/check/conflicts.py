@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from plugins.cpu_backend.plan import refused_dtype
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from plugins.pipeline_layout import fewest_to_fill
 from plugins.yarn import plan as yarn
@@ -398,10 +399,10 @@ def _data_parallel(view: View, built: Built) -> list[Rule]:
     mode = view.get(("parallel", "parallel_mode"), 1)
     return [
         (
-            fields.get("compute_dtype") in ("float32", "fp32"),
+            not (why := refused_dtype(fields.get("compute_dtype"))),
             (*MODEL, "compute_dtype"),
             "float32",
-            "there are no bfloat16 kernels",
+            why,
         ),
         (fields.get("fused_norm") is False, (*MODEL, "fused_norm"), "False", "there is no RmsNorm kernel"),
         (

@@ -93,6 +93,8 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
         ({"micro_batch": []}, "for 2 layers"),
         ({"step": None}, "not a record"),
         ({"moved": {"slots": SLOTS.tolist()}}, "not a record"),
+        ({"moved": {}}, "the key slots is missing"),
+        ({"moved": False}, "not a record"),
     ],
 )
 def test_what_is_no_record_is_refused_with_its_line(tmp_path, change, message):

@@ -135,6 +135,15 @@ def test_weights_whose_experts_have_moved_are_refused_without_the_plugin(tmp_pat
     assert [each.key for each in found] == ["checkpoint.load_path"] and "restore-order" in found[0].wrong
 
 
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [("bfloat16", "no bfloat16 kernels"), ("float16", "verified only in float32"), ("fp16", "float16")],
+)
+def test_a_type_in_which_no_cpu_run_computes_is_refused_for_its_own_reason(dtype, words):
+    (wrong,) = said(put(MINI, (*MODEL, "compute_dtype"), dtype), "compute_dtype")
+    assert words in wrong and ("bfloat16" in wrong) is (dtype == "bfloat16")
+
+
 @pytest.mark.parametrize("each", [2, 3])
 def test_how_many_micro_batches_zero_bubble_v_needs_is_said_once(each, monkeypatch):
     """The check, the schedules, a ramp and the mini recipe read the one number (MindFormers' is 2)."""
