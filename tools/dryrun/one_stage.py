@@ -48,7 +48,7 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
     if model.get("num_nextn_predict_layers"):
         model["num_nextn_predict_layers"] = 0
         (found.get("plugins") or {}).pop("mtp_documents", None)
-    found["parallel_config"].update(pipeline_stage=1, micro_batch_num=1)
+    found["parallel_config"] = {**(found.get("parallel_config") or {}), "pipeline_stage": 1, "micro_batch_num": 1}
     for key in _SCHEDULE:
         parallel.pop(key, None)
     for key in (*RECOMPUTE, *EXCLUDE):

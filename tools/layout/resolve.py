@@ -55,6 +55,7 @@ from tools.layout.offsets import (
 )
 from tools.model import PASSES, linear_flops, model_of, pair_flops
 from tools.pipeline.schedules import is_v_shaped
+from tools.recipe.findings import in_file
 from tools.recipe.load import KeyPath, Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, MODE, OFFSET, View, look
 from tools.schema.converter import convert
@@ -140,7 +141,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
         base, room = from_recipe(even), room_of(even, hardware, margin=margin)
         require_step_time(base)
     except RecipeError as error:
-        raise RecipeError(f"{recipe.source}: {error}") from None
+        raise in_file(recipe, error) from None
     require_ulysses(recipe, base.model, View(recipe).number(DEGREE, 1))
     from tools.layout.place import place  # a solver comes with it, which ranks and checks need not load
 
