@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import lru_cache
@@ -40,6 +39,7 @@ Facts = dict[str, str | None]
 _CODE = ("launch", "plugins", "tools")
 _DIGITS = 16  # of a sha256, enough to tell files apart
 _DATA_PATH = (*LOADER, "config", "data_path")
+_LARGEST = 1e15  # of any measured number
 _MEASURES = ("matmul", "memory", "disk", "bandwidth", "latency")
 
 
@@ -180,7 +180,18 @@ def _is_probe(value: Any) -> bool:
         return value is None
     ends = {link[end] for link in value["links"] for end in ("source", "target")}
     numbers = [row[key] for row in value["workers"] + value["links"] for key in _MEASURES if key in row]
-    return ends <= set(range(len(value["workers"]))) and all(number > 0 for rounds in numbers for number in rounds)
+    known = ends <= set(range(len(value["workers"]))) and all(number > 0 for rounds in numbers for number in rounds)
+    return known and all(map(_is_whole, value["workers"] + value["links"]))
+
+
+def _is_whole(row: Mapping[str, Any]) -> bool:
+    """Return whether a worker that did not fail was measured as often in each respect, and whether a link that was
+    measured has the shares that it waited.
+    """
+    if "matmul" not in row:
+        return bool(row["waited"]) or not (row["bandwidth"] or row["latency"])
+    names = ("matmul", "memory", "disk", "waited", "throttled")
+    return bool(row["failed"]) or len({len(row[name]) for name in names}) == 1
 
 
 @lru_cache  # a cluster's report holds thousands of each form
@@ -206,5 +217,5 @@ def _has_form(value: Any, form: Any) -> bool:
     if get_args(form):
         return any(_has_form(value, one) for one in get_args(form))
     if form is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _LARGEST  # nor is NaN
     return isinstance(value, form)

@@ -13,7 +13,7 @@ from tests.tools.doctor.reports import CHECKS, FACTS, folder, probe, report, sca
 from tools.doctor.ask import Answer, Skew, Trouble, parsed, read_folder
 from tools.doctor.cli import doctor
 from tools.doctor.compare import compare
-from tools.doctor.report import Report, read_report
+from tools.doctor.report import Report, ReportError, read_report
 
 
 def outliers(reports):
@@ -244,3 +244,21 @@ def test_numbers_that_a_failed_worker_leaves(numbers):
     probes["node1"]["links"][0]["bandwidth"] = numbers
     assert isinstance(parsed(report(probe=probes["node1"]).text()), Report)
     assert probed_outliers(reports(probes)) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("workers", "matmul", [10**400] * 7),
+        ("workers", "memory", []),
+        ("workers", "waited", [0.0] * 6),
+        ("links", "waited", []),
+    ],
+)
+def test_a_probe_that_lost_numbers_is_refused(kind, name, value):
+    """A link without `waited` ended in a traceback, and a worker without `memory` was as fast as the others."""
+    told = json.loads(report(probe=probe(2)).text())
+    assert read_report(json.dumps(told)).probe
+    told["probe"][kind][0][name] = value
+    with pytest.raises(ReportError, match="its findings or its probe cannot be read"):
+        read_report(json.dumps(told))
