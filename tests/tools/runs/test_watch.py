@@ -1,4 +1,7 @@
-"""`tc3 runs watch`: what it says is what the report says, with bounded memory, and it ends as the run does."""
+"""`tc3 runs watch`: what it says is what the report says, with bounded memory, and it ends as the run does.
+
+`tc3 runs` of records with values that no run writes: no value ends it in a traceback.
+"""
 
 import io
 import json
@@ -17,8 +20,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from plugins.errors import DataError
+from plugins.errors import DataError, TC3Error
 from plugins.expert_balance.routers import Watcher, routers_file
+from plugins.straggler_probe.record import Record, probe_file
+from plugins.straggler_probe.record import append as corrupted_append
+from tests.corrupted import corrupted, places
 from tests.tools.runs.builders import Builder, append, random_run
 from tools.runs import cli, readings
 from tools.runs.attempts import END, End, write
@@ -296,3 +302,33 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     assert found.Scalars("tokens_per_second")[1].value == 500.0
     assert found.Scalars("loss")[0].wall_time == pytest.approx(builder.built.moments[2][1] / 10 + 1_700_000_000)
     assert len(os.listdir(tmp_path / "run" / "tensorboard")) == 1
+
+
+@pytest.fixture(scope="module")
+def run_corrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    builder = Builder(folder, 4)
+    builder.plan()
+    builder.beat()
+    builder.train(3, every=2)
+    for rank in range(2):
+        corrupted_append(probe_file(folder, rank), Record(2, rank, "node0", "CPU", 4, 0.01, 1.0, 1, 0.1, 0.5, 0.0, 0.0))
+    evaluation = {"step": 2, "held_out_loss": 5.0, "corpora": {"code": 4.0}}
+    (folder / "metrics" / "held_out.jsonl").write_text(json.dumps(evaluation) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("wrong", [10**400, {}, "text"], ids=["huge", "object", "text"])
+@pytest.mark.parametrize("name", ["rank_0.jsonl", "held_out.jsonl", "probe_0.jsonl", "spans.jsonl"])
+def test_no_value_ends_a_report_or_a_status_in_a_traceback(run_corrupted, name, wrong):
+    """Each key of the last line."""
+    file = run_corrupted / "metrics" / name
+    text = file.read_text()
+    lines = text.splitlines(keepends=True)
+    command = ["watch", str(run_corrupted), "--once"] if name == "held_out.jsonl" else ["report", str(run_corrupted)]
+    for path in places(json.loads(lines[-1])):
+        changed, _ = corrupted(lines[-1], path, wrong)
+        file.write_text("".join([*lines[:-1], changed]))
+        result = CliRunner().invoke(runs, command)
+        file.write_text(text)
+        assert result.exception is None or isinstance(result.exception, (SystemExit, TC3Error)), path

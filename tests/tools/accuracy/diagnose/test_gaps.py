@@ -1,10 +1,20 @@
-"""Records that are not whole: nothing is called equal, and a line says what is missing."""
+"""These tests hold what `tc3 accuracy diagnose` says of records that are not sound: records that are not whole,
+values of a wrong type, keys that one line lacks, values that are not finite. None of them is called equal.
+"""
 
+import itertools
 import json
+import shutil
 
+import numpy as np
 import pytest
 
-from tests.tools.accuracy.diagnose.simulated import SHAPES, Run
+from plugins.errors import DataError
+from plugins.step_record.plan import record_file
+from tests.corrupted import WRONG, corrupted, kind_of, places, without
+from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run
+from tools.accuracy.diagnose import evidence
+from tools.accuracy.diagnose.cli import _as_json
 from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
 from tools.recipe.dump import dump_recipe
@@ -20,7 +30,7 @@ def edited(folder, name, edit, rank=0):
     return folder
 
 
-def without(place):
+def without_line(place):
     return lambda lines: lines[:place] + lines[place + 1 :]
 
 
@@ -33,9 +43,9 @@ def first(count):
     [
         (STATES, first(3), 0, "of step 3 are not recorded by all ranks"),
         (STATES, first(2), 1, "of steps 2, 3 are not recorded by all ranks"),
-        (STATES, without(2), 1, "of step 2 are not recorded by all ranks"),
-        (STATES, without(0), 1, "the state after step 0, from which it started, is not recorded by all ranks"),
-        (METRICS, without(2), 0, "step 2 is missing from its metrics"),
+        (STATES, without_line(2), 1, "of step 2 are not recorded by all ranks"),
+        (STATES, without_line(0), 1, "the state after step 0, from which it started, is not recorded by all ranks"),
+        (METRICS, without_line(2), 0, "step 2 is missing from its metrics"),
         (METRICS, first(2), 1, "steps 2, 3 are missing from the metrics of rank 1"),
         (METRICS, first(3), 1, "step 3 is missing from the metrics of rank 1"),
     ],
@@ -51,8 +61,8 @@ def test_a_rank_that_recorded_less_than_the_others(tmp_path, name, edit, rank, t
     ("edit", "told"),
     [
         (first(3), "of step 3 are not recorded, although plugins.step_record asks for them"),
-        (without(2), "of step 2 are not recorded"),
-        (without(0), "the state from which it started is not recorded"),
+        (without_line(2), "of step 2 are not recorded"),
+        (without_line(0), "the state from which it started is not recorded"),
     ],
 )
 def test_a_record_that_is_cut(tmp_path, edit, told):
@@ -138,3 +148,221 @@ def test_what_only_some_steps_or_ranks_have(tmp_path, name, change, told):
         verdict = diagnose(*map(read_side, sides))
         assert not verdict.findings and verdict.word == "nothing differs in what was recorded"
         assert any(gap.startswith(str(b)) and told in gap for gap in verdict.gaps)
+
+
+OUTPUT = ["0" * 16, 1.0, [1.0, 2.0, 3.0, 4.0]]
+
+
+class Whole(Run):
+    """A run in one CPU process, which also records the outputs of its modules."""
+
+    def line(self, rank, kind, line):
+        if kind == "start":
+            line = {**line, "effective": {"optimizer.eps": 1e-8, "model.type": "moe", "model.depth": None}}
+        elif line["step"] == 1:
+            line = {**line, "modules": {"layers.0.mlp": OUTPUT}}
+        super().line(rank, kind, line)
+
+    def parts(self, rank):
+        names = {prefix + name: shape for name, shape in SHAPES.items() for prefix in ("", "adam_m.", "adam_v.")}
+        return {name: [list(shape), [0] * len(shape)] for name, shape in names.items()}
+
+    def write(self):
+        super().write()
+        super().line(0, "end", {"step": self.last, "end": True, "state": {}, "modules": {"layers.0.mlp": OUTPUT}})
+        return self.folder
+
+
+@pytest.mark.parametrize("name", ["metrics/rank_0.jsonl", "metrics/state_rank_0.jsonl"])
+def test_no_value_of_a_wrong_type_is_computed_with(tmp_path, monkeypatch, name):
+    """Each key of each kind of line, with each wrong type; what a run may write as well is not called equal."""
+    whole = Whole(tmp_path / "whole", steps=1).write()
+    recipe = evidence.load_recipe(whole / "recipe.yaml")
+    monkeypatch.setattr(evidence, "load_recipe", lambda _: recipe)
+    run = shutil.copytree(whole, tmp_path / "run")
+    assert diagnose(read_side(whole), read_side(run)).word == "equal"
+    file, refused = run / name, 0
+    lines = file.read_text().splitlines(keepends=True)
+    for place, line in enumerate(lines):
+        for path, wrong in itertools.product(places(json.loads(line)), WRONG):
+            text, right = corrupted(line, path, wrong)
+            if type(right) is type(wrong) and type(wrong) in (float, str, bool):
+                continue
+            file.write_text("".join([*lines[:place], text, *lines[place + 1 :]]))
+            at = f"{file}: line {place + 1}: {'.'.join(map(str, path))}"
+            try:
+                side = read_side(run)
+            except DataError as error:
+                refused += 1
+                assert at in str(error) and "should be" in str(error) and "\n" not in str(error)
+                continue
+            alike = right is None or kind_of(right) == kind_of(wrong) or path[0] == "effective"
+            assert alike or wrong is None or wrong == {}, at
+            word = diagnose(read_side(whole), side).word
+            assert alike or word != "equal", at
+    assert refused > 100
+
+
+@pytest.mark.parametrize("key", ["loads", "biases"])
+def test_a_router_with_another_number_of_experts_on_one_line(tmp_path, key):
+    run = Run(tmp_path / "run").write()
+    file = record_file(run, 0)
+    lines = file.read_text().splitlines(keepends=True)
+    lines[2], _ = corrupted(lines[2], (key, ROUTER), [0.5])
+    file.write_text("".join(lines))
+    with pytest.raises(DataError, match=f"line 3: {key}.{ROUTER} has 1 numbers, should have 4"):
+        read_side(run)
+
+
+UNREAD = {("software",), ("held_bytes",)}  # below them: what is not installed is left out, and bytes are not compared
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "steps"),
+    [
+        (Run, "metrics/rank_1.jsonl", 1),
+        (Run, "metrics/state_rank_1.jsonl", 2),
+        (Whole, "metrics/state_rank_0.jsonl", 1),
+    ],
+)
+def test_no_run_with_a_line_that_lacks_a_key_is_called_equal(tmp_path, monkeypatch, kind, name, steps):
+    whole = kind(tmp_path / "whole", steps=steps, ranks=2 if kind is Run else 1).write()
+    recipe = evidence.load_recipe(whole / "recipe.yaml")
+    monkeypatch.setattr(evidence, "load_recipe", lambda _: recipe)
+    run = shutil.copytree(whole, tmp_path / "run")
+    assert diagnose(read_side(whole), read_side(run)).word == "equal"
+    file, told = run / name, 0
+    lines = file.read_text().splitlines(keepends=True)
+    for place, line in enumerate(lines):
+        for path in places(json.loads(line)):
+            text = None if path[:-1] in UNREAD else without(line, path)
+            if text is None:
+                continue
+            file.write_text("".join([*lines[:place], text, *lines[place + 1 :]]))
+            try:
+                verdict = diagnose(read_side(whole), read_side(run))
+            except DataError as error:
+                assert f"{file}: line {place + 1}" in str(error)
+                continue
+            told += 1
+            assert verdict.word != "equal", (place, path)
+            assert verdict.gaps and all(gap.startswith(str(run)) for gap in verdict.gaps), (place, path)
+    assert told > 5
+
+
+WEIGHT = "embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("biases",),
+        ("parts",),
+        ("biases", "decoder.layers.1.mlp.router"),
+        ("weights", WEIGHT),
+        ("weights", WEIGHT, "gradient"),
+        ("weights", WEIGHT, "rate"),
+        ("state", f"adam_m.{WEIGHT}"),
+        ("parts", WEIGHT),
+    ],
+)
+def test_one_run_by_itself(tmp_path, path):
+    """A state with a gap is not judged by the laws either: what it lacks would break them."""
+    run = Run(tmp_path / "run", steps=1, ranks=2).write()
+    file = run / "metrics" / "state_rank_1.jsonl"
+    start, step = file.read_text().splitlines(keepends=True)
+    file.write_text(start + without(step, path))
+    verdict = diagnose(read_side(run))
+    assert verdict.word == "nothing differs in what was recorded"
+    assert [gap.partition(": ")[2] for gap in verdict.gaps] == [
+        f"the state after step 1 lacks `{'.'.join(path)}` on rank 1"
+    ]
+
+
+EMBEDDING, DENSE, NORM = SHAPES
+
+
+def verdict_on(folder, fault, single=True, **more):
+    """The verdict on a run with a class's methods, and on a faultless run before it unless `single`."""
+    b = read_side(fault(folder / "b", **more).write())
+    return diagnose(b) if single else diagnose(read_side(Run(folder / "a").write()), b)
+
+
+class Spoilt(Run):
+    """A weight is NaN after the last step."""
+
+    def record(self, rank, step, before, after, *more):
+        spoilt = {DENSE: after[DENSE] * np.float32(np.nan)} if step == 3 else {}
+        super().record(rank, step, before, after | spoilt, *more)
+
+
+class NotANumber(Run):
+    """In a `NotANumber` run one element of a gradient is NaN in the last step."""
+
+    def gradient(self, step, name):
+        made = super().gradient(step, name)
+        if step == 3 and name == DENSE:
+            made[0, 0] = np.nan
+        return made
+
+
+class Lost(Run):
+    """The last step's loss is NaN, and nothing else."""
+
+    def loss(self, step):
+        return float("nan") if step == 3 else super().loss(step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "stage", "module"),
+    [(Spoilt, "update", "layers.0.mlp"), (NotANumber, "gradients", "layers.0.mlp"), (Lost, "forward", "model")],
+)
+def test_what_is_not_a_number_is_never_equal(tmp_path, fault, stage, module, single, ranks):
+    verdict = verdict_on(tmp_path, fault, single, ranks=ranks)
+    found = verdict.first[0]
+    assert (found.step, found.stage, found.module) == (3, stage, module)
+    told = json.dumps(_as_json(verdict, []), allow_nan=False)
+    assert json.loads(told)["findings"][0]["error"] is None
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_what_a_run_does_not_have_is_not_compared(tmp_path, clipped):
+    class Dense(Run):
+        def line(self, rank, kind, line):
+            state = {name: told for name, told in line["state"].items() if not name.startswith(ROUTER)}
+            super().line(rank, kind, line | {"state": state, "biases": {}} | ({"loads": {}} if "loads" in line else {}))
+
+        def metrics(self, rank, line):
+            super().metrics(rank, line | ({"global_norm": None} if "step" in line else {}))
+
+    verdict = verdict_on(tmp_path, Dense, keys={"runner_wrapper.use_clip_grad": clipped})
+    assert {"routers", "norm and clipping"}.isdisjoint(verdict.compared)
+    assert verdict.unknown == ("norm and clipping",) * clipped and (verdict.word == "equal") != clipped
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("decoder.layers.1.mlp.experts.weight1", "layers.1.experts"),
+        ("decoder.layers.0.attn_hc.hc_fn", "layers.0.attn_hc"),
+    ],
+)
+def test_weights_with_other_names_are_compared_in_another_layout_too(tmp_path, monkeypatch, name, module):
+    """Experts' weights and those of residual streams: their second moments, and at the start the weights themselves."""
+    monkeypatch.setitem(SHAPES, name, (4, 6))
+
+    class Moment(Run):
+        def step(self, step, before, recorded=True):
+            spoilt = before | {f"adam_v.{name}": before[f"adam_v.{name}"] * np.float32(2)} if step == 3 else before
+            return super().step(step, spoilt, recorded)
+
+    class Drawn(Run):
+        def start(self):
+            return super().start() | {name: super().start()[name] * np.float32(1.5)}
+
+    for fault, step, stage in ((Moment, 3, "update"), (Drawn, 0, "start")):
+        verdict = verdict_on(tmp_path / stage, fault, single=False, ranks=2)
+        found = verdict.first[0]
+        assert not verdict.bits and (found.step, found.stage, found.module) == (step, stage, module)
