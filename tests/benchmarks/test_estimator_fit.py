@@ -37,6 +37,7 @@ from tools.estimate.efficiency import FILE, NAMES, cluster, known_error, newer_e
 from tools.estimate.published.calibrate import BOUNDS, SPREAD
 from tools.estimate.published.rows import express, read_rows
 from tools.estimate.published.validate import measured_seconds, predict
+from tools.estimate.time_model import TimeModel
 
 DATA = Path(__file__).parents[2] / "benchmarks/data"
 ROWS = usable(row for file in sorted(DATA.glob("*.yaml")) for row in read_rows(file))
@@ -53,6 +54,18 @@ def test_every_parameter_has_a_start_a_spread_and_bounds():
     assert set(SPREAD) == set(BOUNDS) == set(NAMES)
     assert all(BOUNDS[name][0] <= getattr(START, name) <= BOUNDS[name][1] for name in NAMES)
     assert set(FOLLOWS) | set(FOLLOWS.values()) <= set(NAMES)
+
+
+def test_the_known_error_is_also_that_of_replayed_schedules():
+    """The fit computes schedules in closed form, and the commands replay them."""
+    errors = []
+    for run in runs_of(ROWS):
+        times = TimeModel(cluster(run.cluster))
+        closed, replayed = (times.step(run.config, simulated).total for simulated in (False, True))
+        assert replayed == pytest.approx(closed, rel=0.02), run
+        errors += [(closed / seconds - 1, replayed / seconds - 1) for seconds in run.seconds]
+    of_closed, of_replayed = np.abs(errors).mean(0)
+    assert len(errors) == len(ROWS) and of_replayed == pytest.approx(of_closed, abs=5e-4)
 
 
 def test_every_cluster_has_one_type_and_parents_come_first():
