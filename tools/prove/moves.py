@@ -321,6 +321,7 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
     Args:
         axes: the axes of the group; the last one is the axis along which neighbouring ranks of the group lie.
     """
+    inner: Block | None = None  # the pieces that are gathered already
     for axis in reversed(axes):
         if axis not in x.holes:
             how = "partial over it" if axis in x.partial else "the same on its ranks"
@@ -335,7 +336,10 @@ def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spre
             dims[0] = tidy((*rest[:at], sizes[axis], *rest[at:]))
         else:
             dims[home] = rest
-            dims[0] = (Block(home, sizes[axis], at), *dims[0])
+            block = Block(home, sizes[axis], at)
+            if inner and (inner.home, inner.at) == (home, at + 1):  # one block, which may be divided in another way
+                block, dims[0] = replace(block, count=block.count * inner.count), dims[0][1:]
+            dims[0], inner = (block, *dims[0]), block
         x = replace(x, dims=tuple(dims), dropped=x.dropped - {axis})
     return x
 

@@ -110,6 +110,22 @@ def test_the_same_one_of_gathered_pieces_on_all_ranks(random: Random) -> None:
     assert describes(found, np.split(whole, SIZES[over], home)[number], [each[number][None] for each in held])
 
 
+def test_pieces_gathered_over_two_axes_are_taken_along_a_third() -> None:
+    """A redistribution of a sequence that two axes of context parallelism cut, to the ranks of data parallelism."""
+    sizes = {"a": 2, "b": 2, "c": 4}
+    places = [{"a": a, "b": b, "c": c} for a in range(2) for b in range(2) for c in range(4)]
+    given, wanted = Spread(((), ("a", "b", 2), (3,))), Spread(((), ("c", 2), (3,)))
+    whole = np.random.default_rng(3).standard_normal((1, 8, 3))
+    stacked = moves.all_gather(given, ("a", "b"), sizes)
+    assert stacked.shape == (4, 2, 3) and slices.take(stacked, (1, 2, 3), {0: ("c",)}, sizes) == wanted
+    for place in places:
+        group = [place | {"a": a, "b": b} for a in range(2) for b in range(2)]
+        own = np.concatenate([piece(given, whole, each, sizes) for each in group])[[place["c"]]]
+        assert np.array_equal(own, piece(wanted, whole, place, sizes))
+    with pytest.raises(NotKnown):  # in another order the pieces are no block
+        slices.take(moves.all_gather(given, ("b", "a"), sizes), (1, 2, 3), {0: ("c",)}, sizes)
+
+
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
 @anything
 def test_pieces_gathered_over_one_axis_are_taken_along_another(order: tuple[str, str], random: Random) -> None:
