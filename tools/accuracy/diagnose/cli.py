@@ -84,12 +84,12 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
         work = (keep or Path(folder)).absolute()
         runs = [path if path.is_dir() else _train(path, work / "AB"[place], steps) for place, path in enumerate(paths)]
         sides = [read_side(run) for run in runs]
-    try:
-        verdict = diagnose(*sides)
-    except OtherModelError as error:
-        raise DataError(
-            f"{paths[-1]}: this run trained another model than {a} ({error}); compare runs of one model"
-        ) from error
+        try:
+            verdict = diagnose(*sides)  # while the folders exist: it reads the weights that the runs kept
+        except OtherModelError as error:
+            raise DataError(
+                f"{paths[-1]}: this run trained another model than {a} ({error}); compare runs of one model"
+            ) from error
     if as_json:
         click.echo(json.dumps(_as_json(verdict, sides)))
     else:

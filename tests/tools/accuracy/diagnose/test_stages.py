@@ -7,11 +7,14 @@ import math
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from plugins.step_record.plan import END, START, apart, record_file, sketch_of
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run
 from tests.zoo.run import PAGE, RESULTS, page
 from tools.accuracy.align.sides import reference_sizes
+from tools.accuracy.cli import accuracy
+from tools.accuracy.diagnose import cli
 from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.laws import STAGES, VERSIONS
@@ -353,3 +356,18 @@ def test_what_was_built_is_what_the_recipe_says(tmp_path):
 
 def test_the_page_of_the_zoo_is_made_of_its_results():
     assert PAGE.read_text() == page(json.loads(RESULTS.read_text()))
+
+
+def test_a_recipe_that_the_command_trains_is_held_against_the_forward_pass(tmp_path, ids, monkeypatch):
+    """Its run is removed only after the verdict; before, nothing was left to compare with NumPy."""
+
+    def train(recipe, run_dir, steps):
+        aligned(run_dir, Scaled, ids)
+        return run_dir
+
+    monkeypatch.setattr(cli, "_train", train)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.touch()
+    done = CliRunner().invoke(accuracy, ["diagnose", str(recipe)])
+    assert done.exit_code == 1 and "that of the forward pass in NumPy" in done.output
+    assert "does not exist" not in done.output
