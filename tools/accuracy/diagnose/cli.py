@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tools.accuracy.diagnose.differences import Verdict
     from tools.accuracy.diagnose.evidence import Side
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @click.command("diagnose")
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
@@ -106,7 +104,8 @@ def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
     command += ["--steps", str(steps), "--set", f"plugins.step_record.steps={steps}"]
     click.echo(f"{recipe}: training {steps} steps{' of its mini' if mini else ''}", err=True)
     with terminate_as_interrupt():
-        done = children.run_child(command, cwd=ROOT, env=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        # in the caller's folder, to which the paths in a recipe are relative, as in `tc3 train`
+        done = children.run_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise DataError(f"{recipe}: the training failed: " + (done.stderr or done.stdout).strip()[-800:])
     return run_dir

@@ -4,6 +4,8 @@ reference.
 
 import json
 import math
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from tools.accuracy.diagnose.reference import built_of, outputs_of
 from tools.accuracy.reference import forward
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import initial_weights
+from tools.recipe.dump import dump_recipe
 from tools.weights.hugging_face_names import to_hugging_face, to_mindformers
 
 EMBEDDING, DENSE, NORM = SHAPES
@@ -371,3 +374,19 @@ def test_a_recipe_that_the_command_trains_is_held_against_the_forward_pass(tmp_p
     done = CliRunner().invoke(accuracy, ["diagnose", str(recipe)])
     assert done.exit_code == 1 and "that of the forward pass in NumPy" in done.output
     assert "does not exist" not in done.output
+
+
+def test_a_recipe_and_its_data_are_relative_to_the_folder_of_the_caller(tmp_path, monkeypatch):
+    """It was looked for in the checkout."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    dump_recipe(TINY, "my.yaml")
+    found = []
+
+    def run_child(command, cwd=".", **_):
+        found.append(Path(cwd, command[2]).resolve())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(cli.children, "run_child", run_child)
+    cli._train(Path("my.yaml"), tmp_path / "run", 3)
+    assert found == [tmp_path / "mine" / "my.yaml"]
