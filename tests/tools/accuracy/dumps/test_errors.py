@@ -362,6 +362,28 @@ def test_a_cell_takes_the_largest_count_inside():
     assert [counter.of(each, each.items[-1]) for each in (inner, outer, beside)] == [20000, 20000, 1]
 
 
+@pytest.mark.parametrize(
+    ("function", "inputs", "output", "count"),
+    [
+        ("linear", [(128, 8, 2560), (512, 2560), (512,)], (128, 8, 512), 2560),
+        ("matmul", [(128, 8, 2560), (2560, 512)], (128, 8, 512), 2560),
+        ("matmul", [(128, 8, 2560), (2560, 512)], (1024, 512), 2560),
+        ("matmul", [(2560, 8), (2560, 512)], (8, 512), 2560),
+        ("matmul", [(2, 1, 8, 64), (16, 64, 4)], (2, 16, 8, 4), 64),
+        ("matmul", [(2, 8, 64), (64,)], (2, 8), 64),
+        ("bmm", [(16, 8, 2560), (16, 2560, 4)], (16, 8, 4), 2560),
+        ("grouped_matmul", [(1024, 2560), (16, 2560, 512)], (1024, 512), 2560),
+        ("grouped_matmul", [(2560, 1024), (1024, 512)], (16, 2560, 512), 64),
+        ("baddbmm", [(16, 8, 4), (16, 8, 2560), (16, 2560, 4)], (16, 8, 4), 2560),
+        ("addmm", [(4,), (8, 2560), (2560, 4)], (8, 4), 2560),
+    ],
+)
+def test_a_product_sums_the_axis_that_its_factors_share(function, inputs, output, count):
+    """Whatever its batches are, and whatever is added to it."""
+    call = entry(f"Functional.{function}.0.forward", inputs, [output])
+    assert Counter([call]).of(call, call.items[-1]) == count
+
+
 def test_functions_are_counted_call_by_call():
     calls = [entry(f"Functional.matmul.{n}.forward", [(4, size)], [(4, 4)]) for n, size in enumerate((8, 3000))]
     calls.append(entry("Functional.sum.0.forward", [(50, 60)], [(50,)]))
