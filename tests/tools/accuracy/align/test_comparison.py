@@ -370,6 +370,17 @@ def test_what_is_printed():
     assert data["passed"] is False and data["stages"][0]["rows"][-1]["status"] in ("passed", "failed")
 
 
+def test_an_error_that_is_not_finite_is_a_text_in_json():
+    """A gradient that only one side has printed Infinity, which JSON does not have."""
+    rows = [Row("a", float("inf"), 1e-4, "relative"), Row("b", float("nan"), 1e-4, "relative")]
+    comparison = Comparison("recipe.yaml", "other.yaml", [Stage("backward", rows)])
+    told = json.loads(json.dumps(comparison.as_json(), allow_nan=False))["stages"][0]["rows"]
+    assert [(row["error"], row["tolerance"], row["status"]) for row in told] == [
+        ("inf", 1e-4, "failed"),
+        ("nan", 1e-4, "failed"),
+    ]
+
+
 def test_a_row_says_what_differs_and_not_one_half():
     setting = Row("optimizer.weight_decay", 1, NONE, "must match", detail="0.1 | 0.05: changes the numbers")
     assert failed_text(setting) == "optimizer.weight_decay: 0.1 | 0.05: changes the numbers (must match)"
