@@ -296,12 +296,14 @@ def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
 
 
 def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
-    """Compare two Python values: floats to the precision of float32, all other values exactly."""
+    """Compare two Python values: floats to the precision of float32 (NaN equals NaN), all other values exactly."""
     a, b = golden.value, bench.value
     if golden.is_tensor != bench.is_tensor:
         detail = f"{bench.dtype}, should be {golden.dtype}"
         return Row(**head, dtype=golden.dtype, error=math.inf, kind=DTYPE, detail=detail)
-    if a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)):
+    if a == b:
+        return None
+    if isinstance(a, float) and isinstance(b, float) and (math.isclose(a, b, rel_tol=1e-6) or (a != a and b != b)):
         return None
     return Row(**head, dtype=golden.dtype, error=math.inf, kind=VALUE, detail=f"{b!r}, should be {a!r}")
 
