@@ -47,6 +47,14 @@ def pairs(draw):
     return want, got
 
 
+def test_differences_of_float16_are_not_rounded_to_float16(folder):
+    """Large ones were, so that an error was up to 1/4096 of itself off."""
+    want = np.array([1.0, -1.0, 1.001953125], np.float16)
+    got = np.array([-3.001953125, 2.0, 0.0], np.float16)
+    found = measure(*files(folder, want, got), 0.0, SMALLEST["float16"])
+    assert found.error == pytest.approx(float(judge.errors(got, want, SMALLEST["float16"]).max()), rel=1e-5)
+
+
 @settings(max_examples=150)
 @given(pairs(), st.sampled_from([0.0, 1e-4, 4e-3]))
 def test_errors_are_those_of_judge(folder, pair, tolerance):
