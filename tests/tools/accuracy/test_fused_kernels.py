@@ -273,6 +273,14 @@ def test_a_kernel_that_cannot_be_replayed_is_unknown_and_not_passed(tmp_path):
     assert "unknown of 1 kernels; the others are within tolerance" in run_command(file).stdout
 
 
+def test_a_graph_without_a_fused_kernel_is_unknown(tmp_path):
+    """It said that the others were within tolerance, of which there were none."""
+    file = tmp_path / "graph.ir"
+    file.write_text(text_of([]))
+    done = run_command(file)
+    assert done.exit_code == 2 and "so nothing was compared" in done.stdout and "within tolerance" not in done.stdout
+
+
 def test_an_infinite_error_is_a_text_in_json():
     row = Row("Exp-Neg", "", 1, "float16", math.inf, 0.5, 1e-3, False, False, "")
     told = json.loads(json.dumps(Report([row]).as_json(), allow_nan=False))["rows"][0]
