@@ -23,6 +23,7 @@ import numpy as np
 
 from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
+from tools.accuracy.equivalence.runs import MONITORS
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
 from tools.accuracy.reference.start import Hyper, nudged
 from tools.layout.resolve import resolve
@@ -218,7 +219,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
     within = (recipe.get("plugins") or {}).get("mtp_documents", False)  # it changes what is computed, too
     plain["plugins"] = of_the_model(plain) | ({} if within is False else {"mtp_documents": within})
-    plain["callbacks"] = [callback for callback in plain["callbacks"] if callback["type"] not in WATCHERS]
+    plain["callbacks"] = [each for each in plain.get("callbacks") or MONITORS if each["type"] not in WATCHERS]
     for callback in plain["callbacks"]:
         if "micro_batch_num" in callback:
             callback["micro_batch_num"] = 1

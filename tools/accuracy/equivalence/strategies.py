@@ -18,7 +18,7 @@ from typing import Any
 from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
-from tools.accuracy.equivalence.runs import MUON, refuse_other_data
+from tools.accuracy.equivalence.runs import MONITORS, MUON, refuse_other_data
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
 from tools.check.arithmetic import without_copies
 from tools.layout.resolve import resolve
@@ -148,20 +148,22 @@ def one_worker(path: str) -> Recipe:
     refuse_other_data(recipe)
     recipe = resolve(recipe)
     batch = batch_of(recipe)
+    named = recipe.get("callbacks") or MONITORS
+    recipe["callbacks"] = [dict(entry) for entry in named if entry["type"] != "CheckpointMonitor"]
     if chosen(recipe):
         _unsplit(recipe)
     recipe["plugins"] = of_the_model(recipe)
-    recipe["callbacks"] = [entry for entry in recipe.get("callbacks") or [] if entry["type"] != "CheckpointMonitor"]
     return _on_workers(recipe, batch, 1)
 
 
 def batch_of(recipe: Mapping[str, Any]) -> int:
     """Return the number of samples that all data-parallel workers of a CPU recipe train in a step."""
+    samples = recipe["runner_config"].get("batch_size", 1)
     if not recipe.get("use_parallel"):
-        return recipe["runner_config"]["batch_size"]
+        return samples
     degrees = recipe["parallel_config"]
     micro = degrees.get("micro_batch_num", 1) if degrees.get("pipeline_stage", 1) > 1 else 1
-    return recipe["runner_config"]["batch_size"] * degrees["data_parallel"] * micro
+    return samples * degrees.get("data_parallel", 1) * micro
 
 
 def _unsplit(recipe: Recipe) -> None:

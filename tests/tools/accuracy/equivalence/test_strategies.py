@@ -37,6 +37,19 @@ DENSE = str(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml")
 VARIANTS = {case.name: case.variant for case in strategies.cases() if case.variant}
 
 
+@pytest.mark.parametrize("name", ["pretrain", "pretrain_tp2"])
+def test_a_recipe_need_not_write_what_mindformers_fills_in(tmp_path, name):
+    """It takes its monitor of the losses, without which a run has no metrics, one sample, and a degree of one."""
+    recipe = load_recipe(ROOT / f"recipes/mini/{name}.yaml")
+    del recipe["runner_config"]["batch_size"], recipe["callbacks"], recipe["parallel_config"]["data_parallel"]
+    dump_recipe(recipe, tmp_path / "recipe.yaml")
+    base = strategies.one_worker(str(tmp_path / "recipe.yaml"))
+    assert strategies.batch_of(base) == 1 and base["callbacks"] == [{"type": "MFLossMonitor"}]
+    del base["runner_config"]["batch_size"]
+    runs.make_corpus(tmp_path / "corpus", base, 2)
+    assert len(IndexReader(tmp_path / "corpus" / "random").lengths)
+
+
 def test_names_are_unique_and_every_row_is_one_of_three_kinds():
     cases = strategies.cases()
     assert len({case.name for case in cases}) == len(cases)

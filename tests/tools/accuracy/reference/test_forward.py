@@ -78,6 +78,17 @@ def test_yarn_is_said_by_two_lengths():
     assert hf["max_position_embeddings"] == scaling["factor"] * scaling["original_max_position_embeddings"]
 
 
+def test_what_a_recipe_leaves_out_has_mindformers_defaults():
+    """Each of these keys ended in a traceback."""
+    recipe = load_recipe(MINI)
+    del recipe["callbacks"], recipe["optimizer"]["betas"]
+    plain = on_one_worker(recipe, 2)
+    assert plain["callbacks"] == [{"type": "MFLossMonitor"}] and hyper_of(plain, 2).betas == (0.9, 0.999)
+    del recipe["lr_schedule"]["learning_rate"]
+    with pytest.raises(RecipeError, match=r"^lr_schedule\.learning_rate: this key is missing; write "):
+        hyper_of(recipe, 2)
+
+
 def test_without_its_callback_the_bias_stays():
     recipe = mini()
     recipe["callbacks"] = [callback for callback in recipe["callbacks"] if "Topk" not in callback["type"]]
