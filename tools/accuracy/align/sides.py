@@ -23,7 +23,7 @@ import numpy as np
 
 from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy.equivalence.runs import MONITORS
+from tools.accuracy.equivalence.runs import MONITORS, PASSES
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
 from tools.accuracy.reference.start import Hyper, nudged
 from tools.layout.resolve import resolve
@@ -203,7 +203,8 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     plain = copy.deepcopy(dict(recipe))
     samples = view.global_batch
     plain["use_parallel"] = False
-    plain["runner_config"]["batch_size"] = plain["model"]["model_config"]["batch_size"] = samples
+    plain["runner_config"].update(batch_size=samples, gradient_accumulation_steps=1)
+    plain["model"]["model_config"]["batch_size"] = samples
     plain["context"].pop("dataset_broadcast_opt_level", None)
     plain["parallel_config"].pop("context_parallel_algo", None)
     plain["parallel_config"].update(ONE_WORKER)
@@ -221,8 +222,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     plain["plugins"] = of_the_model(plain) | ({} if within is False else {"mtp_documents": within})
     plain["callbacks"] = [each for each in plain.get("callbacks") or MONITORS if each["type"] not in WATCHERS]
     for callback in plain["callbacks"]:
-        if "micro_batch_num" in callback:
-            callback["micro_batch_num"] = 1
+        callback.update({key: 1 for key in PASSES if key in callback})
     plain["checkpoint"] = {"save_path": "", "load_path": ""}
     return plain
 

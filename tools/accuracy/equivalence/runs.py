@@ -36,6 +36,7 @@ PREFIXES = (*STATE, START, FIRST, LEAST, LOAD, BIAS)
 # the sum of the losses after its parts: where only it is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
 MONITORS = ({"type": "MFLossMonitor"},)  # the callbacks that MindFormers gives a recipe that names none
+PASSES = ("micro_batch_num", "gradient_accumulation_steps")  # keys of a callback that counts the passes of a step
 DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 

@@ -18,13 +18,14 @@ from typing import Any
 from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
-from tools.accuracy.equivalence.runs import MONITORS, MUON, refuse_other_data
+from tools.accuracy.equivalence.runs import MONITORS, MUON, PASSES, refuse_other_data
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
 from tools.check.arithmetic import without_copies
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.mini_strategy import GROUPED, shares_keys
+from tools.recipe.view import View
 
 TRAINED, EXECUTED, NOT_EXECUTABLE = "trained", "executed", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
@@ -163,7 +164,7 @@ def batch_of(recipe: Mapping[str, Any]) -> int:
         return samples
     degrees = recipe["parallel_config"]
     micro = degrees.get("micro_batch_num", 1) if degrees.get("pipeline_stage", 1) > 1 else 1
-    return samples * degrees.get("data_parallel", 1) * micro
+    return samples * degrees.get("data_parallel", 1) * micro * View(Recipe(recipe)).accumulation
 
 
 def _unsplit(recipe: Recipe) -> None:
@@ -172,10 +173,10 @@ def _unsplit(recipe: Recipe) -> None:
     recipe["parallel_config"].update(dict.fromkeys(ones, 1), use_seq_parallel=False)
     recipe["parallel"].update(parallel_mode=0, gradients_mean=True, enable_parallel_optimizer=False)
     recipe["parallel"].pop("pipeline_config", None)
+    recipe["runner_config"]["gradient_accumulation_steps"] = 1
     recipe["model"]["model_config"].update(offset=0, pp_interleave_num=1)
     for callback in recipe["callbacks"]:
-        if "micro_batch_num" in callback:
-            callback["micro_batch_num"] = 1
+        callback.update({key: 1 for key in PASSES if key in callback})
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
