@@ -192,14 +192,20 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Return a copy of the recipe for one worker that trains `steps` steps with the same global batch.
 
     Raises:
-        RecipeError: the recipe has a plugin without which the computation would be different.
+        RecipeError: the recipe has a plugin without which the computation would be different, or reads other data than
+            a Megatron corpus.
     """
+    view = View(recipe)
+    if not view.megatron:
+        raise RecipeError(
+            f"{recipe.source}: {'.'.join(LOADER)}.type: the compared runs read the samples of a few steps of a Megatron "
+            "corpus, which the loader of this recipe cannot read; give the pretraining recipe of the same model"
+        )
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
         raise RecipeError(
             "plugins.group_aux_loss: the reference computes the load-balancing loss for each sample by itself, not "
             "over an EP group; write False"
         )
-    view = View(recipe)
     plain = copy.deepcopy(dict(recipe))
     samples = view.global_batch
     plain["use_parallel"] = False

@@ -89,6 +89,13 @@ def test_what_a_recipe_leaves_out_has_mindformers_defaults():
         hyper_of(recipe, 2)
 
 
+def test_conversations_are_refused():
+    """Their loader has no `sizes`, and without its plugin the labels are shifted twice."""
+    recipe = load(RECIPES / "mini" / "finetune.yaml", (), None, 2)
+    with pytest.raises(RecipeError, match=r"finetune\.yaml: train_dataset\.data_loader\.type: .* Megatron corpus, which"):
+        on_one_worker(recipe, 2)
+
+
 def test_without_its_callback_the_bias_stays():
     recipe = mini()
     recipe["callbacks"] = [callback for callback in recipe["callbacks"] if "Topk" not in callback["type"]]
