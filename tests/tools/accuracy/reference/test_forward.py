@@ -89,6 +89,17 @@ def test_what_a_recipe_leaves_out_has_mindformers_defaults():
         hyper_of(recipe, 2)
 
 
+@pytest.mark.parametrize("experts", [1, 2])
+def test_where_every_expert_is_chosen_there_is_no_tie(experts):
+    """Equal scores of two chosen experts excused a wrong output; a model of one expert ended in a traceback."""
+    model = sizes(n_routed_experts=experts, num_experts_per_tok=experts)
+    weights = initial_weights(model, 0)
+    gates = [name for name in weights if name.endswith((".gate.weight", "e_score_correction_bias"))]
+    forward = Forward(model, weights | {name: np.zeros_like(weights[name]) for name in gates})
+    forward.run(tokens(model)[0])
+    assert gates and set(forward.ties.values()) == {0}
+
+
 def test_conversations_are_refused():
     """Their loader has no `sizes`, and without its plugin the labels are shifted twice."""
     recipe = load(RECIPES / "mini" / "finetune.yaml", (), None, 2)
