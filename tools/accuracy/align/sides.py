@@ -198,8 +198,8 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     view = View(recipe)
     if not view.megatron:
         raise RecipeError(
-            f"{recipe.source}: {'.'.join(LOADER)}.type: the compared runs read the samples of a few steps of a Megatron "
-            "corpus, which the loader of this recipe cannot read; give the pretraining recipe of the same model"
+            f"{recipe.source}: {'.'.join(LOADER)}.type: the compared runs read the samples of a few steps of a "
+            "Megatron corpus, which the loader of this recipe cannot read; give the pretraining recipe of the same model"
         )
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
         raise RecipeError(
