@@ -199,7 +199,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     if not view.megatron:
         raise RecipeError(
             f"{recipe.source}: {'.'.join(LOADER)}.type: the compared runs read the samples of a few steps of a "
-            "Megatron corpus, which the loader of this recipe cannot read; give the pretraining recipe of the same model"
+            "Megatron corpus, which this recipe's loader cannot read; give the pretraining recipe of the same model"
         )
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
         raise RecipeError(
