@@ -19,7 +19,7 @@ from plugins.errors import DataError, RecipeError, did_you_mean, not_json
 from plugins.semi_auto_cpu.chosen import chosen
 from plugins.semi_auto_cpu.collectives import CallRecord
 from plugins.semi_auto_cpu.ranks import made_up_name
-from tools.accuracy.equivalence.runs import launch, make_corpus, refuse_other_data
+from tools.accuracy.equivalence.runs import MONITORS, launch, make_corpus, refuse_other_data
 from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places
 from tools.dryrun.plan import plan_jobs, without_files
@@ -101,7 +101,7 @@ def train(recipe: Recipe, folder: Path) -> Path:
     for name in _LEFT_OUT:
         if look(short, ("plugins", name)):
             short["plugins"][name] = False
-    short["callbacks"] = [each for each in short["callbacks"] if each["type"] not in _WATCHERS]
+    short["callbacks"] = [each for each in short.get("callbacks") or MONITORS if each["type"] not in _WATCHERS]
     short["checkpoint"] = {"save_path": "", "load_path": ""}
     launch(short, folder / "run")
     return folder / "run"
@@ -218,7 +218,8 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     recipe = without_files(recipe)
     recipe.update(output_dir="", checkpoint={}, callbacks=[])
     for dataset in (recipe["train_dataset"], (recipe.get("train_dataset_task") or {}).get("dataset_config") or {}):
-        dataset["data_loader"]["config"]["data_path"] = ["1", ""]
+        if dataset:  # the trainer reads train_dataset where the task has none of its own
+            dataset["data_loader"]["config"]["data_path"] = ["1", ""]
     return recipe
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 GRAPHS = (".ir", ".ir.gz")
 _UNKNOWN = "unknown of {} kernels; the others are within tolerance"
+_NONE = "unknown: no kernel of two or more operators is predicted for this graph, so nothing was compared"
 _SHOWN = 10  # kernels, the worst first
 
 
@@ -122,5 +123,7 @@ def _print(report: Report) -> None:
         click.echo(f"not computed again: {count} kernels, for {why}")
     if bad:
         click.echo(f"out of tolerance first: {bad[0].name} ({bad[0].where})")
+    elif report.passed:
+        click.echo("all within tolerance")
     else:
-        click.echo("all within tolerance" if report.passed else _UNKNOWN.format(report.unknown))
+        click.echo(_UNKNOWN.format(report.unknown) if report.unknown else _NONE)

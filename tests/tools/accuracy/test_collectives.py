@@ -218,6 +218,23 @@ def test_a_ramp_is_left_out_of_the_training(tmp_path, monkeypatch):
     assert trained[0]["plugins"]["batch_ramp"] is False and recipe["plugins"]["batch_ramp"]
 
 
+def test_a_run_whose_task_has_no_data_of_its_own_is_compared(tmp_path, compiled):
+    run_dir = left(tmp_path / "run")
+    recipe = load_recipe(TP2)
+    del recipe["train_dataset_task"]["dataset_config"]
+    dump_recipe(recipe, run_dir / "recipe.yaml")
+    assert invoke(run_dir).exit_code == 0
+
+
+def test_a_recipe_need_not_name_callbacks(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(collectives, "launch", lambda flat, run_dir: trained.append(flat))
+    recipe = load_recipe(TP2)
+    del recipe["callbacks"]
+    collectives.train(recipe, tmp_path)
+    assert trained[0]["callbacks"] == [{"type": "MFLossMonitor"}]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -20,6 +20,8 @@ from tools.accuracy.fused_kernels import (
     FUSED,
     UNFUSED,
     Kernel,
+    Report,
+    Row,
     Step,
     UnreadableError,
     allowances,
@@ -269,6 +271,20 @@ def test_a_kernel_that_cannot_be_replayed_is_unknown_and_not_passed(tmp_path):
     assert (done.exit_code, report["passed"], report["unknown"]) == (2, None, 1)
     assert [row["passed"] for row in report["rows"]] == [True]
     assert "unknown of 1 kernels; the others are within tolerance" in run_command(file).stdout
+
+
+def test_a_graph_without_a_fused_kernel_is_unknown(tmp_path):
+    """It said that the others were within tolerance, of which there were none."""
+    file = tmp_path / "graph.ir"
+    file.write_text(text_of([]))
+    done = run_command(file)
+    assert done.exit_code == 2 and "so nothing was compared" in done.stdout and "within tolerance" not in done.stdout
+
+
+def test_an_infinite_error_is_a_text_in_json():
+    row = Row("Exp-Neg", "", 1, "float16", math.inf, 0.5, 1e-3, False, False, "")
+    told = json.loads(json.dumps(Report([row]).as_json(), allow_nan=False))["rows"][0]
+    assert (told["fused"], told["unfused"]) == ("inf", 0.5)
 
 
 def test_a_recipe_is_replayed_on_the_graph_that_it_compiles_to(tmp_path, monkeypatch):

@@ -11,8 +11,9 @@ the likely cause of the first failure.
 from __future__ import annotations
 
 import copy
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,15 +201,25 @@ class Comparison:
         return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result of the comparison as dicts, lists, texts and numbers that can be written as JSON."""
+        """Return the result of the comparison as dicts, lists, texts and numbers that can be written as JSON; a number
+        that is not finite is a text, such as "inf".
+        """
         names = ("ours", "theirs", "passed", "verdict", "about")
         stages = [
             {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
-             "rows": [{**vars(row), "status": row.status} for row in stage.rows]}
+             "rows": [{**_finite(vars(row)), "status": row.status} for row in stage.rows]}
             for stage in self.stages
         ]  # fmt: skip
         told = {name: getattr(self, name) for name in names}
         return {**told, "settings": [vars(setting) for setting in self.settings], "stages": stages}
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, with a text in place of each number that JSON cannot hold."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import numpy as np
 
 from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
+from tools.accuracy.equivalence.runs import MONITORS, PASSES
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
 from tools.accuracy.reference.start import Hyper, nudged
 from tools.layout.resolve import resolve
@@ -191,18 +192,25 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Return a copy of the recipe for one worker that trains `steps` steps with the same global batch.
 
     Raises:
-        RecipeError: the recipe has a plugin without which the computation would be different.
+        RecipeError: the recipe has a plugin without which the computation would be different, or reads other data than
+            a Megatron corpus.
     """
+    view = View(recipe)
+    if not view.megatron:
+        raise RecipeError(
+            f"{recipe.source}: {'.'.join(LOADER)}.type: the compared runs read the samples of a few steps of a "
+            "Megatron corpus, which this recipe's loader cannot read; give the pretraining recipe of the same model"
+        )
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
         raise RecipeError(
             "plugins.group_aux_loss: the reference computes the load-balancing loss for each sample by itself, not "
             "over an EP group; write False"
         )
-    view = View(recipe)
     plain = copy.deepcopy(dict(recipe))
     samples = view.global_batch
     plain["use_parallel"] = False
-    plain["runner_config"]["batch_size"] = plain["model"]["model_config"]["batch_size"] = samples
+    plain["runner_config"].update(batch_size=samples, gradient_accumulation_steps=1)
+    plain["model"]["model_config"]["batch_size"] = samples
     plain["context"].pop("dataset_broadcast_opt_level", None)
     plain["parallel_config"].pop("context_parallel_algo", None)
     plain["parallel_config"].update(ONE_WORKER)
@@ -218,10 +226,9 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
     within = (recipe.get("plugins") or {}).get("mtp_documents", False)  # it changes what is computed, too
     plain["plugins"] = of_the_model(plain) | ({} if within is False else {"mtp_documents": within})
-    plain["callbacks"] = [callback for callback in plain["callbacks"] if callback["type"] not in WATCHERS]
+    plain["callbacks"] = [each for each in plain.get("callbacks") or MONITORS if each["type"] not in WATCHERS]
     for callback in plain["callbacks"]:
-        if "micro_batch_num" in callback:
-            callback["micro_batch_num"] = 1
+        callback.update({key: 1 for key in PASSES if key in callback})
     plain["checkpoint"] = {"save_path": "", "load_path": ""}
     return plain
 

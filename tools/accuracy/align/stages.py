@@ -287,8 +287,8 @@ def trimmed(got: np.ndarray, want: np.ndarray) -> float:
     """Return the relative error that `relative` computes, but without the worst thousandth of the elements; of arrays
     with fewer than a thousand elements, no element is left out.
     """
-    if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
-        return float("inf")
+    if got.shape != want.shape or not (np.isfinite(got).all() and np.isfinite(want).all()):
+        return float("inf")  # NaN would be among the worst, and left out
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
     return _share(float(np.sqrt(squares[: squares.size - squares.size // 1000].sum())), want)
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tools.accuracy.diagnose.differences import Verdict
     from tools.accuracy.diagnose.evidence import Side
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @click.command("diagnose")
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
@@ -84,12 +82,12 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
         work = (keep or Path(folder)).absolute()
         runs = [path if path.is_dir() else _train(path, work / "AB"[place], steps) for place, path in enumerate(paths)]
         sides = [read_side(run) for run in runs]
-    try:
-        verdict = diagnose(*sides)
-    except OtherModelError as error:
-        raise DataError(
-            f"{paths[-1]}: this run trained another model than {a} ({error}); compare runs of one model"
-        ) from error
+        try:
+            verdict = diagnose(*sides)  # while the folders exist: it reads the weights that the runs kept
+        except OtherModelError as error:
+            raise DataError(
+                f"{paths[-1]}: this run trained another model than {a} ({error}); compare runs of one model"
+            ) from error
     if as_json:
         click.echo(json.dumps(_as_json(verdict, sides)))
     else:
@@ -106,7 +104,8 @@ def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
     command += ["--steps", str(steps), "--set", f"plugins.step_record.steps={steps}"]
     click.echo(f"{recipe}: training {steps} steps{' of its mini' if mini else ''}", err=True)
     with terminate_as_interrupt():
-        done = children.run_child(command, cwd=ROOT, env=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        # in the caller's folder, to which the paths in a recipe are relative, as in `tc3 train`
+        done = children.run_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise DataError(f"{recipe}: the training failed: " + (done.stderr or done.stdout).strip()[-800:])
     return run_dir

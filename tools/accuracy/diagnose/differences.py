@@ -420,7 +420,7 @@ class _Pair:
         same = one is not None and two is not None and abs(one - two) <= NORM * abs(one)
         if same and [*norm_law(self.a, step), *norm_law(self.b, step)]:
             return
-        if (one is None) != (two is None) and self.clips:
+        if _finite(one) != _finite(two) and self.clips:
             return  # by how much one of them was scaled down is not known
         sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}
                  for side in (self.a, self.b)]  # fmt: skip
@@ -463,6 +463,10 @@ class _Pair:
                 yield Finding(
                     step, ROUTERS, module_of(router), f"{router}: {moved:.2%} of the choices went elsewhere", moved
                 )
+
+
+def _finite(norm: float | None) -> bool:
+    return norm is not None and math.isfinite(norm)
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:

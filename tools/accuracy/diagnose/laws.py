@@ -181,13 +181,18 @@ def _restored(side: Side, start: State) -> Iterator[Finding]:
 
 
 def _losses_law(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each part of a step's loss that is NaN or infinite."""
+    """Yield a finding for each part of a step's loss that is NaN or infinite, and for each such global norm of a step
+    that the optimizer did not skip.
+    """
     undefined = undefined_of(side)
     for step, record in side.steps.items():
         for name in PARTS:
             value = record.get(name)
             if value is not None and not math.isfinite(value) and name not in undefined:
                 yield Finding(step, FORWARD, OF_PART[name], f"{name} is {value}", math.inf, (), side.name)
+        norm = record.get("global_norm")
+        if norm is not None and not math.isfinite(norm) and not record.get("overflow"):
+            yield Finding(step, CLIPPING, "global norm", f"the global norm is {norm}", math.inf, (), side.name)
 
 
 def _finite_law(side: Side, state: State) -> Iterator[Finding]:
@@ -215,6 +220,8 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
     norm, gradients = record.get("global_norm"), side.gradients(step)
     if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and _mtp(side)):
         return
+    if not math.isfinite(norm):
+        return  # a finding by itself
     limit = limit_of(side)
     want, got = min(norm, limit), math.sqrt(sum(each**2 for each in gradients.values()))
     if want and not abs(got - want) <= LAW * want:
@@ -326,10 +333,10 @@ def limit_of(side: Side) -> float:
 
 def clipping_of(side: Side, step: int) -> float:
     """Return the factor (at most 1) by which clipping scaled the gradients of a step, according to the global norm that
-    the run recorded.
+    the run recorded; 1 if this factor would be 0, because the gradients before clipping are then unknown.
     """
     norm = side.steps.get(step, {}).get("global_norm")
-    return min(1.0, limit_of(side) / norm) if norm else 1.0
+    return (min(1.0, limit_of(side) / norm) if norm else 1.0) or 1.0
 
 
 def _mtp(side: Side) -> int:

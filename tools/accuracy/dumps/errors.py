@@ -206,7 +206,7 @@ def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: fl
     sums = np.array([total, 0.0, 0.0])
 
     def error_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        d, a = (b - a).astype(np.float32, copy=False), a.astype(np.float32, copy=False)
+        d, a = np.subtract(b, a, dtype=np.float32), a.astype(np.float32, copy=False)
         sums[1:] += np.dot(a, d), np.dot(d, d)
         return np.abs(d) / np.maximum(np.abs(a), np.float32(scale))
 

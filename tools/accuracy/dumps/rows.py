@@ -37,6 +37,7 @@ from tools.accuracy.judge import SMALLEST, tolerance
 
 DEFAULT = 1
 PRODUCTS = ("linear", "dense", "matmul", "gemm", "bmm", "baddbmm", "addmm")
+ADDED = ("addmm", "baddbmm")  # products whose first input is what they add to
 SUMS = ("sum", "mean", "cumsum")
 LOSSES = ("loss", "crossentropy", "cross_entropy")
 # kinds of finding; a row without one passed
@@ -101,8 +102,8 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
     first, last = inputs[0], outputs[0]
     rows = math.prod(first[:-1])
     if any(word in kind for word in PRODUCTS) and entry.name.kind != "Cell" and len(inputs) > 1 and len(last) > 1:
-        size = math.prod(first) * math.prod(inputs[1]) / max(math.prod(last), 1) / max(math.prod(last[:-2]), 1)
-        return max(1, round(math.sqrt(size))), last[-1], DEFAULT
+        behind = any(word in kind for word in ADDED) and len(inputs) > 2
+        return _terms(inputs[behind], inputs[1 + behind], last), last[-1], DEFAULT
     if any(word in kind for word in PRODUCTS):
         return first[-1], last[-1] if last else DEFAULT, rows
     if "norm" in kind:
@@ -119,6 +120,18 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
     if any(word in kind for word in SUMS):
         return max(1, math.prod(first) // max(1, math.prod(last))), DEFAULT, DEFAULT
     return (DEFAULT,) * 3
+
+
+def _terms(one: tuple[int, ...], other: tuple[int, ...], product: tuple[int, ...]) -> int:
+    """Return the number of terms in an element of a matrix product, from the shapes of its factors and of its result.
+
+    A batch that both factors have is in their sizes twice, and in that of the result once. If only the result has one,
+    each of its matrices is the sum over a part of the rows.
+    """
+    first, second, third = (max(math.prod(shape[:-2]), 1) for shape in (one, other, product))
+    batch = first * second / third if len(other) > 2 else third / first
+    size = math.prod(one) * math.prod(other) / max(math.prod(product), 1) / max(batch, 1.0)
+    return max(1, round(math.sqrt(size)))
 
 
 class Trained:
@@ -283,12 +296,14 @@ def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
 
 
 def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
-    """Compare two Python values: floats to the precision of float32, all other values exactly."""
+    """Compare two Python values: floats to the precision of float32 (NaN equals NaN), all other values exactly."""
     a, b = golden.value, bench.value
     if golden.is_tensor != bench.is_tensor:
         detail = f"{bench.dtype}, should be {golden.dtype}"
         return Row(**head, dtype=golden.dtype, error=math.inf, kind=DTYPE, detail=detail)
-    if a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)):
+    if a == b:
+        return None
+    if isinstance(a, float) and isinstance(b, float) and (math.isclose(a, b, rel_tol=1e-6) or (a != a and b != b)):
         return None
     return Row(**head, dtype=golden.dtype, error=math.inf, kind=VALUE, detail=f"{b!r}, should be {a!r}")
 

@@ -35,6 +35,8 @@ LOAD, BIAS = "load.", "bias."
 PREFIXES = (*STATE, START, FIRST, LEAST, LOAD, BIAS)
 # the sum of the losses after its parts: where only it is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
+MONITORS = ({"type": "MFLossMonitor"},)  # the callbacks that MindFormers gives a recipe that names none
+PASSES = ("micro_batch_num", "gradient_accumulation_steps")  # keys of a callback that counts the passes of a step
 DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
@@ -137,7 +139,7 @@ def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> st
     length: the tokens of a sample, if they are not those of the recipe.
     """
     model = recipe["model"]["model_config"]
-    tokens = 2 * (steps + 2) * recipe["runner_config"]["batch_size"] * ((length or model["seq_length"]) + 1)
+    tokens = 2 * (steps + 2) * View(recipe).batch * ((length or model["seq_length"]) + 1)
     lengths = np.random.default_rng(0).integers(*DOCUMENT, tokens // DOCUMENT[0], dtype=np.int32)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,13 +18,14 @@ from typing import Any
 from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
-from tools.accuracy.equivalence.runs import MUON, refuse_other_data
+from tools.accuracy.equivalence.runs import MONITORS, MUON, PASSES, refuse_other_data
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
 from tools.check.arithmetic import without_copies
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.mini_strategy import GROUPED, shares_keys
+from tools.recipe.view import View
 
 TRAINED, EXECUTED, NOT_EXECUTABLE = "trained", "executed", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
@@ -148,20 +149,22 @@ def one_worker(path: str) -> Recipe:
     refuse_other_data(recipe)
     recipe = resolve(recipe)
     batch = batch_of(recipe)
+    named = recipe.get("callbacks") or MONITORS
+    recipe["callbacks"] = [dict(entry) for entry in named if entry["type"] != "CheckpointMonitor"]
     if chosen(recipe):
         _unsplit(recipe)
     recipe["plugins"] = of_the_model(recipe)
-    recipe["callbacks"] = [entry for entry in recipe.get("callbacks") or [] if entry["type"] != "CheckpointMonitor"]
     return _on_workers(recipe, batch, 1)
 
 
 def batch_of(recipe: Mapping[str, Any]) -> int:
     """Return the number of samples that all data-parallel workers of a CPU recipe train in a step."""
+    samples = recipe["runner_config"].get("batch_size", 1)
     if not recipe.get("use_parallel"):
-        return recipe["runner_config"]["batch_size"]
+        return samples
     degrees = recipe["parallel_config"]
     micro = degrees.get("micro_batch_num", 1) if degrees.get("pipeline_stage", 1) > 1 else 1
-    return recipe["runner_config"]["batch_size"] * degrees["data_parallel"] * micro
+    return samples * degrees.get("data_parallel", 1) * micro * View(Recipe(recipe)).accumulation
 
 
 def _unsplit(recipe: Recipe) -> None:
@@ -170,10 +173,10 @@ def _unsplit(recipe: Recipe) -> None:
     recipe["parallel_config"].update(dict.fromkeys(ones, 1), use_seq_parallel=False)
     recipe["parallel"].update(parallel_mode=0, gradients_mean=True, enable_parallel_optimizer=False)
     recipe["parallel"].pop("pipeline_config", None)
+    recipe["runner_config"]["gradient_accumulation_steps"] = 1
     recipe["model"]["model_config"].update(offset=0, pp_interleave_num=1)
     for callback in recipe["callbacks"]:
-        if "micro_batch_num" in callback:
-            callback["micro_batch_num"] = 1
+        callback.update({key: 1 for key in PASSES if key in callback})
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:

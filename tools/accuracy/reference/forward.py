@@ -198,8 +198,9 @@ class Forward:
             members = np.sort(choice.reshape(*choice.shape[:2], groups, -1), axis=-1)[..., -2:].sum(-1)
             kept = members >= np.sort(members, axis=-1)[..., -self.hf["topk_group"], None]
             choice = np.where(np.repeat(kept, choice.shape[-1] // groups, axis=-1), choice, 0.0)
-        least = np.sort(choice, axis=-1)[..., -topk - 1 :]  # begins with the best that is not chosen
-        self.ties[f"layers.{layer}.router"] = int(np.sum(least[..., 1] - least[..., 0] < TIE))
+        best = np.sort(choice, axis=-1)[..., -topk - 1 :]
+        left_out = best[..., 0] if topk < choice.shape[-1] else -np.inf  # the best that is not chosen, if there is one
+        self.ties[f"layers.{layer}.router"] = int(np.sum(best[..., -topk] - left_out < TIE))
         chosen = np.zeros_like(scores)
         np.put_along_axis(chosen, np.argsort(-choice, axis=-1, kind="stable")[..., :topk], 1.0, axis=-1)
         weights = scores * chosen

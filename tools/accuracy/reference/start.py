@@ -22,6 +22,7 @@ from tools.weights.hugging_face_sizes import Sizes
 SMALL = 0.02  # the recipes' initializer_range, or twice that
 # queries, keys and logits of order 1, so that attention is far from uniform and its scale and positions matter
 _LARGE = ("q_b_proj.weight", "q_proj.weight", "kv_b_proj.weight", "lm_head.weight")
+BETAS = (0.9, 0.999)  # of MindFormers' AdamW, if the recipe does not write them
 SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
@@ -101,10 +102,10 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
         )
     if wrapper.get("scale_sense", 1.0) != 1.0:
         raise RecipeError("runner_wrapper.scale_sense: the reference does not scale the loss; write 1.0")
-    schedule = recipe["lr_schedule"]
+    schedule, betas = recipe["lr_schedule"], optimizer.get("betas") or BETAS
     return Hyper(
         rates=[rate(schedule, step) for step in range(steps)],
-        betas=(float(optimizer["betas"][0]), float(optimizer["betas"][1])),
+        betas=(float(betas[0]), float(betas[1])),
         eps=float(optimizer.get("eps", 1e-8)),
         decay=float(optimizer.get("weight_decay", 0.0)),
         clip=float(wrapper.get("max_grad_norm", 1.0)) if wrapper.get("use_clip_grad") else 0.0,
@@ -121,6 +122,8 @@ def rate(schedule: Mapping[str, Any], step: int) -> float:
     kind = schedule["type"]
     if kind not in SCHEDULES:
         raise RecipeError(f"lr_schedule.type: the reference knows only {' and '.join(SCHEDULES)}, not {kind!r}")
+    if schedule.get("learning_rate") is None:
+        raise RecipeError("lr_schedule.learning_rate: this key is missing; write the rate after the warm-up")
     peak, start = float(schedule["learning_rate"]), float(schedule.get("warmup_lr_init") or 0.0)
     total = schedule.get("total_steps") or 0
     ratio = schedule.get("warmup_ratio")

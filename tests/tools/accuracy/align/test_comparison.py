@@ -346,6 +346,16 @@ def test_a_failed_side_is_told_by_its_own_words(tmp_path):
         start("raise SystemExit(3)")
 
 
+def test_accumulated_gradients_are_those_of_one_batch_in_one_process(tmp_path):
+    """The process accumulated the whole batch as often again, so that it trained on other samples."""
+    recipe = load_recipe(ALL_RECIPES / "mini" / "pretrain_tp2.yaml")
+    recipe["runner_config"]["gradient_accumulation_steps"] = 2
+    dump_recipe(recipe, tmp_path / "recipe.yaml")
+    ours, alone = split_model([tmp_path / "recipe.yaml"], (), None, 3).recipes
+    assert View(ours).accumulation == 2 and View(alone).accumulation == 1
+    assert View(ours).global_batch == View(alone).global_batch
+
+
 def test_settings_that_must_match_stop_the_comparison(tmp_path):
     write_learnable(tmp_path / "corpus", 512)
     data = str(tmp_path / "corpus")
@@ -368,6 +378,17 @@ def test_what_is_printed():
     assert "logits: " in text and text.rstrip().endswith("not aligned")
     data = json.loads(json.dumps(comparison.as_json()))
     assert data["passed"] is False and data["stages"][0]["rows"][-1]["status"] in ("passed", "failed")
+
+
+def test_an_error_that_is_not_finite_is_a_text_in_json():
+    """A gradient that only one side has printed Infinity, which JSON does not have."""
+    rows = [Row("a", float("inf"), 1e-4, "relative"), Row("b", float("nan"), 1e-4, "relative")]
+    comparison = Comparison("recipe.yaml", "other.yaml", [Stage("backward", rows)])
+    told = json.loads(json.dumps(comparison.as_json(), allow_nan=False))["stages"][0]["rows"]
+    assert [(row["error"], row["tolerance"], row["status"]) for row in told] == [
+        ("inf", 1e-4, "failed"),
+        ("nan", 1e-4, "failed"),
+    ]
 
 
 def test_a_row_says_what_differs_and_not_one_half():

@@ -327,6 +327,34 @@ def test_what_is_not_a_number_is_never_equal(tmp_path, fault, stage, module, sin
     assert json.loads(told)["findings"][0]["error"] is None
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_a_global_norm_that_is_infinite_is_a_difference(tmp_path, single):
+    """Clipping by it leaves nothing of the gradients. The comparison divided by 0."""
+
+    class Overflow(Run):
+        def metrics(self, rank, line):
+            super().metrics(rank, line | ({"global_norm": float("inf")} if line.get("step") == 3 else {}))
+
+    found = verdict_on(tmp_path, Overflow, single).first[0]
+    assert (found.step, found.stage, found.module) == (3, "norm and clipping", "global norm")
+
+
+@pytest.mark.parametrize(("skipped", "findings"), [(False, 1), (True, 0)])
+def test_a_global_norm_that_is_not_a_number_is_a_finding_of_a_run_that_records_only_its_metrics(
+    tmp_path, skipped, findings
+):
+    class Plain(Run):
+        def line(self, rank, kind, line):
+            pass
+
+        def metrics(self, rank, line):
+            spoilt = {"global_norm": float("nan"), "overflow": skipped} if line.get("step") == 3 else {}
+            super().metrics(rank, line | spoilt)
+
+    verdict = verdict_on(tmp_path, Plain, keys={"plugins.step_record": False})
+    assert [(each.step, each.stage) for each in verdict.findings] == [(3, "norm and clipping")] * findings
+
+
 @pytest.mark.parametrize("clipped", [True, False])
 def test_what_a_run_does_not_have_is_not_compared(tmp_path, clipped):
     class Dense(Run):

@@ -4,14 +4,19 @@ reference.
 
 import json
 import math
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from plugins.step_record.plan import END, START, apart, record_file, sketch_of
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run
 from tests.zoo.run import PAGE, RESULTS, page
 from tools.accuracy.align.sides import reference_sizes
+from tools.accuracy.cli import accuracy
+from tools.accuracy.diagnose import cli
 from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
 from tools.accuracy.diagnose.laws import STAGES, VERSIONS
@@ -19,6 +24,7 @@ from tools.accuracy.diagnose.reference import built_of, outputs_of
 from tools.accuracy.reference import forward
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import initial_weights
+from tools.recipe.dump import dump_recipe
 from tools.weights.hugging_face_names import to_hugging_face, to_mindformers
 
 EMBEDDING, DENSE, NORM = SHAPES
@@ -353,3 +359,34 @@ def test_what_was_built_is_what_the_recipe_says(tmp_path):
 
 def test_the_page_of_the_zoo_is_made_of_its_results():
     assert PAGE.read_text() == page(json.loads(RESULTS.read_text()))
+
+
+def test_a_recipe_that_the_command_trains_is_held_against_the_forward_pass(tmp_path, ids, monkeypatch):
+    """Its run is removed only after the verdict; before, nothing was left to compare with NumPy."""
+
+    def train(recipe, run_dir, steps):
+        aligned(run_dir, Scaled, ids)
+        return run_dir
+
+    monkeypatch.setattr(cli, "_train", train)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.touch()
+    done = CliRunner().invoke(accuracy, ["diagnose", str(recipe)])
+    assert done.exit_code == 1 and "that of the forward pass in NumPy" in done.output
+    assert "does not exist" not in done.output
+
+
+def test_a_recipe_and_its_data_are_relative_to_the_folder_of_the_caller(tmp_path, monkeypatch):
+    """It was looked for in the checkout."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    dump_recipe(TINY, "my.yaml")
+    found = []
+
+    def run_child(command, cwd=".", **_):
+        found.append(Path(cwd, command[2]).resolve())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(cli.children, "run_child", run_child)
+    cli._train(Path("my.yaml"), tmp_path / "run", 3)
+    assert found == [tmp_path / "mine" / "my.yaml"]

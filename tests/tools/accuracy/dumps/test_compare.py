@@ -204,6 +204,16 @@ def test_plain_values_are_compared(tmp_path):
     assert row.detail == "1.515, should be 1.5" and row.name.endswith("input.1")
 
 
+def test_a_plain_value_that_is_nan_on_both_sides_is_the_same(tmp_path):
+    """A rerun had a finding."""
+    sides = run(), run()
+    for side in sides:
+        side[0]["Cell.layers.0.act.Relu.forward.0"]["input_args"][1] = float("nan")
+    assert compared(tmp_path, *sides).passed
+    sides[1][0]["Cell.layers.0.act.Relu.forward.0"]["input_args"][1] = 1.5
+    assert not compared(tmp_path, *sides).passed
+
+
 def test_ranks_are_paired_by_number(tmp_path):
     golden, bench = write_dump(tmp_path / "a", run(), ranks=3), write_dump(tmp_path / "b", run(), ranks=3)
     where = (1, "Cell.layers.0.act.Relu.forward.0", "output", 0)

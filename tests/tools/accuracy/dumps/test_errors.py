@@ -47,6 +47,14 @@ def pairs(draw):
     return want, got
 
 
+def test_differences_of_float16_are_not_rounded_to_float16(folder):
+    """Large ones were, so that an error was up to 1/4096 of itself off."""
+    want = np.array([1.0, -1.0, 1.001953125], np.float16)
+    got = np.array([-3.001953125, 2.0, 0.0], np.float16)
+    found = measure(*files(folder, want, got), 0.0, SMALLEST["float16"])
+    assert found.error == pytest.approx(float(judge.errors(got, want, SMALLEST["float16"]).max()), rel=1e-5)
+
+
 @settings(max_examples=150)
 @given(pairs(), st.sampled_from([0.0, 1e-4, 4e-3]))
 def test_errors_are_those_of_judge(folder, pair, tolerance):
@@ -360,6 +368,28 @@ def test_a_cell_takes_the_largest_count_inside():
     beside = entry("Cell.layers.0.gate.Gate.forward.0", [(4, 8)], [(4, 8)])
     counter = Counter([inner, outer, beside])
     assert [counter.of(each, each.items[-1]) for each in (inner, outer, beside)] == [20000, 20000, 1]
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "output", "count"),
+    [
+        ("linear", [(128, 8, 2560), (512, 2560), (512,)], (128, 8, 512), 2560),
+        ("matmul", [(128, 8, 2560), (2560, 512)], (128, 8, 512), 2560),
+        ("matmul", [(128, 8, 2560), (2560, 512)], (1024, 512), 2560),
+        ("matmul", [(2560, 8), (2560, 512)], (8, 512), 2560),
+        ("matmul", [(2, 1, 8, 64), (16, 64, 4)], (2, 16, 8, 4), 64),
+        ("matmul", [(2, 8, 64), (64,)], (2, 8), 64),
+        ("bmm", [(16, 8, 2560), (16, 2560, 4)], (16, 8, 4), 2560),
+        ("grouped_matmul", [(1024, 2560), (16, 2560, 512)], (1024, 512), 2560),
+        ("grouped_matmul", [(2560, 1024), (1024, 512)], (16, 2560, 512), 64),
+        ("baddbmm", [(16, 8, 4), (16, 8, 2560), (16, 2560, 4)], (16, 8, 4), 2560),
+        ("addmm", [(4,), (8, 2560), (2560, 4)], (8, 4), 2560),
+    ],
+)
+def test_a_product_sums_the_axis_that_its_factors_share(function, inputs, output, count):
+    """Whatever its batches are, and whatever is added to it."""
+    call = entry(f"Functional.{function}.0.forward", inputs, [output])
+    assert Counter([call]).of(call, call.items[-1]) == count
 
 
 def test_functions_are_counted_call_by_call():

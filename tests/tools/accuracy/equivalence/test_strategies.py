@@ -26,6 +26,7 @@ from tools.check.check import check_recipe
 from tools.data.index import IndexReader
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
+from tools.recipe.view import View
 
 MINI = str(ROOT / "recipes/mini/pretrain.yaml")
 RECIPES = [
@@ -35,6 +36,32 @@ RECIPES = [
 ]
 DENSE = str(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml")
 VARIANTS = {case.name: case.variant for case in strategies.cases() if case.variant}
+
+
+@pytest.mark.parametrize("name", ["pretrain", "pretrain_tp2"])
+def test_a_recipe_need_not_write_what_mindformers_fills_in(tmp_path, name):
+    """It takes its monitor of the losses, without which a run has no metrics, one sample, and a degree of one."""
+    recipe = load_recipe(ROOT / f"recipes/mini/{name}.yaml")
+    del recipe["runner_config"]["batch_size"], recipe["callbacks"], recipe["parallel_config"]["data_parallel"]
+    dump_recipe(recipe, tmp_path / "recipe.yaml")
+    base = strategies.one_worker(str(tmp_path / "recipe.yaml"))
+    assert strategies.batch_of(base) == 1 and base["callbacks"] == [{"type": "MFLossMonitor"}]
+    del base["runner_config"]["batch_size"]
+    runs.make_corpus(tmp_path / "corpus", base, 2)
+    assert len(IndexReader(tmp_path / "corpus" / "random").lengths)
+
+
+def test_one_worker_trains_the_batch_of_accumulated_gradients(tmp_path):
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain_tp2.yaml")
+    recipe["runner_config"]["gradient_accumulation_steps"] = 2
+    for callback in recipe["callbacks"]:
+        if callback["type"] == BIAS_CALLBACK:
+            callback["gradient_accumulation_steps"] = 2
+    dump_recipe(recipe, tmp_path / "recipe.yaml")
+    base = strategies.one_worker(str(tmp_path / "recipe.yaml"))
+    assert strategies.batch_of(base) == View(recipe).global_batch
+    assert base["runner_config"]["gradient_accumulation_steps"] == 1
+    assert {callback.get("gradient_accumulation_steps", 1) for callback in base["callbacks"]} == {1}
 
 
 def test_names_are_unique_and_every_row_is_one_of_three_kinds():

@@ -78,6 +78,35 @@ def test_yarn_is_said_by_two_lengths():
     assert hf["max_position_embeddings"] == scaling["factor"] * scaling["original_max_position_embeddings"]
 
 
+def test_what_a_recipe_leaves_out_has_mindformers_defaults():
+    """Each of these keys ended in a traceback."""
+    recipe = load_recipe(MINI)
+    del recipe["callbacks"], recipe["optimizer"]["betas"]
+    plain = on_one_worker(recipe, 2)
+    assert plain["callbacks"] == [{"type": "MFLossMonitor"}] and hyper_of(plain, 2).betas == (0.9, 0.999)
+    del recipe["lr_schedule"]["learning_rate"]
+    with pytest.raises(RecipeError, match=r"^lr_schedule\.learning_rate: this key is missing; write "):
+        hyper_of(recipe, 2)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_where_every_expert_is_chosen_there_is_no_tie(experts):
+    """Equal scores of two chosen experts excused a wrong output; a model of one expert ended in a traceback."""
+    model = sizes(n_routed_experts=experts, num_experts_per_tok=experts)
+    weights = initial_weights(model, 0)
+    gates = [name for name in weights if name.endswith((".gate.weight", "e_score_correction_bias"))]
+    forward = Forward(model, weights | {name: np.zeros_like(weights[name]) for name in gates})
+    forward.run(tokens(model)[0])
+    assert gates and set(forward.ties.values()) == {0}
+
+
+def test_conversations_are_refused():
+    """Their loader has no `sizes`, and without its plugin the labels are shifted twice."""
+    recipe = load(RECIPES / "mini" / "finetune.yaml", (), None, 2)
+    with pytest.raises(RecipeError, match=r"finetune\.yaml: train_dataset\.data_loader\.type: .* Megatron corpus"):
+        on_one_worker(recipe, 2)
+
+
 def test_without_its_callback_the_bias_stays():
     recipe = mini()
     recipe["callbacks"] = [callback for callback in recipe["callbacks"] if "Topk" not in callback["type"]]
