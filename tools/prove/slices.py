@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from tools.prove import moves
 from tools.prove.spread import (
+    Alike,
     Block,
     Dim,
     NotKnown,
     Spread,
+    as_tensor,
     by_element,
     checked,
     extent,
@@ -85,6 +87,7 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
         shape, by, sizes: the same as in `take`, for the padded value.
     """
     require_home(x)
+    x = as_tensor(x) if isinstance(x, Alike) else x  # beside zeros its elements are not equal any more
     if (stacked := _stacked(x, shape, by, sizes)) is not None:
         return stacked
     x = x if by else _added_up(x, shape)

@@ -318,6 +318,11 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
     return frozenset.intersection(*found) if found else frozenset()
 
 
+def as_tensor(x: Spread) -> Spread:
+    """Return the spread of a value without the knowledge that its elements are equal (`Alike`) or zeros (`Zeros`)."""
+    return Spread(**vars(x)) if isinstance(x, (Alike, Zeros)) else x
+
+
 def alike(x: Spread, other: Spread) -> Spread:
     """Return a constant tensor of equal elements (`Alike`) with its dimensions cut like those of `other`; return any
     other value unchanged.
