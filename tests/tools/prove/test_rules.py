@@ -22,6 +22,7 @@ from tools.prove.spread import (
     joined,
     matmul,
     plain,
+    reduce_largest,
     reduce_sum,
     tidy,
 )
@@ -218,3 +219,12 @@ def test_zeros_or_equal_elements_beside_others_are_no_longer_all_equal() -> None
         with pytest.raises(Contradiction, match="not cut equally"):
             joined(found, cut)
     assert isinstance(slices.pad(Zeros(((4,),)), (8,), {}, SIZES), Zeros)
+
+
+def test_the_largest_of_a_ranks_own_piece_is_not_added_up() -> None:
+    largest = reduce_largest(Spread((("a", 4), (8,), (2,))), (0,), keep=False)
+    with pytest.raises(Contradiction, match="own piece over a is added up"):
+        reduce_sum(largest, (0,), keep=False)
+    with pytest.raises(Contradiction, match="maximum of only a rank's own piece over a"):
+        matmul(largest, plain((2, 3)))
+    assert reduce_sum(moves.all_largest(largest, ("a",)), (0, 1), keep=False) == plain(())
