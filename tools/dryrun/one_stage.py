@@ -12,7 +12,7 @@ import copy
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.dryrun.plan import resized, stages_of
+from tools.dryrun.plan import Stage, resized, stages_of
 from tools.model import DENSE
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -53,7 +53,7 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
         parallel.pop(key, None)
     for key in (*RECOMPUTE, *EXCLUDE):
         if key in (found.get("recompute_config") or {}):
-            found["recompute_config"][key] = _of_stage(found["recompute_config"][key], stage.number)
+            found["recompute_config"][key] = _of_stage(found["recompute_config"][key], stage)
     return _fitting(found, devices)
 
 
@@ -70,12 +70,15 @@ def _fitting(recipe: Recipe, devices: int) -> Recipe:
     return resized(recipe, dp * other)
 
 
-def _of_stage(value: Any, stage: int) -> Any:
+def _of_stage(value: Any, stage: Stage) -> Any:
     """Return what a setting of recomputation says of one stage: lists of counts become a list of one count."""
     if isinstance(value, dict):
         return {key: _of_stage(inner, stage) for key, inner in value.items()}
     if not isinstance(value, list) or not value or any(isinstance(item, str) for item in value):
         return value
-    if any(isinstance(row, list) for row in value):
-        return [sum(row[stage] for row in value)]
-    return [value[stage]]
+    if any(isinstance(row, list) for row in value):  # by chunk; a flag stands for all layers of its place, or for none
+        sizes = [len(kinds) for _, kinds in stage.chunks]
+        wanted = [row[stage.number] if isinstance(row, list) else row for row in value]
+        pairs = zip(wanted, sizes, strict=True)
+        return [sum(size * want if isinstance(want, bool) else min(want, size) for want, size in pairs)]
+    return [value[stage.number]]

@@ -160,3 +160,15 @@ def test_counts_of_recomputed_layers_are_those_of_the_stage():
     cut = one_stage(recipe, 512)
     assert cut["recompute_config"]["recompute"] == [3]
     assert cut["recompute_config"]["select_recompute"] == {r"mlp\.linear": [2]}
+
+
+@pytest.mark.parametrize(
+    "written, count",
+    [([True, [1] * 8], 5), ([[2] * 8, False], 2), ([[True] * 8, [False] * 8], 4), ([[9] * 8, [0] * 8], 4)],
+)
+def test_flags_of_recomputed_chunks_are_all_layers_of_the_stages_chunk(written, count):
+    """Stage 0 has chunks of 4 and 3 layers."""
+    recipe = own("telechat3_438b/pretrain_4k")
+    recipe["recompute_config"]["recompute"] = written
+    assert [len(kinds) for _, kinds in stages_of(View(recipe))[0].chunks] == [4, 3]
+    assert one_stage(recipe, 512)["recompute_config"]["recompute"] == [count]
