@@ -9,6 +9,7 @@ recomputation of these layers, are unchanged. MTP layers and the settings of the
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from plugins.errors import RecipeError
@@ -58,12 +59,13 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
 
 
 def _fitting(recipe: Recipe, devices: int) -> Recipe:
-    """Return the recipe with so many data-parallel ranks that it fits the devices."""
+    """Return the recipe with as many data-parallel ranks as fit the devices and go with its expert parallelism."""
     view = View(recipe)
     other = view.tp * view.cp
-    dp = min(view.dp, devices // other)
-    if dp < 1 or view.ep > dp * view.tp:
-        least = max(other, view.ep * view.cp)
+    step = view.ep // math.gcd(view.ep, view.tp)  # MindFormers: expert_parallel divides data_parallel x model_parallel
+    dp = min(view.dp, devices // other) // step * step
+    if dp < 1:
+        least = step * other
         raise RecipeError(
             f"{recipe.source}: one stage needs at least {least} devices, but only {devices} are available"
         )

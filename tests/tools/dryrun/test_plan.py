@@ -153,6 +153,12 @@ def test_fewer_devices_are_fewer_data_parallel_ranks():
         one_stage(own("telechat3_438b/pretrain_4k"), 8)
 
 
+def test_data_parallel_ranks_that_the_experts_do_not_go_with_are_left_out():
+    cut = one_stage(own("telechat3_438b/pretrain_4k"), 40)  # 20 x 2 ranks are no whole number of 16 experts' ranks
+    assert (View(cut).devices, View(cut).dp, View(cut).ep) == (32, 16, 16)
+    assert [str(one) for one in check_recipe(cut).errors] == []
+
+
 def test_counts_of_recomputed_layers_are_those_of_the_stage():
     recipe = own("telechat3_438b/pretrain_4k")
     recipe["recompute_config"]["recompute"] = [[1, 2, 3, 4, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0, 0]]
