@@ -14,7 +14,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.dryrun.plan import Stage, resized, stages_of
-from tools.model import DENSE
+from tools.model import DENSE, MOE
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps
@@ -44,8 +44,12 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
     found = copy.deepcopy(recipe)
     model, parallel = found["model"]["model_config"], found["parallel"]
     model.update(num_hidden_layers=len(stage.kinds), offset=0, pp_interleave_num=1)
-    if "first_k_dense_replace" in model:
-        model["first_k_dense_replace"] = sum(kind == DENSE for kind in stage.kinds)
+    if any(MOE in one.kinds for one in stages):  # whichever way the recipe spells its layers, or leaves to a default
+        dense = stage.kinds.index(MOE) if MOE in stage.kinds else len(stage.kinds)
+        behind = [int(kind == MOE) for kind in stage.kinds] if DENSE in stage.kinds[dense:] else 1
+        model.update(first_k_dense_replace=dense if behind == 1 else 0, moe_layer_freq=behind)
+    elif "first_k_dense_replace" in model:
+        model["first_k_dense_replace"] = len(stage.kinds)
     if model.get("num_nextn_predict_layers"):
         model["num_nextn_predict_layers"] = 0
         (found.get("plugins") or {}).pop("mtp_documents", None)

@@ -153,6 +153,18 @@ def test_fewer_devices_are_fewer_data_parallel_ranks():
         one_stage(own("telechat3_438b/pretrain_4k"), 8)
 
 
+@pytest.mark.parametrize(
+    "dense, frequency", [(0, 2), (0, [0] + [1] * 53), (3, 1), (0, [0] * 8 + [1] * 46)], ids=["2", "list", "first", "8"]
+)
+def test_kinds_of_layers_are_those_of_the_stage(dense, frequency):
+    recipe = own("telechat3_438b/pretrain_4k")
+    recipe["model"]["model_config"] |= {"first_k_dense_replace": dense, "moe_layer_freq": frequency}
+    assert [str(one) for one in check_recipe(recipe).errors] == []
+    cut = one_stage(recipe, 512)
+    assert stages_of(View(cut))[0].kinds == stages_of(View(recipe))[0].kinds
+    assert [str(one) for one in check_recipe(cut).errors] == []
+
+
 def test_data_parallel_ranks_that_the_experts_do_not_go_with_are_left_out():
     cut = one_stage(own("telechat3_438b/pretrain_4k"), 40)  # 20 x 2 ranks are no whole number of 16 experts' ranks
     assert (View(cut).devices, View(cut).dp, View(cut).ep) == (32, 16, 16)
