@@ -371,7 +371,7 @@ class Typing:
                 continue
             try:  # a Send may take a parameter itself: a weight that two stages use
                 value = self.of(number if node.value is None else node.value)
-            except NotKnown:
+            except (Contradiction, NotKnown):  # the report tells it with the weight
                 continue
             if isinstance(value, Spread):
                 found[_direction(node)].add(value)

@@ -128,6 +128,15 @@ def test_micro_batches_must_add_alike(tmp_path):
         own.summed("v")
 
 
+def test_a_sum_of_micro_batches_that_do_not_add_alike_may_be_sent(tmp_path):
+    """The gradient of a copy of the embedding goes to another stage: the proof went on to no weight."""
+    sends = [node(10, "Send(%8)", ACCU, T88, "Gradients/Default")]
+    own = typing(graph("first", tmp_path, more=sends), {("backward", (4, 8)): CUT})
+    own.summed("w")
+    own.added["w"].append(plain((8, 8)))
+    assert own.sent() == {("forward", (4, 8)): {CUT}}
+
+
 @pytest.mark.parametrize(("ranks", "sums"), [((0,), True), ((0, 1), False)])
 def test_in_a_stage_of_one_device_every_value_is_whole_but_for_what_comes_from_other_ranks(tmp_path, ranks, sums):
     """An operator needs no rule there, but a sum over a rank of another stage is unknown."""
