@@ -26,7 +26,16 @@ from tools.dryrun.graph_text import read_graph
 from tools.dryrun.plan import Plan, plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.layout.resolve import resolve
-from tools.prove.report import PROVEN, mesh_for, prove_rank, report_of, scale_faults, type_stages, typing_of
+from tools.prove.report import (
+    PROVEN,
+    mesh_for,
+    neighbours,
+    prove_rank,
+    report_of,
+    scale_faults,
+    type_stages,
+    typing_of,
+)
 from tools.prove.spread import NotKnown
 from tools.ranges import jobs_option, overrides_option
 from tools.recipe.load import Recipe, load_recipe
@@ -115,9 +124,7 @@ def proof_of(
         mesh = mesh_for(results, graphs, degrees)
     except NotKnown as error:
         raise RecipeError(f"{recipe.source}: {error}; tc3 dryrun judges the sums of gradients without types") from None
-    beside = [
-        {axis: replace(job, rank=job.rank + stride) for axis, stride in mesh.strides.items()} for job in plan.jobs
-    ]
+    beside = [{axis: replace(job, rank=rank) for axis, rank in neighbours(job.rank, mesh).items()} for job in plan.jobs]
     others = replace(plan, jobs=[job for own in beside for job in own.values()])
     _compiled(recipe, others, at_once, use_cache, as_json)
     peers = [{axis: read_graph(text_of(job)) for axis, job in own.items()} for own in beside]
