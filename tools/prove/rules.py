@@ -25,6 +25,7 @@ from tools.prove.spread import (
     add,
     as_tensor,
     by_element,
+    checked,
     divide,
     extent,
     matmul,
@@ -250,7 +251,8 @@ def _dense(call: Call) -> Value:
 @rule("Outer", says="It is an outer product: both arguments must be plain.")
 def _outer(call: Call) -> Value:
     x, y = by_element(call.spread(0)), by_element(call.spread(1))
-    return Spread(x.dims + y.dims)
+    dims = checked(x.dims + y.dims, x, y)
+    return Spread(dims, shifted=x.shifted | y.shifted, loose=x.loose | y.loose)
 
 
 @rule("Reshape", "Squeeze", says="It keeps the elements: each piece stays between the same factors of the shape.")

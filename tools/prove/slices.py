@@ -182,4 +182,4 @@ def one_hot(indices: Spread, classes: int, sizes: Mapping[str, int]) -> Spread:
     require_home(indices)
     by_element(indices)
     own = tidy((*_outermost_first(indices.shifted, sizes), classes))
-    return Spread((*indices.dims, own), loose=indices.loose)
+    return Spread(checked((*indices.dims, own), indices), loose=indices.loose)

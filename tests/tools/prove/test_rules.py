@@ -221,6 +221,16 @@ def test_zeros_or_equal_elements_beside_others_are_no_longer_all_equal() -> None
     assert isinstance(slices.pad(Zeros(((4,),)), (8,), {}, SIZES), Zeros)
 
 
+def test_one_axis_does_not_cut_two_dimensions_of_an_outer_product_or_of_one_hot_rows() -> None:
+    """Each rank would have the products of its own pieces, which are the blocks on the diagonal."""
+    cut, loose = Spread((("a", 4),)), Spread((("a", 4),), loose=frozenset("a"))
+    with pytest.raises(Contradiction, match="a would cut two dimensions"):
+        result("Outer", 0, cut, cut, of=(4, 4))
+    assert result("Outer", 0, loose, plain((2,)), of=(4, 2)) == replace(loose, dims=(("a", 4), (2,)))
+    with pytest.raises(Contradiction, match="a would cut two dimensions"):
+        slices.one_hot(replace(cut, shifted=frozenset("a")), 8, SIZES)
+
+
 def test_the_largest_of_a_ranks_own_piece_is_not_added_up() -> None:
     largest = reduce_largest(Spread((("a", 4), (8,), (2,))), (0,), keep=False)
     with pytest.raises(Contradiction, match="own piece over a is added up"):
