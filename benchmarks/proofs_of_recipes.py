@@ -72,10 +72,11 @@ def table(recipes: Sequence[Path]) -> bool:
     for path in recipes:
         code, told, messages = proof_of(path)
         sound = sound and not code
-        if told.startswith("{"):
-            click.echo(row_of(path, json.loads(told)))
-        else:
-            last = (told.strip() or messages.strip()).splitlines()[-1:]
+        report = json.loads(told) if told.startswith("{") else {"problems": messages.strip().splitlines()}
+        if "weights" in report:
+            click.echo(row_of(path, report))
+        else:  # a rank does not compile, or the recipe is wrong
+            last = report["problems"][-1:]
             click.echo(f"| `{path.name}` | {layout_of(path)} | | refused | | | | {''.join(last)} |")
     return sound
 

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from launch.run.effective import FULL_SIZE
@@ -14,7 +15,7 @@ from tests.recipes.test_numbers import CARDS, ENTRIES
 from tools.doctor import cli as doctor  # its import enters every check
 from tools.doctor.checks import CHECKS
 from tools.recipe import catalogue as command
-from tools.recipe.catalogue import MEASURES, ROLES, catalogue, load_card, load_cards
+from tools.recipe.catalogue import MEASURES, ROLES, catalogue, load_card, load_cards, why_modelled
 
 ASSUMED = [
     (card, entry, key_path, reason)
@@ -205,6 +206,7 @@ def test_only_yaml_beside_the_catalogue():
     ("old", "new", "message"),
     [
         ("claim: assumed", "claim: trained", "'trained' is not a claim"),
+        ("claim: assumed", "claim: 3", "3 is not a claim"),
         ("claim: assumed", "claim: compiled-virtual-many", "is not a claim"),
         ("claim: assumed", "claim: proven-virtual-", "is not a claim"),
         ("kind: full", "kind: ful", "did you mean 'full'"),
@@ -233,6 +235,18 @@ def test_a_wrong_card_is_refused_by_name(tmp_path, monkeypatch, old, new, messag
     assert message in str(error.value)
     monkeypatch.setattr(command, "RECIPES", tmp_path)
     assert CliRunner().invoke(command.main, ["--check"]).exit_code == 2
+
+
+@pytest.mark.parametrize("place", ["status", "conflicts"])
+def test_a_card_with_an_empty_list_is_refused_and_no_check_of_a_recipe_ends_with_it(tmp_path, place):
+    shutil.copytree(RECIPES / "telechat3_105b", tmp_path / "telechat3_105b")
+    card = tmp_path / "telechat3_105b/card.yaml"
+    content = yaml.safe_load(card.read_text())
+    (content["recipes"]["finetune_4k.yaml"] if place == "status" else content)[place] = None if place == "status" else 3
+    card.write_text(yaml.safe_dump(content))
+    with pytest.raises(RecipeError, match=rf"{place}: \w+ is not a list"):
+        load_card(card)
+    assert why_modelled([str(card.with_name("finetune_4k.yaml"))]) == ""
 
 
 def test_a_compiled_claim_names_its_devices(tmp_path):

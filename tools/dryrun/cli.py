@@ -159,7 +159,7 @@ def dryrun(
         fullest = max(lines, key=lambda stage: lines[stage].peak)
         title = f"{report['recipe']}, stage {fullest}, compiled{' (quick)' if quick else ''}"
         write_line(lines[fullest], title, report["stages"][0]["memory"]["limit"], time_line)
-    proof = partial(proof_of, loaded, plan, results, jobs, not no_cache) if prove else None
+    proof = partial(proof_of, loaded, plan, results, jobs, not no_cache, as_json) if prove else None
     sys.exit(1 if _tell(report, proof, as_json) else 0)
 
 

@@ -45,7 +45,7 @@ _CODE = (
     "tools/schema/converter.py",
     *("tools/dryrun/rank.py", "tools/dryrun/virtual_cluster.py", "tools/dryrun/memory.py"),
     *("tools/dryrun/graph_text.py", "tools/dryrun/collectives.py", "tools/dryrun/activations.py"),
-    "tools/dryrun/gradients.py",
+    *("tools/dryrun/gradients.py", "tools/dryrun/scale.py"),
     "tools/estimate/memory/training_graph.py",
 )
 _PACKAGES = ("mindspore", "mindformers")

@@ -243,8 +243,12 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     the compiled rank that has the most (without those of its sends and receives), and their "bytes" with HCCL's default
     buffer size.
     """
-    every = [{tuple(group) for group in result.get("graph", {}).get("groups", ())} for result in results]
-    most = max((len(groups) for groups in every), default=0)
+    graphs = [result.get("graph", {}) for result in results]
+    every = [
+        {tuple(graph["groups"][item["group"]]) for item in graph.get("collectives", ()) if "peer" not in item}
+        for graph in graphs
+    ]
+    most = max(map(len, every), default=0)
     return {"communicators": most, "bytes": 2 * HCCL_BUFFSIZE * most}
 
 

@@ -9,11 +9,12 @@ recomputation of these layers, are unchanged. MTP layers and the settings of the
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.dryrun.plan import resized, stages_of
-from tools.model import DENSE
+from tools.dryrun.plan import Stage, resized, stages_of
+from tools.model import DENSE, MOE
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps
@@ -43,8 +44,12 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
     found = copy.deepcopy(recipe)
     model, parallel = found["model"]["model_config"], found["parallel"]
     model.update(num_hidden_layers=len(stage.kinds), offset=0, pp_interleave_num=1)
-    if "first_k_dense_replace" in model:
-        model["first_k_dense_replace"] = sum(kind == DENSE for kind in stage.kinds)
+    if any(MOE in one.kinds for one in stages):  # whichever way the recipe spells its layers, or leaves to a default
+        dense = stage.kinds.index(MOE) if MOE in stage.kinds else len(stage.kinds)
+        behind = [int(kind == MOE) for kind in stage.kinds] if DENSE in stage.kinds[dense:] else 1
+        model.update(first_k_dense_replace=dense if behind == 1 else 0, moe_layer_freq=behind)
+    elif "first_k_dense_replace" in model:
+        model["first_k_dense_replace"] = len(stage.kinds)
     if model.get("num_nextn_predict_layers"):
         model["num_nextn_predict_layers"] = 0
         (found.get("plugins") or {}).pop("mtp_documents", None)
@@ -53,29 +58,33 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
         parallel.pop(key, None)
     for key in (*RECOMPUTE, *EXCLUDE):
         if key in (found.get("recompute_config") or {}):
-            found["recompute_config"][key] = _of_stage(found["recompute_config"][key], stage.number)
+            found["recompute_config"][key] = _of_stage(found["recompute_config"][key], stage)
     return _fitting(found, devices)
 
 
 def _fitting(recipe: Recipe, devices: int) -> Recipe:
-    """Return the recipe with so many data-parallel ranks that it fits the devices."""
+    """Return the recipe with as many data-parallel ranks as fit the devices and go with its expert parallelism."""
     view = View(recipe)
     other = view.tp * view.cp
-    dp = min(view.dp, devices // other)
-    if dp < 1 or view.ep > dp * view.tp:
-        least = max(other, view.ep * view.cp)
+    step = view.ep // math.gcd(view.ep, view.tp)  # MindFormers: expert_parallel divides data_parallel x model_parallel
+    dp = min(view.dp, devices // other) // step * step
+    if dp < 1:
+        least = step * other
         raise RecipeError(
             f"{recipe.source}: one stage needs at least {least} devices, but only {devices} are available"
         )
     return resized(recipe, dp * other)
 
 
-def _of_stage(value: Any, stage: int) -> Any:
+def _of_stage(value: Any, stage: Stage) -> Any:
     """Return what a setting of recomputation says of one stage: lists of counts become a list of one count."""
     if isinstance(value, dict):
         return {key: _of_stage(inner, stage) for key, inner in value.items()}
     if not isinstance(value, list) or not value or any(isinstance(item, str) for item in value):
         return value
-    if any(isinstance(row, list) for row in value):
-        return [sum(row[stage] for row in value)]
-    return [value[stage]]
+    if any(isinstance(row, list) for row in value):  # by chunk; a flag stands for all layers of its place, or for none
+        sizes = [len(kinds) for _, kinds in stage.chunks]
+        wanted = [row[stage.number] if isinstance(row, list) else row for row in value]
+        pairs = zip(wanted, sizes, strict=True)
+        return [sum(size * want if isinstance(want, bool) else min(want, size) for want, size in pairs)]
+    return [value[stage.number]]

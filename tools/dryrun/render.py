@@ -23,7 +23,7 @@ _SHOWN = 3  # lines of traffic a stage
 def render(report: Mapping[str, Any], console: Console) -> None:
     """Print the report of a dry run, with a row for each stage."""
     layout = " ".join(f"{name}{size}" for name, size in report["layout"].items() if size > 1) or "one device"
-    console.print(f"{report['recipe']}: {report['devices']:,} virtual devices, {layout}", highlight=False)
+    console.print(f"{report['recipe']}: {report['devices']:,} virtual devices, {layout}", highlight=False, markup=False)
     console.print(_memory(report))
     console.print(
         "GiB on one device. Exact, from MindSpore's layouts and graph: weights, optimizer state, accumulated gradients,"
@@ -40,7 +40,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         console.print(f"trained weights, each once: {counted['compiled']:,} ({verdict})", highlight=False)
     console.print(_peak(report), highlight=False)
     for line in _beside(report):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for note in notes(report):
         console.print(note, style="dim", highlight=False)
     for problem in report["problems"]:

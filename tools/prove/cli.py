@@ -26,7 +26,16 @@ from tools.dryrun.graph_text import read_graph
 from tools.dryrun.plan import Plan, plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.layout.resolve import resolve
-from tools.prove.report import PROVEN, mesh_for, prove_rank, report_of, scale_faults, type_stages, typing_of
+from tools.prove.report import (
+    PROVEN,
+    mesh_for,
+    neighbours,
+    prove_rank,
+    report_of,
+    scale_faults,
+    type_stages,
+    typing_of,
+)
 from tools.prove.spread import NotKnown
 from tools.ranges import jobs_option, overrides_option
 from tools.recipe.load import Recipe, load_recipe
@@ -60,7 +69,7 @@ def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | Non
     loaded = resolve(loaded, partial(click.echo, err=True))
     require_collectives(loaded)
     plan = quick_plan(loaded) if quick else plan_jobs(loaded)
-    report = proof_of(loaded, plan, _compiled(loaded, plan, jobs), jobs)
+    report = proof_of(loaded, plan, _compiled(loaded, plan, jobs, as_json=as_json), jobs, as_json=as_json)
     if as_json:
         click.echo(json.dumps(report))
     else:
@@ -85,7 +94,12 @@ def require_collectives(recipe: Recipe) -> None:
 
 
 def proof_of(
-    recipe: Recipe, plan: Plan, results: Sequence[dict[str, Any]], at_once: int | None, use_cache: bool = True
+    recipe: Recipe,
+    plan: Plan,
+    results: Sequence[dict[str, Any]],
+    at_once: int | None,
+    use_cache: bool = True,
+    as_json: bool = False,
 ) -> dict[str, Any]:
     """Return, as values fit for JSON, which gradients of a compiled recipe are proven to be right. For each compiled
     rank, its neighbours along each axis of the device mesh are compiled too, and in every graph it is found how each
@@ -97,6 +111,7 @@ def proof_of(
         results: the results of the plan's jobs, in the order of the jobs; none may be a refusal.
         at_once: compiles that run at the same time; None for as many as fit.
         use_cache: whether the kept results of earlier compiles of the neighbours are used instead of new compiles.
+        as_json: whether a refusal is printed as JSON.
 
     Raises:
         RecipeError: the groups of the graphs do not form a mesh.
@@ -109,10 +124,9 @@ def proof_of(
         mesh = mesh_for(results, graphs, degrees)
     except NotKnown as error:
         raise RecipeError(f"{recipe.source}: {error}; tc3 dryrun judges the sums of gradients without types") from None
-    beside = [
-        {axis: replace(job, rank=job.rank + stride) for axis, stride in mesh.strides.items()} for job in plan.jobs
-    ]
-    _compiled(recipe, replace(plan, jobs=[job for own in beside for job in own.values()]), at_once, use_cache)
+    beside = [{axis: replace(job, rank=rank) for axis, rank in neighbours(job.rank, mesh).items()} for job in plan.jobs]
+    others = replace(plan, jobs=[job for own in beside for job in own.values()])
+    _compiled(recipe, others, at_once, use_cache, as_json)
     peers = [{axis: read_graph(text_of(job)) for axis, job in own.items()} for own in beside]
     make = [
         partial(typing_of, result, graph, mesh, own) for result, graph, own in zip(results, graphs, peers, strict=True)
@@ -126,12 +140,14 @@ def proof_of(
     return report_of(recipe.source, results, stages, differ, micro_batches, per, small.devices)
 
 
-def _compiled(recipe: Recipe, plan: Plan, at_once: int | None, use_cache: bool = True) -> list[dict[str, Any]]:
+def _compiled(
+    recipe: Recipe, plan: Plan, at_once: int | None, use_cache: bool = True, as_json: bool = False
+) -> list[dict[str, Any]]:
     """Return the results of a plan; end the command if a rank does not compile."""
     results = compile_all(plan, at_once, use_cache, texts=True)
     refused = [refusal_of(result, recipe) for result in results if "error" in result]
     if refused:
-        for line in refused:
+        for line in [json.dumps({"problems": refused})] if as_json else refused:
             click.echo(line)
         sys.exit(1)
     return results

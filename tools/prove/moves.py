@@ -17,8 +17,10 @@ from tools.prove.spread import (
     NotKnown,
     Rows,
     Spread,
+    Zeros,
     alike,
     as_partial,
+    as_tensor,
     extent,
     joined,
     logical,
@@ -258,6 +260,8 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
     first = next((x for x in given if x.holes), given[0])
     axis %= len(first.dims)
     given = [alike(x, replace(first, dims=(*first.dims[:axis], x.dims[axis], *first.dims[axis + 1 :]))) for x in given]
+    if not all(isinstance(x, Zeros) for x in given):  # zeros beside a value are a value
+        given = [as_tensor(x) for x in given]
     first = given[0]
     plain_too = all(
         (x.partial, x.powers) == (first.partial, first.powers) and not x.shifted | x.greatest for x in given

@@ -128,7 +128,7 @@ def typing_of(
 
     Args:
         result: the result of the rank's compile, as `tools.dryrun.rank` reports it.
-        peers: for each axis of the mesh the graph of the next rank along it.
+        peers: for each axis of the mesh the graph of the rank in `neighbours`.
         received: how the values that other stages send lie on the ranks (their spreads).
     """
     known, generated = ranks_of(result, mesh.devices), generated_groups(graph)
@@ -145,8 +145,21 @@ def typing_of(
             raise NotKnown(f"the optimizer shards {name} over group {group!r}, whose ranks are unknown")
         return mesh.of_layout(layout, sharded)
 
-    at = {axis: result["rank"] % mesh.devices // far % mesh.sizes[axis] for axis, far in mesh.strides.items()}
-    return Typing(graph, mesh, parameter, known, Peers(graph, peers, at), received)
+    beside = Peers(graph, peers, _places(result["rank"], mesh))
+    beside.signs = {axis: -1 for axis, rank in neighbours(result["rank"], mesh).items() if rank < result["rank"]}
+    return Typing(graph, mesh, parameter, known, beside, received)
+
+
+def _places(rank: int, mesh: Mesh) -> dict[str, int]:
+    return {axis: rank % mesh.devices // far % mesh.sizes[axis] for axis, far in mesh.strides.items()}
+
+
+def neighbours(rank: int, mesh: Mesh) -> dict[str, int]:
+    """Return for each axis of the mesh the next rank along it, or the one before if the rank is the last one."""
+    places = _places(rank, mesh)
+    return {
+        axis: rank + far if places[axis] < mesh.sizes[axis] - 1 else rank - far for axis, far in mesh.strides.items()
+    }
 
 
 def _without_strategies(graph: GraphText) -> None:

@@ -23,7 +23,9 @@ from tools.prove.spread import (
     Spread,
     Zeros,
     add,
+    as_tensor,
     by_element,
+    checked,
     divide,
     extent,
     matmul,
@@ -249,7 +251,8 @@ def _dense(call: Call) -> Value:
 @rule("Outer", says="It is an outer product: both arguments must be plain.")
 def _outer(call: Call) -> Value:
     x, y = by_element(call.spread(0)), by_element(call.spread(1))
-    return Spread(x.dims + y.dims)
+    dims = checked(x.dims + y.dims, x, y)
+    return Spread(dims, shifted=x.shifted | y.shifted, loose=x.loose | y.loose)
 
 
 @rule("Reshape", "Squeeze", says="It keeps the elements: each piece stays between the same factors of the shape.")
@@ -325,7 +328,7 @@ def _running_sum(call: Call) -> Value:
     require_home(x)
     if any(not isinstance(atom, int) for atom in x.dims[call.values[1]]):
         raise refusal((x,), "each rank adds up only its own piece of a cut dimension")
-    return x
+    return as_tensor(x) if isinstance(x, Alike) else x  # the sums of equal elements grow
 
 
 @rule("NonZero", says="It must find, among sorted choices of experts, the rows for the experts of the rank's node.")

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from tools.prove import moves
 from tools.prove.spread import (
+    Alike,
     Block,
     Dim,
     NotKnown,
     Spread,
+    as_tensor,
     by_element,
     checked,
     extent,
@@ -85,6 +87,7 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
         shape, by, sizes: the same as in `take`, for the padded value.
     """
     require_home(x)
+    x = as_tensor(x) if isinstance(x, Alike) else x  # beside zeros its elements are not equal any more
     if (stacked := _stacked(x, shape, by, sizes)) is not None:
         return stacked
     x = x if by else _added_up(x, shape)
@@ -179,4 +182,4 @@ def one_hot(indices: Spread, classes: int, sizes: Mapping[str, int]) -> Spread:
     require_home(indices)
     by_element(indices)
     own = tidy((*_outermost_first(indices.shifted, sizes), classes))
-    return Spread((*indices.dims, own), loose=indices.loose)
+    return Spread(checked((*indices.dims, own), indices), loose=indices.loose)

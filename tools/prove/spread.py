@@ -318,6 +318,11 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
     return frozenset.intersection(*found) if found else frozenset()
 
 
+def as_tensor(x: Spread) -> Spread:
+    """Return the spread of a value without the knowledge that its elements are equal (`Alike`) or zeros (`Zeros`)."""
+    return Spread(**vars(x)) if isinstance(x, (Alike, Zeros)) else x
+
+
 def alike(x: Spread, other: Spread) -> Spread:
     """Return a constant tensor of equal elements (`Alike`) with its dimensions cut like those of `other`; return any
     other value unchanged.
@@ -389,6 +394,8 @@ def check_linear(x: Spread, y: Spread) -> None:
     """Raise an error for two factors if the products that the ranks compute do not add up to the product of the whole
     values.
     """
+    if either := x.greatest | y.greatest:
+        raise refusal((x, y), f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}")
     if both := x.partial & y.partial:
         raise refusal((x, y), f"both are partial over {', '.join(sorted(both))}")
     if x.partial and y.partial:  # the parts of one may differ along the axes of the other
@@ -434,6 +441,8 @@ def by_element(*given: Spread) -> Spread:
 def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
     """Return how the sum of a value over dimensions `axes` (None: all dimensions) lies on the ranks (its spread)."""
     require_home(x)
+    if x.greatest:
+        raise refusal((x,), f"the maximum of only a rank's own piece over {', '.join(sorted(x.greatest))} is added up")
     gone = set(range(len(x.dims))) if axes is None else {axis % len(x.dims) for axis in axes}
 
     def reduced(given: Spread) -> Spread:

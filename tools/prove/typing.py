@@ -56,12 +56,12 @@ class Peers:
     rank's.
 
     Args:
-        graphs: axis -> the graph of the next rank along it.
+        graphs: axis -> the graph of the next rank along it, or of the one before (`signs`).
         at: the position of the rank along each axis; 0 for axes that are missing.
     """
 
     def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], at: Mapping[str, int] | None = None):
-        self.at = at or {}
+        self.at, self.signs = at or {}, dict[str, int]()  # -1: the graph is that of the rank before, not of the next
         self.own = list(graph.graphs.values())
         self.names = {name: place for place, name in enumerate(graph.graphs)}
         self.others = {axis: list(other.graphs.values()) for axis, other in graphs.items()}
@@ -85,7 +85,7 @@ class Peers:
         found = {}
         for key, (text, others) in self._differing(name, number).items():
             own, next_ = _WHOLE.search(text), {axis: _WHOLE.search(other) for axis, other in others.items()}
-            steps = {axis: int(each[1]) - int(own[1]) for axis, each in next_.items() if own and each}
+            steps = {a: self.signs.get(a, 1) * (int(b[1]) - int(own[1])) for a, b in next_.items() if own and b}
             if own and steps.keys() == others.keys():
                 found[key] = int(own[1]) - sum(self.at.get(axis, 0) * step for axis, step in steps.items()), steps
         return found
@@ -371,7 +371,7 @@ class Typing:
                 continue
             try:  # a Send may take a parameter itself: a weight that two stages use
                 value = self.of(number if node.value is None else node.value)
-            except NotKnown:
+            except (Contradiction, NotKnown):  # the report tells it with the weight
                 continue
             if isinstance(value, Spread):
                 found[_direction(node)].add(value)

@@ -164,7 +164,10 @@ def load_card(path: Path) -> Card:
     _check_choice(path, "kind", raw["kind"])
     entries = [_entry(path, name, body, raw) for name, body in raw["recipes"].items()]
     checked = {
-        "conflicts": [_conflict(path, number, body) for number, body in enumerate(raw.get("conflicts") or [])],
+        "conflicts": [
+            _conflict(path, number, body)
+            for number, body in enumerate(_list(path, "conflicts", raw.get("conflicts") or []))
+        ],
         "host_measures": _host_measures(path, raw.get("host_measures") or {}),
     }
     given = {key: value for key, value in raw.items() if key != "recipes"}
@@ -175,7 +178,7 @@ def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) ->
     where = f"recipes.{name}"
     _check_keys(path, where, body, _ENTRY_KEYS, _OPTIONAL["entry"])
     _check_choice(path, f"{where}.kind", body.get("kind", card["kind"]))
-    for number, status in enumerate(body["status"]):
+    for number, status in enumerate(_list(path, f"{where}.status", body["status"])):
         _check_keys(path, f"{where}.status[{number}]", status, {"claim", "how", "what"}, set())
         _check_claim(path, f"{where}.status[{number}].claim", status["claim"])
     if not (path.parent / name).is_file():
@@ -209,6 +212,12 @@ def _check_mapping(path: Path, where: str, raw: Any) -> None:
         raise RecipeError(f"{path}: {where or 'the card'}: {raw!r} is not a mapping of keys to values")
 
 
+def _list(path: Path, where: str, raw: Any) -> list[Any]:
+    if not isinstance(raw, list):
+        raise RecipeError(f"{path}: {where}: {raw!r} is not a list")
+    return raw
+
+
 def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: set[str]) -> None:
     _check_mapping(path, where, raw)
     prefix = f"{where}." if where else ""
@@ -223,12 +232,12 @@ def _check_choice(path: Path, where: str, kind: str) -> None:
         raise RecipeError(f"{path}: {where}: {kind!r} is not a valid value; write one of {', '.join(KINDS)}{hint}")
 
 
-def _check_claim(path: Path, where: str, claim: str) -> None:
-    for known in CLAIMS:
+def _check_claim(path: Path, where: str, claim: Any) -> None:
+    for known in CLAIMS if isinstance(claim, str) else ():
         numbered = known.endswith("-")
         if claim.startswith(known) and (claim[len(known) :].isdigit() if numbered else claim == known):
             return
-    if _MEASURED.fullmatch(claim):
+    if isinstance(claim, str) and _MEASURED.fullmatch(claim):
         return
     raise RecipeError(
         f"{path}: {where}: {claim!r} is not a claim that a card can make; write trained-on-cpu-mini, "

@@ -211,7 +211,7 @@ def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
         found.error(path, "zero_bubble_v needs one list for each of the two chunks", right, rule=rule)
     elif flat and len(value) == stages:
         _counts(value, path, found)
-    elif len(value) == chunks and all(_row(row, stages) for row in value):
+    elif not flat and len(value) == chunks and all(_row(row, stages) for row in value):
         for row in value:
             if isinstance(row, list):
                 _counts(row, path, found)

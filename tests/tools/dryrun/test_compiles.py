@@ -5,6 +5,7 @@ Texts of final graphs are kept where somebody asks for them, and compiled once.
 
 import importlib.metadata
 import os
+import re
 
 import mindspore as ms
 import numpy as np
@@ -96,6 +97,14 @@ def test_what_is_kept_is_read_again(tmp_path):
     kept.write_bytes(kept.read_bytes()[:-20])
     with pytest.raises(ClusterError, match="cannot be read"):
         read_graph(kept)
+
+
+def test_a_kept_result_depends_on_every_module_of_the_dry_run_that_makes_it():
+    """Only the plan makes jobs, which the digest holds themselves."""
+    parts = {part for part in compiles._CODE if part.startswith("tools/dryrun/")}
+    texts = [(compiles.ROOT / part).read_text(encoding="utf-8") for part in parts]
+    used = {name for text in texts for name in re.findall(r"^from tools\.dryrun\.(\w+) import", text, re.MULTILINE)}
+    assert {f"tools/dryrun/{name}.py" for name in used - {"plan"}} <= parts
 
 
 def test_a_result_without_its_text_is_compiled_again(tmp_path, monkeypatch):

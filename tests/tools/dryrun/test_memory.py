@@ -77,7 +77,9 @@ def test_moving_experts_takes_twice_the_largest_slice_beside_what_is_kept():
 
 
 def test_hccl_keeps_two_buffers_for_each_communicator_of_a_rank():
-    ranks = [{"graph": {"groups": [[0, 1], [0, 8], [0, 1]]}}, {"graph": {"groups": [[2, 3]]}}, {}]
+    calls = [{"group": 0}, {"group": 1}, {"group": 2}, {"group": 3, "me": 0, "peer": 16}]  # a Send has no part in it
+    ranks = [{"graph": {"groups": [[0, 1], [0, 8], [0, 1], [0, 16]], "collectives": calls}}]
+    ranks += [{"graph": {"groups": [[2, 3]], "collectives": calls[:1]}}, {}]
     assert hccl_buffers(ranks) == {"communicators": 2, "bytes": 2 * 2 * 200 * 1024**2}
     assert hccl_buffers([{}]) == {"communicators": 0, "bytes": 0}
 

@@ -153,6 +153,24 @@ def test_fewer_devices_are_fewer_data_parallel_ranks():
         one_stage(own("telechat3_438b/pretrain_4k"), 8)
 
 
+@pytest.mark.parametrize(
+    "dense, frequency", [(0, 2), (0, [0] + [1] * 53), (3, 1), (0, [0] * 8 + [1] * 46)], ids=["2", "list", "first", "8"]
+)
+def test_kinds_of_layers_are_those_of_the_stage(dense, frequency):
+    recipe = own("telechat3_438b/pretrain_4k")
+    recipe["model"]["model_config"] |= {"first_k_dense_replace": dense, "moe_layer_freq": frequency}
+    assert [str(one) for one in check_recipe(recipe).errors] == []
+    cut = one_stage(recipe, 512)
+    assert stages_of(View(cut))[0].kinds == stages_of(View(recipe))[0].kinds
+    assert [str(one) for one in check_recipe(cut).errors] == []
+
+
+def test_data_parallel_ranks_that_the_experts_do_not_go_with_are_left_out():
+    cut = one_stage(own("telechat3_438b/pretrain_4k"), 40)  # 20 x 2 ranks are no whole number of 16 experts' ranks
+    assert (View(cut).devices, View(cut).dp, View(cut).ep) == (32, 16, 16)
+    assert [str(one) for one in check_recipe(cut).errors] == []
+
+
 def test_counts_of_recomputed_layers_are_those_of_the_stage():
     recipe = own("telechat3_438b/pretrain_4k")
     recipe["recompute_config"]["recompute"] = [[1, 2, 3, 4, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0, 0]]
@@ -160,3 +178,15 @@ def test_counts_of_recomputed_layers_are_those_of_the_stage():
     cut = one_stage(recipe, 512)
     assert cut["recompute_config"]["recompute"] == [3]
     assert cut["recompute_config"]["select_recompute"] == {r"mlp\.linear": [2]}
+
+
+@pytest.mark.parametrize(
+    "written, count",
+    [([True, [1] * 8], 5), ([[2] * 8, False], 2), ([[True] * 8, [False] * 8], 4), ([[9] * 8, [0] * 8], 4)],
+)
+def test_flags_of_recomputed_chunks_are_all_layers_of_the_stages_chunk(written, count):
+    """Stage 0 has chunks of 4 and 3 layers."""
+    recipe = own("telechat3_438b/pretrain_4k")
+    recipe["recompute_config"]["recompute"] = written
+    assert [len(kinds) for _, kinds in stages_of(View(recipe))[0].chunks] == [4, 3]
+    assert one_stage(recipe, 512)["recompute_config"]["recompute"] == [count]

@@ -120,6 +120,12 @@ def test_a_clean_report():
     assert "1 of 1 links between stages compared" in text and "2 of 14 groups" in text
 
 
+def test_brackets_in_a_name_are_shown():
+    """The terminal's markup would leave them out."""
+    text = shown({**REPORT, "recipe": "runs[v2]/a.yaml", "loads": {"words": ["loads of b[red].npz: they fit"]}})
+    assert "runs[v2]/a.yaml: 64 virtual devices" in text and "loads of b[red].npz: they fit" in text
+
+
 def test_uneven_loads_and_moves_stand_below_the_table():
     words = ["loads: it fits at even loads, and up to a max/mean of 1.70", "a log: 1 of 4,000 steps needs more"]
     moving = {"stage": 3, "bytes": GIB // 2, "held": 13 * GIB, "fit": "fits"}

@@ -55,6 +55,20 @@ def test_torchtitan(rows):
     assert row.config.fused
 
 
+def test_torchtitans_degrees_are_those_of_the_devices():
+    config = {"model": "Llama3 8B", "devices": 64, "local_batch": 2, "recompute": "none", "seq": 8192}
+    assert express({"id": "a", "hardware": "H100", "config": {**config, "parallel": "FSDP8 TP8"}}).config.dp == 8
+    found = express({"id": "a", "hardware": "H100", "config": {**config, "parallel": "FSDP16 TP8"}})
+    assert found.config is None and found.reason == "parallel: FSDP16 TP8 is 128 devices, and the row has 64"
+
+
+@pytest.mark.parametrize(("words", "parallel"), [("full_no_sp", False), ("full", True), ("selective_sp", True)])
+def test_a_row_without_sequence_parallelism_is_not_predicted_with_it(words, parallel):
+    sizes = {"model": "Llama3 8B", "devices": 8, "tp": 8, "pp": 1, "seq": 4096, "gbs": 8, "micro_batch": 1}
+    found = express({"id": "a", "hardware": "H100", "config": {**sizes, "recompute": words}})
+    assert found.config.sequence_parallel is parallel
+
+
 def test_a_mindformers_card(rows):
     config = rows["llama2_13b_card"].config
     assert config.model.ffn == 13824  # Llama's rule

@@ -145,7 +145,7 @@ def test_arguments_that_are_written_out():
 def compiled(monkeypatch):
     """`tc3 prove` finds the kept graphs instead of compiling."""
     graphs = dict(zip((0, 1, 2), (GRAPH, *PEERS.values()), strict=True))
-    monkeypatch.setattr(cli, "_compiled", lambda recipe, plan, at_once, use_cache=True: [RESULT])
+    monkeypatch.setattr(cli, "_compiled", lambda *_, **__: [RESULT])
     monkeypatch.setattr(cli, "text_of", lambda job: job.rank)
     monkeypatch.setattr(cli, "read_graph", graphs.__getitem__)
     return graphs
@@ -167,6 +167,16 @@ def test_the_command_names_violations(compiled):
     report = json.loads(ended.stdout)
     assert report["proven"] == 24 and report["wrong"] == 1
     assert any("it must still be summed over dp" in problem for problem in report["problems"])
+
+
+def test_a_rank_that_does_not_compile_is_told_as_json_too(monkeypatch):
+    refused = {"rank": 0, "stage": 0, "error": {"type": "ValueError", "message": "The sum of offset 6"}}
+    monkeypatch.setattr(cli, "compile_all", lambda *_, **__: [refused])
+    ended = CliRunner().invoke(cli.prove, [str(HERE / "dense.yaml"), "--json"])
+    assert ended.exit_code == 1, ended.output
+    assert "rank 0: model.model_config.offset: " in json.loads(ended.stdout)["problems"][0]
+    ended = CliRunner().invoke(cli.prove, [str(HERE / "dense.yaml")])
+    assert ended.exit_code == 1 and ended.stdout.startswith("rank 0: model.model_config.offset: ")
 
 
 @pytest.mark.parametrize("as_json", [(), ("--json",)])

@@ -10,10 +10,22 @@ import pytest
 
 from tests.tools.prove.test_spread import RANKS, SIZES, anything, check, describes, hold, shape, some_spread, whole_of
 from tools.dryrun.graph_text import Node
-from tools.prove import moves
+from tools.prove import moves, slices
 from tools.prove.call import Call, literal
 from tools.prove.rules import RULES, TABLE, apply
-from tools.prove.spread import Contradiction, NotKnown, Spread, matmul, plain, reduce_sum, tidy
+from tools.prove.spread import (
+    Alike,
+    Contradiction,
+    NotKnown,
+    Spread,
+    Zeros,
+    joined,
+    matmul,
+    plain,
+    reduce_largest,
+    reduce_sum,
+    tidy,
+)
 
 HEAD = "X(%0)"
 
@@ -191,3 +203,38 @@ def test_a_bias_of_which_each_rank_has_one_sample_is_summed_over_the_samples(sam
     assert describes(moves.all_reduce(over_tokens, ("b",)), whole.sum((0, 1)), after), "in two steps"
     with pytest.raises(Contradiction, match="different pieces"):
         moves.all_reduce(replace(bias, dims=(("b", 5),), partial=frozenset("a"), dropped=frozenset()), ("b",))
+
+
+def test_zeros_or_equal_elements_beside_others_are_no_longer_all_equal() -> None:
+    """A value that counted as zeros could be added to a partial sum, or multiplied away."""
+    four = plain((4,))
+    for constant in (Zeros(((4,),)), Alike(((4,),))):
+        for members in ([constant, four], [four, constant]):
+            assert type(moves.concat(members, 0)) is Spread
+    assert isinstance(moves.concat([Zeros(((4,),)), Zeros(((4,),))], 0), Zeros)
+    with pytest.raises(Contradiction, match="would count once for each rank"):
+        result("Add", 0, Spread(((8,),), partial=frozenset("a")), moves.concat([Zeros(((4,),)), four], 0), of=(8,))
+    cut = Spread((("a", 8),))
+    for found in (slices.pad(Alike(((4,),)), (8,), {}, SIZES), result("CumSum", 0, Alike(((8,),)), 0, of=(8,))):
+        with pytest.raises(Contradiction, match="not cut equally"):
+            joined(found, cut)
+    assert isinstance(slices.pad(Zeros(((4,),)), (8,), {}, SIZES), Zeros)
+
+
+def test_one_axis_does_not_cut_two_dimensions_of_an_outer_product_or_of_one_hot_rows() -> None:
+    """Each rank would have the products of its own pieces, which are the blocks on the diagonal."""
+    cut, loose = Spread((("a", 4),)), Spread((("a", 4),), loose=frozenset("a"))
+    with pytest.raises(Contradiction, match="a would cut two dimensions"):
+        result("Outer", 0, cut, cut, of=(4, 4))
+    assert result("Outer", 0, loose, plain((2,)), of=(4, 2)) == replace(loose, dims=(("a", 4), (2,)))
+    with pytest.raises(Contradiction, match="a would cut two dimensions"):
+        slices.one_hot(replace(cut, shifted=frozenset("a")), 8, SIZES)
+
+
+def test_the_largest_of_a_ranks_own_piece_is_not_added_up() -> None:
+    largest = reduce_largest(Spread((("a", 4), (8,), (2,))), (0,), keep=False)
+    with pytest.raises(Contradiction, match="own piece over a is added up"):
+        reduce_sum(largest, (0,), keep=False)
+    with pytest.raises(Contradiction, match="maximum of only a rank's own piece over a"):
+        matmul(largest, plain((2, 3)))
+    assert reduce_sum(moves.all_largest(largest, ("a",)), (0, 1), keep=False) == plain(())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tools.dryrun.gradients import copies_of
 from tools.dryrun.graph_text import read_graph
 from tools.prove.mesh import mesh_of, runs
-from tools.prove.report import type_stages
+from tools.prove.report import neighbours, type_stages, typing_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain
 from tools.prove.typing import Failure, Peers, Typing
 
@@ -128,6 +128,15 @@ def test_micro_batches_must_add_alike(tmp_path):
         own.summed("v")
 
 
+def test_a_sum_of_micro_batches_that_do_not_add_alike_may_be_sent(tmp_path):
+    """The gradient of a copy of the embedding goes to another stage: the proof went on to no weight."""
+    sends = [node(10, "Send(%8)", ACCU, T88, "Gradients/Default")]
+    own = typing(graph("first", tmp_path, more=sends), {("backward", (4, 8)): CUT})
+    own.summed("w")
+    own.added["w"].append(plain((8, 8)))
+    assert own.sent() == {("forward", (4, 8)): {CUT}}
+
+
 @pytest.mark.parametrize(("ranks", "sums"), [((0,), True), ((0, 1), False)])
 def test_in_a_stage_of_one_device_every_value_is_whole_but_for_what_comes_from_other_ranks(tmp_path, ranks, sums):
     """An operator needs no rule there, but a sum over a rank of another stage is unknown."""
@@ -202,6 +211,24 @@ def test_a_sum_of_balancing_losses_is_a_mean_also_where_a_graph_is_called(tmp_pa
     ):
         unknown = of_balancing_losses(tmp_path, starts, divided, other)
         assert not unknown.contradicts and "nothing here divides the losses of 2 ranks" in unknown.why
+
+
+def test_the_neighbours_of_any_rank_are_in_its_stage_and_differ_along_one_axis(tmp_path):
+    """`tc3 dryrun --prove --ranks` compiles any rank: the next one along an axis may be in another row, or stage."""
+    mesh = mesh_of([("tp", 2), ("dp", 4)], [])
+    assert neighbours(8, mesh) == {"tp": 9, "dp": 10}
+    assert neighbours(15, mesh) == {"tp": 14, "dp": 13}
+
+    def sliced(start):
+        text = f"StridedSlice(%para1_x, ({start}, I64(0)), (I64(9), I64(8)), (I64(1), I64(1)))"
+        head = "# IR entry: @0_Step\nsubgraph @0_Step(%para1_x) {\n"
+        (tmp_path / "slice.ir").write_text(f"{head}{node(0, text, T48, T48)}}}\n", encoding="utf-8")
+        return read_graph(tmp_path / "slice.ir")
+
+    result = {"rank": 15, "groups": [], "layouts": {}}
+    graphs = {"tp": sliced("I64(12)"), "dp": sliced("I64(8)")}  # a rank of tp is 4 further, one of dp 8
+    made = typing_of(result, sliced("I64(16)"), mesh, graphs)
+    assert made.peers.offsets("0_Step", 0) == {(1, 0): (16 - 4 - 3 * 8, {"tp": 4, "dp": 8})}
 
 
 def test_groups_as_distances_and_counts():

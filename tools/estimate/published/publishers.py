@@ -19,6 +19,7 @@ gets the average number of rows.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -200,6 +201,10 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
     technique = f"{config.get('technique', '')} {config.get('precision', '')}".lower()
     assumed = [] if config.get("seq") else ["sequence 8,192, torchtitan's default"]
     dp, samples = config["devices"] // (tp * pp * cp), config["local_batch"]
+    written = [degrees[name] for name in ("FSDP", "HSDP", "DP") if name in degrees]
+    if written and math.prod(written) != dp:
+        every = math.prod(degrees.values())
+        raise Unexpressed(f"parallel: {config['parallel']} is {every} devices, and the row has {config['devices']}")
     # `pipeline_parallel_microbatches` was the number of stages where nobody said (until April 2025)
     micro_batches = pp if pp > 1 and samples % pp == 0 else samples if pp > 1 else 1
     if pp > 1:

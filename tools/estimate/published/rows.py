@@ -306,7 +306,7 @@ def _flat(
     precision = str(config.get("precision") or settings.precision).lower()
     if precision == "unspecified":
         assumed.append("precision fp8, which the other rows of this series have")
-    sequence_parallel = ("no_sp" not in words and "sp" in words.split("_")) or settings.sequence_parallel
+    sequence_parallel = "no_sp" not in words and ("sp" in words.split("_") or settings.sequence_parallel)
     made = Configuration(
         model=replace(model, dropout=settings.dropout),
         dp=dp,
