@@ -224,6 +224,13 @@ def test_chrony_tells_the_skew(tmp_path):
         assert CHECKS["clock"].look(Patient(root)).verdict == verdict
 
 
+def test_chrony_without_a_server_has_an_offset_of_zero(tmp_path):
+    text = "System time     : 0.000000000 seconds fast of NTP time\nLeap status     : {}\n"
+    for status, verdict in (("Normal", "ok"), ("Not synchronised", "fail")):
+        root = write(tmp_path / verdict, {"outputs/chronyc_-n_tracking.txt": text.format(status)})
+        assert CHECKS["clock"].look(Patient(root)).verdict == verdict
+
+
 def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     """800 of 1800 MHz is what a healthy 910B3 shows at rest."""
     resting = CLOCKS.format(800).replace(": 90", ": 0")
