@@ -37,6 +37,7 @@ _NPU_SMI_SILENT = (
     "npu-smi does not answer: there is no driver or no permission (root, group HwHiAiUser), or npu-smi hangs"
 )
 _USAGE = re.compile(r"Aicore Usage Rate\(%\)\s*:\s*(\d+)", re.IGNORECASE)
+_CHIP = re.compile(r"Chip ID\s*:\s*(\d+)", re.IGNORECASE)  # of a card that has several
 _FREQUENCY = re.compile(r"Aicore\s+(cur)?\s*Freq\(MHZ\)\s*:\s*(\d+)", re.IGNORECASE)
 
 
@@ -206,12 +207,15 @@ def npu_clock(patient: Patient) -> Answer:
     seen, slow, resting = [], False, False
     for card in sorted({chip.card for chip in chips}):
         text = patient.root.ask("npu-smi", "info", "-t", "common", "-i", str(card)) or ""
-        clocks = {bool(row[1]): int(row[2]) for row in _FREQUENCY.finditer(text)}
-        if len(clocks) == 2:
-            seen.append(f"NPU {card} {clocks[True]} of {clocks[False]} MHz")
-            low, usage = clocks[True] < clocks[False], _USAGE.search(text)
-            works = usage is not None and int(usage[1]) > 0
-            slow, resting = slow or (low and works), resting or (low and not works)
+        _, *parts = _CHIP.split(text) if len(_CHIP.findall(text)) > 1 else ("", "", text)
+        for number, part in zip(parts[::2], parts[1::2], strict=True):
+            clocks = {bool(row[1]): int(row[2]) for row in _FREQUENCY.finditer(part)}
+            if len(clocks) == 2:
+                who = f"NPU {card} chip {number}" if number else f"NPU {card}"
+                seen.append(f"{who} {clocks[True]} of {clocks[False]} MHz")
+                low, usage = clocks[True] < clocks[False], _USAGE.search(part)
+                works = usage is not None and int(usage[1]) > 0
+                slow, resting = slow or (low and works), resting or (low and not works)
     told(seen or None, "npu-smi does not tell the clock of the AI cores")
     if resting and not slow:
         return Answer("unknown", f"the NPUs are idle; check again during a run ({', '.join(seen)})")

@@ -231,6 +231,17 @@ def test_chrony_without_a_server_has_an_offset_of_zero(tmp_path):
         assert CHECKS["clock"].look(Patient(root)).verdict == verdict
 
 
+def test_the_clocks_of_all_chips_of_a_card(tmp_path, large):
+    """Cards of Atlas A3 have two chips, whose rows follow each other."""
+    table = (OUTPUTS / "A3_25.2.0.txt").read_text("utf-8")
+    both = "".join(f"        Chip ID                        : {chip}\n{CLOCKS}" for chip in (0, 1))
+    for slow, fast in ((800, 1800), (1800, 800)):
+        files = {f"outputs/npu-smi_info_-t_common_-i_{card}.txt": both.format(slow, fast) for card in (0, 1)}
+        found = CHECKS["npu_clock"].look(Patient(write(tmp_path, {SMI: table, **files}), large))
+        chip = 0 if slow == 800 else 1
+        assert found.verdict == "warn" and f"NPU 0 chip {chip} 800 of 1800 MHz" in found.seen
+
+
 def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     """800 of 1800 MHz is what a healthy 910B3 shows at rest."""
     resting = CLOCKS.format(800).replace(": 90", ": 0")
