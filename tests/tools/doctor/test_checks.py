@@ -242,6 +242,17 @@ def test_the_clocks_of_all_chips_of_a_card(tmp_path, large):
         assert found.verdict == "warn" and f"NPU 0 chip {chip} 800 of 1800 MHz" in found.seen
 
 
+def test_the_disk_is_that_on_which_checkpoints_are_saved(tmp_path, monkeypatch):
+    """That of `checkpoint.save_path`, and behind symbolic links."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "output").symlink_to(tmp_path / "large")
+    recipe = load_recipe(MINI)
+    recipe["output_dir"] = str(tmp_path / "output/run")
+    assert Patient(Root(), View(recipe)).folder == tmp_path / "large/run"
+    recipe["checkpoint"] = {**recipe["checkpoint"], "save_path": str(tmp_path / "saves")}
+    assert Patient(Root(), View(recipe)).folder == tmp_path / "saves"
+
+
 def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     """800 of 1800 MHz is what a healthy 910B3 shows at rest."""
     resting = CLOCKS.format(800).replace(": 90", ": 0")
