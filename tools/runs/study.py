@@ -56,9 +56,12 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     found = []
     for at, part in enumerate(parts):
         steps = np.asarray(part["step"])
+        # of earlier parts what still stood when this one began
+        stood = [min(later.start_step for later in parts[index + 1 : at + 1]) for index in range(at)]
         for name in JUDGED:
-            # of earlier parts what still stood when this one began
-            before = [np.asarray(one[name])[np.asarray(one["step"]) <= part.start_step] for one in parts[:at]]
+            before = [
+                np.asarray(one[name])[np.asarray(one["step"]) <= last] for one, last in zip(parts, stood, strict=False)
+            ]
             known = np.concatenate([*before, []])[-WINDOW:]
             values = np.asarray(part[name])
             above = _above(np.concatenate([known, values]))[len(known) :]

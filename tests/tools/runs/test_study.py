@@ -268,6 +268,14 @@ def test_a_part_is_compared_with_what_stood_before_it_and_knows_whether_it_stand
     assert [one.step for one in spikes([part(flat), part([50.0], start=40)], [40, NEVER])] == [41]
 
 
+def test_steps_that_were_lost_before_are_no_measure_of_a_later_part():
+    flat = [5.0 + 0.01 * (step % 3) for step in range(90)]
+    kept = [part(flat[:60]), part([5.0, 6.5, 5.0], start=60)]
+    rolled_back = [part([*flat[:30], *[50.0] * 60]), part(flat[30:60], start=30), kept[1]]
+    found = [one for one in spikes(rolled_back, [30, 60, NEVER]) if one.stands]
+    assert [(one.step, one.above) for one in found] == [(62, spikes(kept, [60, NEVER])[0].above)]
+
+
 def test_the_norm_is_judged_as_well():
     found = spikes([part([5.0] * 30, norms=[1.0] * 29 + [9.0])], [NEVER])
     assert [(one.step, one.name) for one in found] == [(30, "global_norm")]
