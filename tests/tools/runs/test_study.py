@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from scipy.stats import chi2
 
 from plugins.errors import DataError
+from plugins.lines import Span
 from plugins.straggler_probe.record import append, probe_file
 from tests.plugins.straggler_probe.histories import history
 from tests.tools.runs.builders import Builder
@@ -23,7 +24,7 @@ from tools.runs.cli import runs
 from tools.runs.goodput import NEVER, WORDS, Ledger, Piece
 from tools.runs.readings import Part, Probes, slow_of
 from tools.runs.render import _FINE, _coarse
-from tools.runs.study import THRESHOLD, WINDOW, daly, mtbf, overhead, saving, spikes, studies, young
+from tools.runs.study import THRESHOLD, WINDOW, _saves, daly, mtbf, overhead, saving, spikes, studies, young
 
 
 def run_report(*arguments):
@@ -336,6 +337,12 @@ def test_the_best_interval_costs_least():
     assert found.low < found.best < found.high
     for other in (0.5, 2):
         assert overhead(60, other * found.best, 8 * 3600) > found.cost_best
+
+
+def test_a_step_that_is_saved_again_is_another_save():
+    spans = [Span("save", 50, at, at + 2.0, sealed=True) for at in (10.0, 110.0)]
+    background = [Span("save", 60, 200.0, 201.0), Span("save", 60, 230.0, 231.0, sealed=True)]
+    assert _saves([*spans, *background, *background]) == [(50, 2.0), (50, 2.0), (60, 2.0), (60, 2.0)]
 
 
 def test_too_little_is_known_without_a_failure_or_a_save():
