@@ -235,7 +235,7 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
         )
     peak = report["peak"]
     if report["measured"]:
-        console.print("memory over time and under loads, which follows, is as modelled; all else has the measured factors")
+        console.print("memory over time and under loads is as modelled; all else here has the measured factors")
     console.print(
         f"stage {peak['stage']} holds most in {pass_in_words(peak['pass'])}: {peak['bytes'] / unit:.1f} {name}"
     )
