@@ -54,7 +54,7 @@ class Patient:
 
     @property
     def folder(self) -> Path:
-        """Return the folder in which a run of the recipe saves its checkpoints, with the links of this host resolved."""
+        """Return the folder in which a run of the recipe saves its checkpoints, behind the links of this host."""
         paths = (("checkpoint", "save_path"), ("output_dir",)) if self.recipe is not None else ()
         written = (self.recipe.get(path) for path in paths if self.recipe is not None)
         folder = Path(next((each for each in written if isinstance(each, str) and each), ".")).absolute()
