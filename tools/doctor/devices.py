@@ -22,7 +22,10 @@ from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 
 MASTER_PORT = 8118  # msrun's own default
-BYTES = 12  # of a checkpoint for each parameter: weights and both moments of AdamW in float32
+BYTES, FROZEN = (
+    12,
+    4,
+)  # of a checkpoint for each parameter: weights and both moments of AdamW in float32; of a frozen one
 WORKER = GIB  # of one worker of a toy on CPU
 _HCCL_BASE, _HCCL_COUNT = 60000, 32  # ports of HCCL, unless HCCL_IF_BASE_PORT says otherwise
 _LISTENS = "0A"  # a state of /proc/net/tcp
@@ -310,7 +313,8 @@ def checkpoint_room(patient: Patient) -> Answer:
     found = free_space(patient, str(patient.folder))
     if table is None or found is None:
         return Answer("unknown", "the size of the model or of the disk cannot be told")
-    need, free = table["parameters_total"] * BYTES, found[2]
+    total, trained = table["parameters_total"], table["parameters_trained"]
+    need, free = (trained * BYTES + total * FROZEN if trained != total else total * BYTES), found[2]
     seen = f"{need / GIB:,.1f} GiB each, {free / GIB:,.0f} GiB free at {found[0]}"
     return Answer("ok" if free >= need else "fail", seen)
 

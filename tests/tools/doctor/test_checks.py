@@ -242,6 +242,18 @@ def test_the_clocks_of_all_chips_of_a_card(tmp_path, large):
         assert found.verdict == "warn" and f"NPU 0 chip {chip} 800 of 1800 MHz" in found.seen
 
 
+def test_frozen_weights_have_no_moments_in_a_checkpoint(tmp_path):
+    """The 36B has 36.2e9 parameters: 405 GiB with their moments, 135 without; the adapters have some 14 million."""
+    recipe = load_recipe(ROOT / "recipes/telechat3_36b/finetune_8k_lora.yaml")
+    found = CHECKS["checkpoint_room"].look(
+        Patient(write(tmp_path, {"outputs/df_-kP.txt": df("/", 900, 200)}), View(recipe))
+    )
+    assert found.verdict == "ok" and found.seen.startswith("135.")
+    recipe["plugins"] = {}
+    whole = CHECKS["checkpoint_room"].look(Patient(Root(tmp_path), View(recipe)))
+    assert whole.verdict == "fail" and whole.seen.startswith("405.0 GiB each")
+
+
 def test_the_disk_is_that_on_which_checkpoints_are_saved(tmp_path, monkeypatch):
     """That of `checkpoint.save_path`, and behind symbolic links."""
     (tmp_path / "large").mkdir()
