@@ -56,6 +56,12 @@ def test_warnings_are_nobodys_cause():
     assert crashed.lines[0] == "ValueError: 3 is odd"
 
 
+@pytest.mark.parametrize("words", ["tc3: interrupted", "tc3: saved on request: step 40: /disk/iteration_00000040"])
+def test_the_last_words_of_a_worker_that_was_told_to_end_are_no_error_of_the_user(words):
+    assert diagnose([words]).name == UNKNOWN
+    assert diagnose([words, LINES["disk full"]]).name == "disk full"
+
+
 @pytest.mark.parametrize("name", [row.name for row in signatures()])
 def test_every_row_has_a_line_that_it_alone_decides(name):
     found = diagnose(["[WARNING] something else", LINES[name], "Distributed job goes on"])
