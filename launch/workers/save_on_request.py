@@ -61,7 +61,7 @@ def _heeding(monitor: Any, file: Path) -> Any:
             self.answered = True
             if step > wanted or not agree(file.parent, get_real_rank(), get_real_group_size()):
                 click.echo(
-                    f"note: asked to save at step {wanted}: not all ranks knew in time; training goes on", err=True
+                    f"tc3: asked to save at step {wanted}: not all ranks knew in time; training goes on", err=True
                 )
                 return
             self._save_megatron_ckpt_file_format(params)  # nothing to do where the step was one of saving
