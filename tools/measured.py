@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -106,11 +107,15 @@ def hashed(host: str) -> str:
 
 
 def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts with each host's name (old -> new) replaced, the longest names first."""
-    found = dict(texts)
-    for old in sorted(hosts, key=len, reverse=True):
-        found = {name: text.replace(old, hosts[old]) for name, text in found.items()}
-    return found
+    """Return the texts with each host's name (old -> new) replaced, the longest names first. A name with further
+    letters or digits behind it is another word: the key "workers" stays if a host is called "worker".
+    """
+    if not hosts:
+        return dict(texts)
+    names = "|".join(re.escape(old) for old in sorted(hosts, key=len, reverse=True))
+    # before a name anything may stand, such as the n of a line's end in JSON; no digest is searched for further names
+    pattern = re.compile(f"(?:{names})(?![A-Za-z0-9])")
+    return {name: pattern.sub(lambda found: hosts[found[0]], text) for name, text in texts.items()}
 
 
 def _seal(content: Mapping[str, Any]) -> str:

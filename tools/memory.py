@@ -37,7 +37,7 @@ from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB, MIB
 from tools.layout.resolve import resolve
-from tools.measured import AS_MODELLED, applied, require_memory
+from tools.measured import AS_MODELLED, MemoryTerms, applied, require_memory
 from tools.process.waiting import saying
 from tools.ranges import Number, overrides_option
 from tools.recipe.load import Recipe, load_recipe
@@ -78,10 +78,15 @@ def verdict(peak: float, room: Room) -> str:
     return fit_between(peak, peak, room.cap, room.bytes)
 
 
-def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) -> list[Proposal]:
+def explain(
+    recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True, terms: MemoryTerms = AS_MODELLED
+) -> list[Proposal]:
     """Return changes of the recipe that free memory, the best first: changes after which it fits, sorted by step time,
     then changes after which it might fit, then all others, sorted by freed memory. Pairs of changes are tried only if
     no single change makes the recipe fit.
+
+    Args:
+        terms: the measured factors of the predicted memory.
 
     Raises:
         RecipeError: the recipe cannot be predicted.
@@ -89,10 +94,10 @@ def explain(recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True) ->
     config = from_recipe(recipe)
     singles = single_changes(config, room.bytes)
     known = _wrong(recipe)
-    found = [proposal for change in singles if (proposal := _proposal(recipe, change, times, room, known))]
+    found = [proposal for change in singles if (proposal := _proposal(recipe, change, times, room, known, terms))]
     if pairs and not any(one.fit == FITS and not one.refused for one in found):
         both = sorted(pairs_of_changes(config, room.bytes), key=lambda change: _order_of(change, times, room))
-        found += [one for change in both[:PAIRS] if (one := _proposal(recipe, change, times, room, known))]
+        found += [one for change in both[:PAIRS] if (one := _proposal(recipe, change, times, room, known, terms))]
     return sorted(found, key=_order)
 
 
@@ -117,18 +122,24 @@ def _seconds(config: Configuration, times: TimeModel) -> float | None:
         return None
 
 
-def _proposal(recipe: Recipe, change: Change, times: TimeModel, room: Room, known: Sequence[str]) -> Proposal | None:
+def _peak(config: Configuration, terms: MemoryTerms) -> float:
+    return max(applied(memory, terms).peak for memory in all_stages(config))
+
+
+def _proposal(
+    recipe: Recipe, change: Change, times: TimeModel, room: Room, known: Sequence[str], terms: MemoryTerms
+) -> Proposal | None:
     """Return a change as keys, predicted anew from them; None where MindFormers has no keys for it."""
     before = from_recipe(recipe)
     try:
         child = changed(recipe, change.config)
         config = from_recipe(child)
-        peak = max(memory.peak for memory in all_stages(config))
+        peak = _peak(config, terms)
         seconds, own = _seconds(config, times), _seconds(before, times)
         keys = _flat(overlay(recipe, change.config), recipe.get("callbacks") or [])
     except RecipeError:
         return None
-    now = max(memory.peak for memory in all_stages(before))
+    now = _peak(before, terms)
     if not keys or peak >= now:
         return None
     refused = [finding for finding in _wrong(child) if finding not in known]
@@ -224,7 +235,7 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
         )
     peak = report["peak"]
     if report["measured"]:
-        console.print("the table has the measured factors; what follows, over time and under loads, is as modelled")
+        console.print("memory over time and under loads is as modelled; all else here has the measured factors")
     console.print(
         f"stage {peak['stage']} holds most in {pass_in_words(peak['pass'])}: {peak['bytes'] / unit:.1f} {name}"
     )
@@ -367,12 +378,12 @@ def memory(
     report |= {
         "recipe": loaded.source,
         "measured": dataclasses.asdict(terms) if measured else None,
-        "exchange": _exchange(config, room) if moves else None,
+        "exchange": _exchange(config, room, every) if moves else None,
     }
     report["fit"] = _worst([report["fit"], *([report["exchange"]["fit"]] if report["exchange"] else [])])
     if explain_oom:
         with saying("changing the recipe"):
-            report["proposals"] = [dataclasses.asdict(row) for row in explain(loaded, times, room)]
+            report["proposals"] = [dataclasses.asdict(row) for row in explain(loaded, times, room, terms=terms)]
     if picture:
         few, step = report["micro_batches"]["drawn"], report["micro_batches"]["step"]
         which = f"all {step} micro-batches" if few == step else f"{few} micro-batches, as full as the step's {step}"
@@ -425,8 +436,8 @@ def _worst(found: Sequence[str]) -> str:
     return next(word for word in (DOES_NOT_FIT, UNKNOWN, FITS) if word in found)
 
 
-def _exchange(config: Configuration, room: Room) -> dict[str, Any]:
+def _exchange(config: Configuration, room: Room, every: Sequence[StageMemory]) -> dict[str, Any]:
     """Return the stage on which moving experts takes most, beside what is there between two steps."""
-    held = [one.static + one.buffers + exchanged(config, stage) for stage, one in enumerate(all_stages(config))]
+    held = [one.static + one.buffers + exchanged(config, stage) for stage, one in enumerate(every)]
     stage = held.index(max(held))
     return {"stage": stage, "bytes": exchanged(config, stage), "held": held[stage], "fit": verdict(held[stage], room)}

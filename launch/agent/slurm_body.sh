@@ -22,6 +22,7 @@ scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/ $SLOTS/" >"$HOSTS"
 [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || OPTIONS+=(--resume auto)
 printf 'start %s of job %s: %s\n' "$((${SLURM_RESTART_COUNT:-0} + 1))" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" >&2
 
+earlier=$(verdict) # of another job, or of this one before it was requeued
 # One agent a node. A lost node, or an agent that ended, ends no other one: what follows is the agents' own decision.
 # --host, from each node: the name in the list of nodes, which need not be that of `hostname`.
 code=0
@@ -30,7 +31,7 @@ srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --kill-on-bad
     tc3 agent "$RECIPE" --nodes "$HOSTS" --run-dir "$RUN_DIR" ${OPTIONS[@]+"${OPTIONS[@]}"} || code=$?
 
 # srun's code is the highest of all agents, also of those whose node was lost on the way.
-last=$(decision)
+last=$(decision "$earlier")
 printf 'agents ended with %s, their last decision: %s\n' "$code" "${last:-none}" >&2
 if [ "$last" = "done" ]; then
     exit 0

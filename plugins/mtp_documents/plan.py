@@ -46,6 +46,12 @@ def crosses(config: Mapping[str, Any], model: Mapping[str, Any], layers: int) ->
     return layers > 0 and documents_apart(config, model)
 
 
+def _section(recipe: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return a section of a recipe; an empty one for what `tc3 check` refuses as no mapping."""
+    value = value_at(recipe, path)
+    return value if isinstance(value, Mapping) else {}
+
+
 def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
     """Return the id of the token that ends a document in a recipe's data.
 
@@ -56,7 +62,7 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
         RecipeError: a setting is wrong, or MTP does not predict across documents in this recipe.
     """
     Settings.read(settings)
-    loader, config = value_at(recipe, _LOADER, {}), value_at(recipe, _CONFIG, {})
+    loader, config, model = (_section(recipe, path) for path in (_LOADER, _CONFIG, "model.model_config"))
     if loader.get("type") != LOADER:
         wrong = (
             f"the plugin corrects only samples of {LOADER}, but this recipe has {loader.get('type')!r}; leave the "
@@ -67,7 +73,7 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
         raise RecipeError(
             "the plugin corrects the labels of MTP layers, but the model has none; leave the plugin out", KEY
         )
-    if not documents_apart(config, value_at(recipe, "model.model_config", {})):
+    if not documents_apart(config, model):
         wrong = (
             f"attention crosses the ends of documents in this recipe, so MTP layers may do the same; write {KEY}: False"
         )

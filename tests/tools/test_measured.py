@@ -148,6 +148,15 @@ def test_names_of_hosts_are_replaced_the_longest_first():
     assert text == f"{hashed('node1')} {hashed('node10')} {hashed('node1')}"
 
 
+def test_words_that_only_begin_like_a_host_stay():
+    """Otherwise a bundle of a host that is called worker has no key "workers" any more."""
+    names = {name: hashed(name) for name in ("worker", "e4")}
+    written = json.dumps({"worker": {"workers": ["worker\nworker: e4"]}})
+    one, two = names.values()
+    assert json.loads(without_names({"a": written}, names)["a"]) == {one: {"workers": [f"{one}\n{one}: {two}"]}}
+    assert without_names({"a": "e4"}, {}) == {"a": "e4"}
+
+
 def test_measured_factors_change_what_they_name():
     stage = all_stages(from_recipe(load_recipe(RECIPE)))[0]
     found = applied(stage, MemoryTerms(2.0, 3.0, 1e9, 0.0))

@@ -13,11 +13,12 @@ from tools.check.check import check_recipe
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.changes import checked_advice, fewest_recomputed, pairs_of_changes, single_changes
-from tools.estimate.memory.model import peak_memory, stage_memory
-from tools.estimate.memory.room import DOES_NOT_FIT, FITS, room_of
+from tools.estimate.memory.model import all_stages, peak_memory, stage_memory
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, Room, room_of
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB, MIB
+from tools.measured import MemoryTerms, applied
 from tools.memory import explain, memory, pass_in_words, unit_of, verdict
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -97,6 +98,22 @@ def test_each_proposal_is_what_its_keys_give(times):
         assert again.devices == 4096 and again.global_batch == from_recipe(recipe).global_batch
         assert peak_memory(again) == row.peak == pytest.approx(own - row.freed)
         assert row.freed > 0 and row.fit == verdict(row.peak, room)
+
+
+def test_proposals_have_the_measured_factors(times):
+    """With twice the modelled activations a change fits only if they fit; the freed bytes are those of the same."""
+    recipe, terms = load_recipe("recipes/mini/pretrain_tp2.yaml"), MemoryTerms(2.0, 1.0, 0.0, 0.0)
+    own = max(applied(stage, terms).peak for stage in all_stages(from_recipe(recipe)))
+    room = Room(peak_memory(from_recipe(recipe)), "a test", 0.0)
+    found = explain(recipe, times, room, pairs=False, terms=terms)
+    assert {row.fit for row in found} == {FITS, DOES_NOT_FIT}
+    for row in found:
+        changed = recipe
+        for key, value in row.keys.items():
+            changed = with_value(changed, key.split("."), value)
+        again = from_recipe(changed)
+        assert row.peak == max(applied(stage, terms).peak for stage in all_stages(again))
+        assert row.freed == own - row.peak and row.fit == verdict(row.peak, room)
 
 
 def test_the_keys_of_a_proposal_are_all_that_a_recipe_needs(times, tmp_path):

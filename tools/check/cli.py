@@ -74,7 +74,7 @@ def check(
     if not recipes:
         raise click.UsageError("name at least one recipe, or --schema")
     require_verified()
-    wanted = [recipe for recipe in recipes if not recipe.name.endswith((CARD, LAYOUT))]
+    wanted = [recipe for recipe in recipes if recipe.name != CARD and not recipe.name.endswith(LAYOUT)]
     with saying(f"{_count(len(wanted))} being checked"):
         reports = [check_recipe(_loaded(recipe, overrides), token_budget, here) for recipe in wanted]
     if build:

@@ -13,6 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from tools.files.atomic import real_path
 from tools.process.host import Root
 from tools.recipe.view import View
 
@@ -53,9 +54,11 @@ class Patient:
 
     @property
     def folder(self) -> Path:
-        """Return the folder in which a run of the recipe saves its checkpoints."""
-        written = self.recipe.get(("output_dir",)) if self.recipe is not None else None
-        return Path(written if isinstance(written, str) else ".").absolute()
+        """Return the folder in which a run of the recipe saves its checkpoints, behind the links of this host."""
+        paths = (("checkpoint", "save_path"), ("output_dir",)) if self.recipe is not None else ()
+        written = (self.recipe.get(path) for path in paths if self.recipe is not None)
+        folder = Path(next((each for each in written if isinstance(each, str) and each), ".")).absolute()
+        return real_path(folder) if self.root.live else folder
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from tools.doctor.ask import Answer, Trouble, skews
-from tools.doctor.checks import CHECKS, COLOURS, Verdict
+from tools.doctor.checks import CHECKS, COLOURS, Finding, Verdict
 from tools.doctor.outliers import MENDS, findings
 from tools.doctor.outliers import outliers as slower
 from tools.doctor.report import Report
@@ -76,10 +76,10 @@ def compare(answers: Mapping[str, Answer]) -> Comparison:
     reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
     names = dict.fromkeys(name for report in reports.values() for name in report.facts)
     facts = [item for name in names for item in _fact(name, reports)]
-    found = [*_troubles(answers), *_clocks(answers), *facts, *_probes(reports)]
+    found = [*_troubles(answers), *_clocks(answers), *facts, *_probes(reports), *_first_hour(reports)]
     everywhere: dict[Verdict, list[str]] = {}
     checks = dict.fromkeys(item.check for report in reports.values() for item in report.findings)
-    checks.pop("probe", None)  # each host's own view of it; `_probes` sees all of them
+    checks.pop("probe", None)  # each host's own view of it; `_probes` sees all of them, `_first_hour` the rest
     for name in checks:
         outliers, same = _check(name, reports)
         found += outliers
@@ -203,6 +203,24 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
         found.append(Outlier("probe", "unknown", list(probes), summary.seen, mend=summary.mend))
     if silent := [host for host in reports if host not in probes]:
         found.append(Outlier("probe", "unknown", silent, "not probed", f"{len(probes)} of {len(reports)} hosts are"))
+    return found
+
+
+def _first_hour(reports: Mapping[str, Report]) -> list[Outlier]:
+    """Return hosts whose own report says (`--measured`) that they are slower than the workers of a first hour: hosts
+    that are all slow have no faster peer among each other.
+    """
+    told: dict[Verdict, dict[str, list[Finding]]] = {}
+    for host, report in reports.items():
+        own = findings({"": report.probe}) if report.probe is not None else []
+        for item in report.findings:
+            if item.check == "probe" and item.verdict != "ok" and item not in own:
+                told.setdefault(item.verdict, {}).setdefault(host, []).append(item)
+    found = []
+    for verdict, hosts in told.items():
+        first, *others = (item for items in hosts.values() for item in items)
+        words = first.seen + (f"; and {len(others)} more" if others else "")
+        found.append(Outlier("probe first hour", verdict, list(hosts), words, mend=first.mend))
     return found
 
 

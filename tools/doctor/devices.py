@@ -22,7 +22,10 @@ from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 
 MASTER_PORT = 8118  # msrun's own default
-BYTES = 12  # of a checkpoint for each parameter: weights and both moments of AdamW in float32
+BYTES, FROZEN = (
+    12,
+    4,
+)  # of a checkpoint for each parameter: weights and both moments of AdamW in float32; of a frozen one
 WORKER = GIB  # of one worker of a toy on CPU
 _HCCL_BASE, _HCCL_COUNT = 60000, 32  # ports of HCCL, unless HCCL_IF_BASE_PORT says otherwise
 _LISTENS = "0A"  # a state of /proc/net/tcp
@@ -37,6 +40,7 @@ _NPU_SMI_SILENT = (
     "npu-smi does not answer: there is no driver or no permission (root, group HwHiAiUser), or npu-smi hangs"
 )
 _USAGE = re.compile(r"Aicore Usage Rate\(%\)\s*:\s*(\d+)", re.IGNORECASE)
+_CHIP = re.compile(r"Chip ID\s*:\s*(\d+)", re.IGNORECASE)  # of a card that has several
 _FREQUENCY = re.compile(r"Aicore\s+(cur)?\s*Freq\(MHZ\)\s*:\s*(\d+)", re.IGNORECASE)
 
 
@@ -206,12 +210,15 @@ def npu_clock(patient: Patient) -> Answer:
     seen, slow, resting = [], False, False
     for card in sorted({chip.card for chip in chips}):
         text = patient.root.ask("npu-smi", "info", "-t", "common", "-i", str(card)) or ""
-        clocks = {bool(row[1]): int(row[2]) for row in _FREQUENCY.finditer(text)}
-        if len(clocks) == 2:
-            seen.append(f"NPU {card} {clocks[True]} of {clocks[False]} MHz")
-            low, usage = clocks[True] < clocks[False], _USAGE.search(text)
-            works = usage is not None and int(usage[1]) > 0
-            slow, resting = slow or (low and works), resting or (low and not works)
+        _, *parts = _CHIP.split(text) if len(_CHIP.findall(text)) > 1 else ("", "", text)
+        for number, part in zip(parts[::2], parts[1::2], strict=True):
+            clocks = {bool(row[1]): int(row[2]) for row in _FREQUENCY.finditer(part)}
+            if len(clocks) == 2:
+                who = f"NPU {card} chip {number}" if number else f"NPU {card}"
+                seen.append(f"{who} {clocks[True]} of {clocks[False]} MHz")
+                low, usage = clocks[True] < clocks[False], _USAGE.search(part)
+                works = usage is not None and int(usage[1]) > 0
+                slow, resting = slow or (low and works), resting or (low and not works)
     told(seen or None, "npu-smi does not tell the clock of the AI cores")
     if resting and not slow:
         return Answer("unknown", f"the NPUs are idle; check again during a run ({', '.join(seen)})")
@@ -306,7 +313,8 @@ def checkpoint_room(patient: Patient) -> Answer:
     found = free_space(patient, str(patient.folder))
     if table is None or found is None:
         return Answer("unknown", "the size of the model or of the disk cannot be told")
-    need, free = table["parameters_total"] * BYTES, found[2]
+    total, trained = table["parameters_total"], table["parameters_trained"]
+    need, free = (trained * BYTES + total * FROZEN if trained != total else total * BYTES), found[2]
     seen = f"{need / GIB:,.1f} GiB each, {free / GIB:,.0f} GiB free at {found[0]}"
     return Answer("ok" if free >= need else "fail", seen)
 

@@ -290,7 +290,10 @@ def swap(patient: Patient) -> Answer:
 )
 def clock(patient: Patient) -> Answer:
     """Check that the host's clock follows a time server."""
-    offset = re.search(r"System time\s*:\s*([\d.]+) seconds", patient.root.ask("chronyc", "-n", "tracking") or "")
+    tracking = patient.root.ask("chronyc", "-n", "tracking") or ""
+    offset = re.search(r"System time\s*:\s*([\d.]+) seconds", tracking)
+    if re.search(r"Leap status\s*:\s*Not synchronised", tracking):  # the offset is then 0, from no server
+        return Answer("fail", "chronyd runs, but has no time server that it follows")
     if offset:
         seconds = float(offset[1])
         return Answer("ok" if seconds <= _CLOCK_SKEW else "fail", f"{seconds:.6f} s from its time server")

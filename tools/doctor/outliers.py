@@ -430,7 +430,7 @@ def against(probe: Probe, bundle: Bundle) -> list[Finding]:
         for measure in MEASURES:
             found += _slower_than(worker, peers, measure, on_cores)
     found += [_finding("unknown", f"the bundle has no worker of the kind {kind}") for kind in sorted(unknown)]
-    compared = sum(worker["kind"] not in unknown for worker in probe["workers"])
+    compared = sum(bool(worker["kind"] not in unknown and worker["matmul"]) for worker in probe["workers"])
     if compared and not any(item.verdict == "fail" for item in found):
         found.append(_finding("ok", f"{compared} workers are as fast as {len(known)} that were measured"))
     return found

@@ -66,7 +66,9 @@ def _plain(text: str) -> str:
 class _Loader(SmallLoader):
     """A `_Loader` refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a mapping as the parent class does; later, merge keys (`<<`) have become keys that may stand twice."""
+        node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
@@ -75,7 +77,7 @@ class _Loader(SmallLoader):
                     problem=f"key {key.value!r} is already set in line {lines[key.value]}", problem_mark=key.start_mark
                 )
             lines[key.value if isinstance(key, yaml.ScalarNode) else ""] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:

@@ -137,7 +137,7 @@ def compress(cores: Iterable[int]) -> str:
 
 DEVICES = 8  # of a node, where nothing else is said: Atlas 800T A2
 _HOST = re.compile(r"[A-Za-z0-9\[][\w.:\[\]-]*")
-_LINE = re.compile(r"(?P<host>\S+)(\s+(slots=)?(?P<slots>\d+))?")
+_LINE = re.compile(r"(?P<host>\S+)(\s+(slots=)?(?P<slots>[0-9]+))?")
 _DIGITS = 4  # of the number of workers of a host
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
@@ -163,7 +163,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
         if not (text := line.split("#")[0].strip()):
             continue
         match = _LINE.fullmatch(text)
-        if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
+        if not match or not _HOST.fullmatch(match["host"]) or (match["slots"] and not match["slots"].strip("0")):
             raise ClusterError(f"{path}:{number}: each line must be HOST or HOST SLOTS (node0 8), not {text!r}")
         if len(match["slots"] or "") > _DIGITS:
             raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has that many slots")

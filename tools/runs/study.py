@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError
+from plugins.lines import Span
 from plugins.robust import deviation
 from plugins.spike_guard.ledger import Entry, read_ledger
 from plugins.spike_guard.plan import Settings
@@ -56,9 +57,12 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     found = []
     for at, part in enumerate(parts):
         steps = np.asarray(part["step"])
+        # of earlier parts what still stood when this one began
+        stood = [min(later.start_step for later in parts[index + 1 : at + 1]) for index in range(at)]
         for name in JUDGED:
-            # of earlier parts what still stood when this one began
-            before = [np.asarray(one[name])[np.asarray(one["step"]) <= part.start_step] for one in parts[:at]]
+            before = [
+                np.asarray(one[name])[np.asarray(one["step"]) <= last] for one, last in zip(parts, stood, strict=False)
+            ]
             known = np.concatenate([*before, []])[-WINDOW:]
             values = np.asarray(part[name])
             above = _above(np.concatenate([known, values]))[len(known) :]
@@ -303,20 +307,31 @@ def state_of(attempt: Attempt) -> str:
 
 def _checkpoints(run: Run, found: Mtbf | None) -> Checkpoints:
     view = View(run.recipe) if run.recipe else None
-    saves: dict[int, float] = {}
-    for span in run.spans:
-        if span.kind == "save":
-            saves[span.step] = saves.get(span.step, 0.0) + span.end - span.begin
+    saves = _saves([span for span in run.spans if span.kind == "save"])
     usual = run.usual()
     wanted = view.number(("checkpoint", "save_interleaved_steps"), 0) if view else 0
-    steps = wanted or _between(sorted(saves)) or None
-    seconds = median(saves.values()) if saves else None
+    steps = wanted or _between(sorted({step for step, _ in saves})) or None
+    seconds = median(seconds for _, seconds in saves) if saves else None
     every = steps * usual if steps and usual else None
     newest = _newest(run, view)
     last = max((int(part["step"][-1]) for part in run.parts[-1:]), default=0)
     risk = max(0, last - newest) if newest is not None else None
     best = saving(seconds, every, found) if seconds and every and found else None
     return Checkpoints(len(saves), seconds, every, steps, newest, risk, best, _why_unknown(seconds, every, found, best))
+
+
+def _saves(spans: Sequence[Span]) -> list[tuple[int, float]]:
+    """Return the step of each save, and the seconds for which training stood still. A save in the background has two
+    spans, of which only the second is sealed; a later attempt may save a step once more.
+    """
+    found: list[tuple[int, float]] = []
+    for before, span in zip([None, *spans], spans, strict=False):
+        took = span.end - span.begin
+        if before and span.sealed and not before.sealed and before.step == span.step:
+            found[-1] = span.step, found[-1][1] + took
+        else:
+            found.append((span.step, took))
+    return found
 
 
 def _between(steps: list[int]) -> int | None:

@@ -159,6 +159,15 @@ def test_the_job_is_requeued_when_the_agents_cannot_go_on(submit, code, decision
     assert f"agents ended with {code}, their last decision: {decision or 'none'}" in err
 
 
+@pytest.mark.parametrize(("code", "requeued"), [(1, True), (2, False)])
+def test_what_an_earlier_job_decided_says_nothing_of_this_one(submit, code, requeued):
+    """A run that was done is to train more steps, and its agents fail before their first attempt."""
+    assert submit(sbatch_file(slurm_job()), DECISION="done")[0] == 0
+    found, called, err = submit(sbatch_file(slurm_job()), CODE=str(code))
+    assert (found, called[1:]) == (code, ["requeue 7"] if requeued else []), err
+    assert f"agents ended with {code}, their last decision: none" in err
+
+
 def test_what_is_wrong_is_said(submit, tmp_path):
     code, called, err = submit(sbatch_file(slurm_job()), SLURM_SUBMIT_DIR=str(tmp_path))
     assert (code, called) == (2, []) and err.startswith(f"error: no launch/train.py in {tmp_path}: submit from the")
@@ -278,6 +287,11 @@ def test_only_what_was_given_up_ends_the_job(pod, tmp_path, code, decision, ends
     wanted = ["agent", "recipes/a.yaml", "--nodes", f"{tmp_path}/hosts.txt", "--host", "a-node-1.run"]
     assert words[:6] == wanted and words[6:8] == ["--run-dir", "run"]
     assert words[-1] == "a-node-0.a 1\na-node-1.a 1\n"
+
+
+def test_a_pod_that_fails_by_itself_after_the_job_was_given_up_and_resumed_is_replaced(pod, tmp_path):
+    assert pod(CODE="1", DECISION="give up").wait(60) == 1
+    assert pod(CODE="1").wait(60) == 75
 
 
 def test_a_pod_that_takes_anothers_place_goes_on_from_the_newest_checkpoint(pod, tmp_path):

@@ -110,3 +110,17 @@ def test_a_log_that_says_nothing_is_shown_as_it_is(failed):
 
 def test_an_error_that_another_failure_brings_about_has_no_remedy_of_its_own(failed):
     assert not failed(1, *FRAMES, "RuntimeError: EI0002: The wait execution of the Notify register timed out").mend
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tc3: interrupted",
+        "tc3: saved on request: step 40: /disk/iteration_00000040",
+        "tc3: asked to save at step 40: not all ranks knew in time; training goes on",
+    ],
+)
+def test_a_worker_that_was_told_to_save_or_end_has_no_error_of_the_user(failed, words):
+    assert not failed(None, words).user_error
+    found = failed(None, "tc3: a.yaml:3: no such key", words)
+    assert found.user_error and found.message == "a.yaml:3: no such key"

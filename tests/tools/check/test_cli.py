@@ -41,6 +41,15 @@ def test_json_is_one_object():
     assert {"severity", "file", "line", "key", "wrong", "right", "source"} == set(content["recipes"][1]["findings"][0])
 
 
+def test_only_cards_and_layouts_are_left_out(tmp_path):
+    """A recipe whose name only ends like that of a card is checked."""
+    for name in ("scorecard.yaml", "card.yaml", "a.layout.yaml"):
+        (tmp_path / name).write_text("sed: 1\n", "utf-8")
+    result = run("--no-build", *map(str, sorted(tmp_path.iterdir())))
+    assert result.exit_code == 1 and "scorecard.yaml:1: error: sed" in result.output
+    assert "/card.yaml" not in result.output and ".layout.yaml" not in result.output
+
+
 def test_no_recipe_is_a_usage_error():
     assert run().exit_code == 2
 

@@ -48,6 +48,15 @@ def test_missing_data_is_an_error_only_where_the_run_starts(tmp_path):
     assert "tc3 data prepare" in wrong(recipe)[key].right
 
 
+@pytest.mark.parametrize(
+    ("split", "trains"), [("1, 0, 0", True), ("0.5, 0.5", True), ("0, 0, 0", False), ("0, 1, 0", False), ("0.0", False)]
+)
+def test_a_split_that_leaves_nothing_to_train(prefix, split, trains):
+    """MindFormers trains on the first part, and makes no dataset of a part of zero."""
+    found = wrong(put(on(prefix), (*LOADER, "config", "split"), split))
+    assert ("train_dataset.data_loader.config.split" not in found) == trains
+
+
 def test_a_vocabulary_larger_than_the_models(tmp_path):
     found = wrong(on(write(tmp_path / "data", [400] * 40, vocabulary=5000)))
     assert found["model.model_config.vocab_size"].severity == "error"
@@ -104,9 +113,9 @@ def test_documents_of_a_compressed_mask(tmp_path, lengths, room, shared, severit
     ("value", "word"),
     [
         (["1"], "no prefix"),
-        ([], "list of paths"),
+        ([], "of weights and paths"),
         (["1", "a", "b", "c"], "weights to some prefixes only"),
-        ([["a"]], "list of paths"),
+        ([["a"]], "of weights and paths"),
     ],
 )
 def test_blends(value, word):

@@ -224,6 +224,47 @@ def test_chrony_tells_the_skew(tmp_path):
         assert CHECKS["clock"].look(Patient(root)).verdict == verdict
 
 
+def test_chrony_without_a_server_has_an_offset_of_zero(tmp_path):
+    text = "System time     : 0.000000000 seconds fast of NTP time\nLeap status     : {}\n"
+    for status, verdict in (("Normal", "ok"), ("Not synchronised", "fail")):
+        root = write(tmp_path / verdict, {"outputs/chronyc_-n_tracking.txt": text.format(status)})
+        assert CHECKS["clock"].look(Patient(root)).verdict == verdict
+
+
+def test_the_clocks_of_all_chips_of_a_card(tmp_path, large):
+    """Cards of Atlas A3 have two chips, whose rows follow each other."""
+    table = (OUTPUTS / "A3_25.2.0.txt").read_text("utf-8")
+    both = "".join(f"        Chip ID                        : {chip}\n{CLOCKS}" for chip in (0, 1))
+    for slow, fast in ((800, 1800), (1800, 800)):
+        files = {f"outputs/npu-smi_info_-t_common_-i_{card}.txt": both.format(slow, fast) for card in (0, 1)}
+        found = CHECKS["npu_clock"].look(Patient(write(tmp_path, {SMI: table, **files}), large))
+        chip = 0 if slow == 800 else 1
+        assert found.verdict == "warn" and f"NPU 0 chip {chip} 800 of 1800 MHz" in found.seen
+
+
+def test_frozen_weights_have_no_moments_in_a_checkpoint(tmp_path):
+    """The 36B has 36.2e9 parameters: 405 GiB with their moments, 135 without; the adapters have some 14 million."""
+    recipe = load_recipe(ROOT / "recipes/telechat3_36b/finetune_8k_lora.yaml")
+    found = CHECKS["checkpoint_room"].look(
+        Patient(write(tmp_path, {"outputs/df_-kP.txt": df("/", 900, 200)}), View(recipe))
+    )
+    assert found.verdict == "ok" and found.seen.startswith("135.")
+    recipe["plugins"] = {}
+    whole = CHECKS["checkpoint_room"].look(Patient(Root(tmp_path), View(recipe)))
+    assert whole.verdict == "fail" and whole.seen.startswith("405.0 GiB each")
+
+
+def test_the_disk_is_that_on_which_checkpoints_are_saved(tmp_path, monkeypatch):
+    """That of `checkpoint.save_path`, and behind symbolic links."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "output").symlink_to(tmp_path / "large")
+    recipe = load_recipe(MINI)
+    recipe["output_dir"] = str(tmp_path / "output/run")
+    assert Patient(Root(), View(recipe)).folder == tmp_path / "large/run"
+    recipe["checkpoint"] = {**recipe["checkpoint"], "save_path": str(tmp_path / "saves")}
+    assert Patient(Root(), View(recipe)).folder == tmp_path / "saves"
+
+
 def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     """800 of 1800 MHz is what a healthy 910B3 shows at rest."""
     resting = CLOCKS.format(800).replace(": 90", ": 0")

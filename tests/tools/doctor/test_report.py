@@ -20,8 +20,8 @@ from tests.tools.doctor.reports import probe as measured_probe
 from tests.tools.doctor.reports import scale
 from tools.doctor import cli, probe
 from tools.doctor.checks import Patient
-from tools.doctor.outliers import against, gate, outliers
-from tools.doctor.report import gather
+from tools.doctor.outliers import against, findings, gate, outliers
+from tools.doctor.report import Report, gather, tool_version
 from tools.measured import FORMAT, OUTCOMES, Bundle, Manifest, read_bundle, recipe_digest, software, write_bundle
 from tools.process.host import Root
 from tools.recipe.load import load_recipe
@@ -182,3 +182,25 @@ def test_the_command_adds_what_it_finds_to_the_report(measured, monkeypatch):
     found = [item for item in json.loads(done.stdout)["findings"] if item["verdict"] == "fail"]
     assert len(found) == 8 and all("first hour measured" in item["seen"] for item in found)
     assert "16 x 910B3" in done.stderr
+
+
+def test_a_host_that_is_slower_than_the_hour_stays_unfit_among_hosts_that_are_all_slow(measured, tmp_path):
+    told = {}
+    for number in range(3):
+        own = measured_probe(4, seed=number)
+        for worker in own["workers"]:
+            scale(worker["matmul"], 0.5)
+        told[f"node{number}"] = Report([*findings({"": own}), *against(own, measured)], {"tc3": tool_version()}, own)
+        (tmp_path / f"node{number}.json").write_text(told[f"node{number}"].text())
+    result = CliRunner().invoke(cli.doctor, ["--nodes", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "fail    probe first hour  3 hosts, node[0-2]: worker 0: matmul" in result.stdout
+    assert "and 11 more" in result.stdout
+
+
+def test_a_worker_that_ended_is_not_as_fast_as_those_of_the_hour(measured):
+    own = measured_probe(4, seed=7)
+    own["workers"][1] |= {name: [] for name in ("matmul", "memory", "disk", "waited", "throttled")}
+    own["workers"][1]["failed"] = "matmul: ended by signal 9"
+    (found,) = against(own, measured)
+    assert found.seen == "3 workers are as fast as 16 that were measured"

@@ -10,7 +10,7 @@ import yaml
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import cluster
 from tools.hardware import known_hardware, load_hardware
-from tools.hardware.load import CERTAINTIES, DTYPES, FOLDER
+from tools.hardware.load import CERTAINTIES, DTYPES, FOLDER, read_yaml
 from tools.hardware.units import BOTH, LONG, same_dtype, short_dtype
 from tools.search.request import file_of
 
@@ -174,6 +174,16 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path):
 
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+
+def test_a_key_that_stands_twice_and_one_that_was_merged(tmp_path):
+    """A mapping that another one merges may itself have merged: its keys are not written twice for that."""
+    path = tmp_path / "a.yaml"
+    path.write_text("a: &a {x: 1}\nt: {b: &b {<<: *a, x: 2}}\nc: {<<: *b}\n", "utf-8")
+    assert read_yaml(path, RecipeError) == {"a": {"x": 1}, "t": {"b": {"x": 2}}, "c": {"x": 2}}
+    path.write_text("a: {x: 1,\n  x: 2}\n", "utf-8")
+    with pytest.raises(RecipeError, match=r"a\.yaml:2: cannot be read: key 'x' is already set in line 1"):
+        read_yaml(path, RecipeError)
 
 
 def test_types_by_either_name():

@@ -56,6 +56,19 @@ def test_warnings_are_nobodys_cause():
     assert crashed.lines[0] == "ValueError: 3 is odd"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tc3: interrupted",
+        "tc3: saved on request: step 40: /disk/iteration_00000040",
+        "tc3: asked to save at step 40: not all ranks knew in time; training goes on",
+    ],
+)
+def test_what_a_worker_says_that_was_told_to_save_or_end_is_no_error_of_the_user(words):
+    assert diagnose([words]).name == UNKNOWN
+    assert diagnose([words, LINES["disk full"]]).name == "disk full"
+
+
 @pytest.mark.parametrize("name", [row.name for row in signatures()])
 def test_every_row_has_a_line_that_it_alone_decides(name):
     found = diagnose(["[WARNING] something else", LINES[name], "Distributed job goes on"])

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from scipy.stats import chi2
 
 from plugins.errors import DataError
+from plugins.lines import Span
 from plugins.straggler_probe.record import append, probe_file
 from tests.plugins.straggler_probe.histories import history
 from tests.tools.runs.builders import Builder
@@ -23,7 +24,7 @@ from tools.runs.cli import runs
 from tools.runs.goodput import NEVER, WORDS, Ledger, Piece
 from tools.runs.readings import Part, Probes, slow_of
 from tools.runs.render import _FINE, _coarse
-from tools.runs.study import THRESHOLD, WINDOW, daly, mtbf, overhead, saving, spikes, studies, young
+from tools.runs.study import THRESHOLD, WINDOW, _saves, daly, mtbf, overhead, saving, spikes, studies, young
 
 
 def run_report(*arguments):
@@ -268,6 +269,14 @@ def test_a_part_is_compared_with_what_stood_before_it_and_knows_whether_it_stand
     assert [one.step for one in spikes([part(flat), part([50.0], start=40)], [40, NEVER])] == [41]
 
 
+def test_steps_that_were_lost_before_are_no_measure_of_a_later_part():
+    flat = [5.0 + 0.01 * (step % 3) for step in range(90)]
+    kept = [part(flat[:60]), part([5.0, 6.5, 5.0], start=60)]
+    rolled_back = [part([*flat[:30], *[50.0] * 60]), part(flat[30:60], start=30), kept[1]]
+    found = [one for one in spikes(rolled_back, [30, 60, NEVER]) if one.stands]
+    assert [(one.step, one.above) for one in found] == [(62, spikes(kept, [60, NEVER])[0].above)]
+
+
 def test_the_norm_is_judged_as_well():
     found = spikes([part([5.0] * 30, norms=[1.0] * 29 + [9.0])], [NEVER])
     assert [(one.step, one.name) for one in found] == [(30, "global_norm")]
@@ -328,6 +337,12 @@ def test_the_best_interval_costs_least():
     assert found.low < found.best < found.high
     for other in (0.5, 2):
         assert overhead(60, other * found.best, 8 * 3600) > found.cost_best
+
+
+def test_a_step_that_is_saved_again_is_another_save():
+    spans = [Span("save", 50, at, at + 2.0, sealed=True) for at in (10.0, 110.0)]
+    background = [Span("save", 60, 200.0, 201.0), Span("save", 60, 230.0, 231.0, sealed=True)]
+    assert _saves([*spans, *background, *background]) == [(50, 2.0), (50, 2.0), (60, 2.0), (60, 2.0)]
 
 
 def test_too_little_is_known_without_a_failure_or_a_save():
