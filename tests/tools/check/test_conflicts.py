@@ -1,5 +1,5 @@
 """MindFormers' own relocation of experts: what is refused, and the demonstration that it is wrong. The micro-batches
-that zero_bubble_v needs.
+that zero_bubble_v needs. Flags of chunks among recompute settings.
 """
 
 import types
@@ -11,7 +11,7 @@ from plugins import pipeline_layout
 from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.errors import RecipeError
 from tests.tools.check.mutations import MODEL, PARALLEL, put
-from tests.tools.check.test_rules import INTERLEAVED, MINI, SEMI, ZBV, change, findings
+from tests.tools.check.test_rules import INTERLEAVED, MINI, PLAIN, SEMI, STAGES, TWO_CHUNKS, ZBV, change, findings
 from tests.tools.checkpoint.test_stored import saved
 from tools.check.check import check_recipe
 from tools.check.conflicts import KEYS
@@ -155,3 +155,13 @@ def test_how_many_micro_batches_zero_bubble_v_needs_is_said_once(each, monkeypat
         check_schedule("zero_bubble_v", 7, 2, 7 * each - 1)
     assert fewest_micro_batches(7, "zero_bubble_v") == 7 * each
     assert least_micro_batches(View(recipe), Degrees(pp=7)) == 7 * each
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"), [(TWO_CHUNKS, [True, False]), (TWO_CHUNKS, [False, True]), (PLAIN, [True])]
+)
+def test_flags_of_chunks_without_a_list_count_for_stages_and_are_refused(layout, flags):
+    """MindFormers takes them for stages 0 and 1, and recomputes nothing on the others."""
+    assert STAGES == 4
+    found = findings(put(layout, ("recompute_config", "recompute"), flags))
+    assert "does not fit 4 stages" in found["recompute_config.recompute"].wrong

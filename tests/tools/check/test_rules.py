@@ -497,13 +497,3 @@ def test_what_mindformers_fails_on_is_refused(layout, key, monkeypatch):
         if value in TAKEN_OTHERWISE[layout is SWAPPED]:
             continue
         assert refused == fails_in_mindformers(layout, key, value, monkeypatch), value
-
-
-@pytest.mark.parametrize(
-    ("layout", "flags"), [(TWO_CHUNKS, [True, False]), (TWO_CHUNKS, [False, True]), (PLAIN, [True])]
-)
-def test_flags_of_chunks_without_a_list_count_for_stages_and_are_refused(layout, flags):
-    """MindFormers takes them for stages 0 and 1, and recomputes nothing on the others."""
-    assert STAGES == 4
-    found = findings(put(layout, ("recompute_config", "recompute"), flags))
-    assert "does not fit 4 stages" in found["recompute_config.recompute"].wrong
