@@ -175,11 +175,11 @@ def _end(run: Run, frame: Frame, limit: int) -> int:
 
 def _cut(frames: list[Frame]) -> None:
     """Set for each attempt the step from which later attempts trained again: the lowest step at which one of them
-    started.
+    started, also where it has made no step yet.
     """
     lowest = NEVER
     for frame in reversed(frames):
-        frame.cut = lowest
+        frame.cut = min([lowest, *(part.left for part in frame.parts[-1:] if part.left is not None)])
         starts = [part.start_step for part in frame.parts]
         if not starts and frame.attempt and frame.attempt.plan:
             starts = [frame.attempt.plan.step]

@@ -308,11 +308,13 @@ class Part:
         start_step: the number of steps that were done before this part.
         began: the time at which its training began, in seconds since 1970 (None for runs of older versions, which did
             not write it).
+        left: the step from which a later part began that has made no step yet; None without such a part.
     """
 
     start_step: int
     began: float | None = None
     total_steps: int | None = None
+    left: int | None = None
     columns: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
 
     def add(self, record: dict[str, Any]) -> None:
@@ -439,4 +441,7 @@ def read_parts(file: Path, notes: list[str] | None = None) -> list[Part]:
     if steps.faults and notes is not None:
         count, more = len(steps.faults), f", and {len(steps.faults) - 1} more" * (len(steps.faults) > 1)
         notes.append(f"{file}: {count} record{'s' * (count > 1)} left out ({steps.faults[0]}{more})")
-    return [part for part in parts if len(part)]
+    kept = [part for part in parts if len(part)]
+    for at, part in enumerate(parts):
+        part.left = min((later.start_step for later in parts[at + 1 :] if not len(later)), default=None)
+    return kept

@@ -278,7 +278,10 @@ def study(folder: Path) -> Study:
     found = mtbf(sum(one.counts for one in failed), running) if told else None
     skipped, notes = _skipped(folder)
     notes = [*run.notes, *(known.notes if known else []), *notes]
-    cuts = [min([later.start_step for later in run.parts[at + 1 :]], default=NEVER) for at in range(len(run.parts))]
+    cuts = [
+        min([NEVER if part.left is None else part.left, *(later.start_step for later in run.parts[at + 1 :])])
+        for at, part in enumerate(run.parts)
+    ]
     saves, jumps, slow = _checkpoints(run, found), spikes(run.parts, cuts), slow_of(folder, run.recipe)
     held_out = read_evaluations(folder)
     last, name = held_out[max(held_out)] if held_out else None, real_path(folder).name

@@ -181,3 +181,13 @@ def test_nothing_yet(tmp_path):
 
 def test_every_kind_has_its_words():
     assert set(WORDS) == set(goodput.Kind.__args__)
+
+
+def test_steps_behind_a_start_that_has_made_no_step_yet_are_lost(tmp_path):
+    """The header of a start stands in the metrics long before its first step, which compiles."""
+    (tmp_path / "metrics").mkdir()
+    steps = [{"step": step, "time": 1.7e9 + 2 * step, "seconds": 2.0, "loss": 5.0} for step in range(1, 9)]
+    lines = [{"total_steps": 40, "time": 1.7e9}, *steps, {"total_steps": 40, "start_step": 5, "time": 1.7e9 + 60}]
+    (tmp_path / "metrics" / "rank_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = ledger(load_run(tmp_path))
+    assert (found.kept_steps, found.lost_steps) == (5, 3)
