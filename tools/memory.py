@@ -92,18 +92,21 @@ def explain(
         RecipeError: the recipe cannot be predicted.
     """
     config = from_recipe(recipe)
-    singles = single_changes(config, room.bytes)
+    # changes are made for a modelled limit: the one at which the measured peak is at the room's
+    limit = room.bytes * max(memory.peak for memory in all_stages(config)) / _peak(config, terms)
+    singles = single_changes(config, limit)
     known = _wrong(recipe)
     found = [proposal for change in singles if (proposal := _proposal(recipe, change, times, room, known, terms))]
     if pairs and not any(one.fit == FITS and not one.refused for one in found):
-        both = sorted(pairs_of_changes(config, room.bytes), key=lambda change: _order_of(change, times, room))
+        both = sorted(pairs_of_changes(config, limit), key=lambda change: _order_of(change, times, room, terms))
         found += [one for change in both[:PAIRS] if (one := _proposal(recipe, change, times, room, known, terms))]
     return sorted(found, key=_order)
 
 
-def _order_of(change: Change, times: TimeModel, room: Room) -> tuple[int, float]:
-    fit = verdict(change.peak, room)
-    return _RANK[fit], _seconds(change.config, times) or change.peak if fit == FITS else change.peak
+def _order_of(change: Change, times: TimeModel, room: Room, terms: MemoryTerms) -> tuple[int, float]:
+    peak = _peak(change.config, terms)
+    fit = verdict(peak, room)
+    return _RANK[fit], _seconds(change.config, times) or peak if fit == FITS else peak
 
 
 _RANK = {FITS: 0, UNKNOWN: 1, DOES_NOT_FIT: 2}

@@ -181,11 +181,11 @@ def firsthour_command(
 
 
 def _cluster_of(hour: Hour, simulate: Path | None) -> dict[str, str]:
-    """Return the facts that tell the cluster of this start from others: its nodes, or the file that is simulated and
-    its digest.
+    """Return the facts that tell the cluster of this start from others: its nodes and devices, or the file that is
+    simulated and its digest.
     """
     if simulate is None:
-        return {"nodes": shorten(hour.names), "simulated": "None"}
+        return {"nodes": shorten(hour.names), "devices": f"{hour.world} x {hour.device}", "simulated": "None"}
     digest = hashlib.sha256(simulate.read_bytes()).hexdigest()[:8]
     return {"nodes": "simulated", "simulated": f"{simulate} ({digest})"}
 

@@ -259,7 +259,8 @@ def _dry_run(asked: Asked, flat: Recipe, run_dir: Path) -> None:
         except TC3Error as error:
             click.echo(f"would be refused here: {error}", err=True)
     # what the recipe sets in the environment of the workers
-    flags = {**optimizer_environment(flat), **operator_fusion.environment(flat, {})}
+    flags = {name: value for name, value in optimizer_environment(flat).items() if name not in os.environ}
+    flags |= operator_fusion.environment(flat, {})
     argv = [*["env"] * bool(flags), *(f"{name}={value}" for name, value in flags.items()), *command.argv]
     click.echo(json.dumps(argv) if asked.as_json else shlex.join(argv))
 

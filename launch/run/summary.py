@@ -35,6 +35,7 @@ from tools.runs.readings import (
 from tools.schema.versions import unverified_words
 
 COMPILING = "compiling…"  # until the first step is done
+LOAD_PATH = "checkpoint.load_path"  # the key of the weights that a run begins with
 QUIET = 60.0  # seconds without a line, at most
 ResumeCommand = Callable[[Path | None, str], list[str]]
 
@@ -236,15 +237,16 @@ def words_to_go_on(
         overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
     place = ["--resume", "auto", *["--run-dir", str(run_dir)] * named]
     if weights:
-        own = (_saving_elsewhere(each) for each in overrides)
-        place, overrides = ["--run-dir", f"{run_dir}-next"], (*own, f"checkpoint.load_path={weights}")
+        own = (_saving_elsewhere(each) for each in overrides if each.partition("=")[0].strip() != LOAD_PATH)
+        place, overrides = ["--run-dir", f"{run_dir}-next"], (*own, f"{LOAD_PATH}={weights}")
     return [*begin, *place, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
 
 
 def _saving_elsewhere(override: str) -> str:
     """Return an override for a new run, which is refused where it would save among the checkpoints of this one."""
     key, _, folder = override.partition("=")
-    if key.strip() != "checkpoint.save_path" or not (name := folder.strip().strip("'\"")):
+    name = folder.strip().strip("'\"")
+    if key.strip() != "checkpoint.save_path" or name in ("", "null", "~"):
         return override
     return f"checkpoint.save_path={Path(name)}-next"
 

@@ -221,7 +221,7 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
         and any(folder.glob("seal_rank_*.json"))
         and (attempt is None or number_of(made(folder).get("attempt")) <= own)
     ]
-    whole = [folder for folder in older if _complete(folder) and not any(folder.glob(f"{REFUSED}*"))]
+    whole = [folder for folder in older if _complete(folder)]
     gone = [folder for folder in older if folder not in whole[: max(keep, 1) - 1]]
     for folder in gone:  # renamed first: what a kill leaves of it has lost its name, no reader takes it
         with contextlib.suppress(OSError):
@@ -236,14 +236,14 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
 
 
 def _complete(folder: Path) -> bool:
-    """Return whether all ranks have sealed `folder`, judged by the names of files only: this takes one listing,
-    however many ranks there are.
+    """Return whether all ranks have sealed `folder` and none has refused it, judged by the names of files only: this
+    takes one listing, however many ranks there are.
     """
     try:
         ranks, names = range(_read_seal(folder, 0)["world_size"]), set(os.listdir(folder))
     except (OSError, ValueError, KeyError, TypeError, RefusedError):
         return False
-    return all(seal_file(folder, rank).name in names for rank in ranks)
+    return all(seal_file(folder, rank).name in names and f"{REFUSED}{rank}" not in names for rank in ranks)
 
 
 def made(folder: Path) -> dict[str, Any]:

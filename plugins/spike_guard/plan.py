@@ -36,6 +36,7 @@ NO_MORE = "does not go back again (plugins.spike_guard.rollbacks)"  # is in the 
 KEY = "plugins.spike_guard"
 LOADER = "BlendedMegatronDatasetDataLoader"
 _LOADER = "train_dataset.data_loader"
+_MOST = 10  # windows of steps that a resume reads, where one of the two values is rarely known
 _LEAST_WINDOW = 4  # good steps of which a median and a spread say anything
 JUDGED = ("loss", NORM)
 _LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are alike
@@ -191,7 +192,7 @@ class Window:
 
 def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
     """Return the values of the last steps up to step `done`, for a `Window` of `size` steps, from the lines of
-    RUN/metrics/rank_N.jsonl: as many as hold `size` values of the loss and of the norm, where there were so many.
+    RUN/metrics/rank_N.jsonl: as many as hold `size` values of the loss and of the norm, but at most `_MOST` windows.
 
     A part of the run that repeats steps has a header, and replaces them. Steps that overflowed are left out, as a
     `Guard` leaves them out while it trains.
@@ -210,7 +211,8 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
                 steps[record["step"]] = {"loss": record.get("loss"), NORM: record.get("global_norm")}
     good = [steps[step] for step in sorted(steps) if step <= done]
     held = ([place for place, each in enumerate(good) if _judged(each[name])][-size:] for name in JUDGED)
-    return good[min((places[0] for places in held if places), default=len(good)) :]
+    first = min((places[0] for places in held if places), default=len(good))
+    return good[max(first, len(good) - _MOST * size) :]
 
 
 def _judged(value: float | None) -> bool:

@@ -121,6 +121,8 @@ def test_a_resumed_run_judges_a_step_as_if_it_had_not_been_interrupted():
     assert resumed.see({"loss": 2.0, NORM: 1000.0}) == went.see({"loss": 2.0, NORM: 1000.0}) is not None
     without = good_steps([json.dumps({"step": step, "loss": 2.0, "global_norm": None}) for step in range(1, 10)], 9, 4)
     assert len(without) == 4, "where nothing is clipped, all that is read is what the loss needs"
+    rare = [json.dumps({"step": n, "loss": 2.0, "global_norm": 1.0 if n < 4 else None}) for n in range(1, 100)]
+    assert len(good_steps(rare, 99, 4)) == 40, "not nearly the whole run"
 
 
 def of_fours(steps):

@@ -459,9 +459,10 @@ class Report:
         return None if self.unknown or not self.rows else True
 
     def as_json(self) -> dict[str, Any]:
-        """Return the judgements of all fused kernels as values fit for JSON; an infinite error is the string "inf"."""
+        """Return the judgements of all fused kernels as values fit for JSON; an error that is not finite is a text."""
         rows = [
-            asdict(row) | {name: "inf" for name in ("fused", "unfused") if not np.isfinite(getattr(row, name))}
+            asdict(row)
+            | {name: str(float(each)) for name in ("fused", "unfused") if not np.isfinite(each := getattr(row, name))}
             for row in self.rows
         ]
         return {"passed": self.passed, "unknown": self.unknown, "rows": rows, "skipped": self.skipped}

@@ -50,7 +50,7 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
             missing((*LOADER, "data_files"), f"there is no file {name} on this machine")
     if view.megatron:
         split = view.get((*_CONFIG, "split"))
-        if isinstance(split, str) and re.match(r"\s*0+(\.0+)?\s*(,|$)", split):
+        if isinstance(split, str) and re.match(r"[^.0-9]*(0+\.?0*|\.0+)(?![.0-9])", split):
             found.error((*_CONFIG, "split"), f"{split!r} leaves no samples for training", "write '1, 0, 0'")
         for prefix, share in _corpora(view.get(_PATH), found):
             _dataset(prefix, share, view, built, found, missing)

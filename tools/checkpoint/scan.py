@@ -90,10 +90,12 @@ def later_than(root: Path, taken: Path) -> list[Path]:
     """Return the checkpoints under `root` that a run abandons when it continues from the checkpoint `taken`, newest
     first.
 
-    Those after it, if it is one of them; else all, for they are another run's.
+    Those after it, if it is one of them; else all, for they are another run's. Of a checkpoint that was renamed, its
+    files say the step.
     """
-    own = real_path(taken).parent == real_path(root)
-    return [folder for folder in iterations(root) if not own or iteration(folder) > iteration(taken)]
+    own, number = real_path(taken).parent == real_path(root), iteration(taken)
+    step = saved_step(taken) if number < 0 else number
+    return [folder for folder in iterations(root) if not own or step is None or iteration(folder) > step]
 
 
 def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -> Path | None:

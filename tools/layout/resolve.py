@@ -32,7 +32,7 @@ from plugins.pipeline_layout import counts_of_offset, is_layout, layout_of, offs
 from tools.estimate.efficiency import cluster as load_cluster
 from tools.estimate.from_recipe import DEGREE, from_recipe, plain_value, require_ulysses
 from tools.estimate.memory.room import known_errors, room_of
-from tools.estimate.time_model import TimeModel, require_step_time
+from tools.estimate.time_model import TimeModel
 from tools.files.atomic import check_writable
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
@@ -139,7 +139,9 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
     hardware = load_cluster(cluster)
     try:
         base, room = from_recipe(even), room_of(even, hardware, margin=margin)
-        require_step_time(base)
+        if base.adapters:
+            wrong = f"{_KEY}: auto: the step time of training with adapters cannot be predicted, so no layout is found"
+            raise RecipeError(f"{wrong}; write the number of layers of each stage, or 0 for even stages")
     except RecipeError as error:
         raise in_file(recipe, error) from None
     require_ulysses(recipe, base.model, View(recipe).number(DEGREE, 1))

@@ -10,6 +10,7 @@ import pytest
 from launch.agent.part import last_words
 from launch.run.failure import worker_failure
 from launch.run.summary import complain
+from tools.runs.failures import UNKNOWN, diagnose
 
 RECORDED = Path(__file__).parents[1] / "agent" / "recorded" / "link_down_worker_1.txt"
 RULE = "-" * 52
@@ -121,6 +122,6 @@ def test_an_error_that_another_failure_brings_about_has_no_remedy_of_its_own(fai
     ],
 )
 def test_a_worker_that_was_told_to_save_or_end_has_no_error_of_the_user(failed, words):
-    assert not failed(None, words).user_error
+    assert not failed(None, words).user_error and diagnose([words]).name == UNKNOWN, "as tools/runs says"
     found = failed(None, "tc3: a.yaml:3: no such key", words)
     assert found.user_error and found.message == "a.yaml:3: no such key"

@@ -134,3 +134,6 @@ def test_a_new_run_from_the_weights_does_not_save_among_the_checkpoints_of_this_
     words = words_to_go_on(*given, Path("/big/x/iteration_4"), "")
     assert words[3:9] == ["--run-dir", "RUN-next", "--set", "checkpoint.save_path=/big/x-next", "--set", "a.b=1"]
     assert "checkpoint.save_path='/big/x/'" in words_to_go_on(*given, None, ""), "a resume saves where it did"
+    again = (given[0], ("checkpoint.save_path=null", "checkpoint.load_path=/old"), *given[2:])
+    words = words_to_go_on(*again, Path("/new"), "")
+    assert words[5:9] == ["--set", "checkpoint.save_path=null", "--set", "checkpoint.load_path=/new"]

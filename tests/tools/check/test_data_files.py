@@ -49,7 +49,17 @@ def test_missing_data_is_an_error_only_where_the_run_starts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("split", "trains"), [("1, 0, 0", True), ("0.5, 0.5", True), ("0, 0, 0", False), ("0, 1, 0", False), ("0.0", False)]
+    ("split", "trains"),
+    [
+        ("1, 0, 0", True),
+        ("0.5, 0.5", True),
+        ("0, 0, 0", False),
+        ("0, 1, 0", False),
+        ("0.0", False),
+        ("0 0 0", False),
+        ("0/1/0", False),
+        (".0, 1, 0", False),
+    ],
 )
 def test_a_split_that_leaves_nothing_to_train(prefix, split, trains):
     """MindFormers trains on the first part, and makes no dataset of a part of zero."""

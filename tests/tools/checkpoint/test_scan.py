@@ -59,6 +59,8 @@ def test_what_is_left_behind_is_what_comes_after_or_all_of_another_run(tmp_path)
     first, second, third = (save(tmp_path / "own", step) for step in (4, 8, 100))
     assert later_than(tmp_path / "own", second) == [third]
     assert later_than(tmp_path / "own", save(tmp_path / "else", 50)) == [third, second, first]
+    renamed = second.rename(second.with_name(f"set_aside_{second.name}"))
+    assert later_than(tmp_path / "own", renamed) == [third], "its seals say the step"
 
 
 def test_what_is_put_aside_is_found_no_more_and_nothing_is_lost(tmp_path):

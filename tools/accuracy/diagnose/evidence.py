@@ -279,8 +279,9 @@ def read_side(folder: Path) -> Side:
     side.states = {step: state for step, state in side.states.items() if state.lines}
     for state in side.states.values():
         side.parts = {rank: line.get("parts") or {} for rank, line in state.lines.items()} | side.parts
+    recorded = bool(side.states)
     side.gaps = take_out(side, metrics, headers)
-    _notes(side)
+    _notes(side, recorded)
     return side
 
 
@@ -347,12 +348,16 @@ def _read_states(side: Side, file: Path, rank: int, experts: dict[str, int]) -> 
             side.states.setdefault(line["step"], State(line["step"])).lines[rank] = line
 
 
-def _notes(side: Side) -> None:
-    """Note what the folder cannot tell, a line each, with how to record it."""
+def _notes(side: Side, recorded: bool) -> None:
+    """Note what the folder cannot tell, a line each, with how to record it.
+
+    Args:
+        recorded: whether the run has recorded states, all of which may have gaps.
+    """
     side.notes += side.gaps
-    if not side.states:
+    if not recorded:
         side.notes.append(f"no weights, gradients or routers are recorded; record them with `{RECORD}`")
-    elif not side.starts_known and not side.unmoved:
+    elif side.states and not side.starts_known and not side.unmoved:
         side.notes.append(
             "the weights that it started from are unknown: a sharded run makes them when it compiles its graph; the "
             "first step's losses and gradients depend on them"

@@ -17,6 +17,7 @@ from plugins.step_record.plan import IDS, PROJECTIONS
 
 _MEND = "copy the file again, or train again into a new folder"
 _LARGEST = 10**300  # of a whole number: larger ones are no float
+_MOST = 2**62  # of a count or of the number of a step
 _SHORT = 40  # characters of a wrong value that a message shows
 
 
@@ -28,7 +29,7 @@ class Form:
 
     words: str
     holds: Callable[[Any], bool]
-    inner: Callable[[Any], Iterator[tuple[str, Any, Form]]] = lambda _: iter(())
+    inner: Callable[[Any], Iterator[tuple[str | int, Any, Form]]] | None = None
 
 
 def _is_number(value: Any) -> bool:
@@ -44,12 +45,12 @@ def _list(words: str, form: Form, length: int | None = None) -> Form:
     def holds(value: Any) -> bool:
         return isinstance(value, list) and length in (None, len(value))
 
-    return Form(words, holds, lambda value: ((str(place), each, form) for place, each in enumerate(value)))
+    return Form(words, holds, lambda value: ((place, each, form) for place, each in enumerate(value)))
 
 
 def _row(words: str, *forms: Form) -> Form:
-    def inner(value: list[Any]) -> Iterator[tuple[str, Any, Form]]:
-        return ((str(place), each, form) for place, (each, form) in enumerate(zip(value, forms, strict=True)))
+    def inner(value: list[Any]) -> Iterator[tuple[str | int, Any, Form]]:
+        return ((place, each, form) for place, (each, form) in enumerate(zip(value, forms, strict=True)))
 
     return Form(words, lambda value: isinstance(value, list) and len(value) == len(forms), inner)
 
@@ -63,7 +64,7 @@ def _named(words: str, form: Form) -> Form:
 
 
 def _object(words: str, keys: Mapping[str, Form]) -> Form:
-    def inner(value: dict[str, Any]) -> Iterator[tuple[str, Any, Form]]:
+    def inner(value: dict[str, Any]) -> Iterator[tuple[str | int, Any, Form]]:
         return ((name, value[name], form) for name, form in keys.items() if name in value)
 
     return Form(words, lambda value: isinstance(value, dict), inner)
@@ -74,8 +75,8 @@ _FLAG = Form("true or false", lambda value: isinstance(value, bool))
 _TRUE = Form("true", lambda value: value is True)
 _NUMBER = Form("a number", _is_number)
 _SQUARE = Form("a number that is not below 0", lambda value: _is_number(value) and not value < 0)
-_COUNT = Form("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < _LARGEST)
-_STEP = Form("the number of a step, from 1 on", lambda value: type(value) is int and 1 <= value < _LARGEST)
+_COUNT = Form("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < _MOST)
+_STEP = Form("the number of a step, from 1 on", lambda value: type(value) is int and 1 <= value < _MOST)
 _PLAIN = Form(
     "text, a number, true, false or null", lambda value: value is None or isinstance(value, (str, bool)) or
     _is_number(value)
@@ -85,7 +86,7 @@ _DIGESTS = _list("a list of digests", _TEXT)
 _ROWS = Form(
     "a digest, or a list of digests",
     lambda value: isinstance(value, (str, list)),
-    lambda value: _DIGESTS.inner(value) if isinstance(value, list) else iter(()),
+    lambda value: ((place, each, _TEXT) for place, each in enumerate(value if isinstance(value, list) else ())),
 )
 _SAMPLES = Form(
     "an object of digests by column, or null",
@@ -163,8 +164,8 @@ def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, 
         DataError: the message names file, line and key, and says what would be right.
     """
     for name, each in form.items():
-        if name in record and (wrong := _wrong(record[name], each, name)):
-            raise DataError(f"{file}: line {number}: {wrong}; {_MEND}")
+        if name in record and (wrong := _wrong(record[name], each)):
+            raise DataError(f"{file}: line {number}: {name}{wrong[0]} {wrong[1]}; {_MEND}")
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
@@ -183,10 +184,16 @@ def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, 
                 raise DataError(f"{file}: line {number}: {wrong}; {_MEND}")
 
 
-def _wrong(value: Any, form: Form, path: str) -> str:
-    """Return what is wrong with a value or with a value inside it; return "" if nothing is wrong."""
+def _wrong(value: Any, form: Form) -> tuple[str, str] | None:
+    """Return the path inside a value to a wrong value, and what is wrong with it; return None if nothing is wrong.
+
+    The path is made only then, because a run writes many lines.
+    """
     if not form.holds(value):
         text = json.dumps(value)
-        return f"{path} is {text if len(text) <= _SHORT else f'{text[:_SHORT]}...'}, should be {form.words}"
-    inside = (_wrong(each, inner, f"{path}.{name}") for name, each, inner in form.inner(value))
-    return next(filter(None, inside), "")
+        return "", f"is {text if len(text) <= _SHORT else f'{text[:_SHORT]}...'}, should be {form.words}"
+    if form.inner is not None:
+        for name, each, inner in form.inner(value):
+            if found := _wrong(each, inner):
+                return f".{name}{found[0]}", found[1]
+    return None

@@ -128,6 +128,8 @@ def _terms(one: tuple[int, ...], other: tuple[int, ...], product: tuple[int, ...
     A batch that both factors have is in their sizes twice, and in that of the result once. If only the result has one,
     each of its matrices is the sum over a part of the rows.
     """
+    if len(one) == 1:  # a vector, also with a batch of matrices
+        return one[0]
     first, second, third = (max(math.prod(shape[:-2]), 1) for shape in (one, other, product))
     batch = first * second / third if len(other) > 2 else third / first
     size = math.prod(one) * math.prod(other) / max(math.prod(product), 1) / max(batch, 1.0)

@@ -132,8 +132,7 @@ def _shard_gradients(run: Configuration, _: float) -> Configuration | None:
 
 def _expert_parallel(ep: int) -> Apply:
     def apply(run: Configuration, _: float) -> Configuration | None:
-        ranks = run.dp * run.tp * run.cp
-        return None if ep > ranks or ranks % ep or run.model.experts % ep else replace(run, ep=ep)
+        return None if run.model.experts % ep else replace(run, ep=ep)
 
     return apply
 

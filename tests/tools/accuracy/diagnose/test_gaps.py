@@ -203,6 +203,13 @@ def test_no_value_of_a_wrong_type_is_computed_with(tmp_path, monkeypatch, name):
     assert refused > 100
 
 
+def test_the_number_of_a_step_that_no_run_has_is_refused(tmp_path):
+    file = Run(tmp_path / "run").write() / "metrics" / "rank_0.jsonl"
+    file.write_text(file.read_text() + json.dumps({"step": 10**20, "loss": 1.0}) + "\n")
+    with pytest.raises(DataError, match="step is 100000000000000000000, should be the number of a step"):
+        read_side(tmp_path / "run")
+
+
 @pytest.mark.parametrize("key", ["loads", "biases"])
 def test_a_router_with_another_number_of_experts_on_one_line(tmp_path, key):
     run = Run(tmp_path / "run").write()
