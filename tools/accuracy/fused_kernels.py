@@ -461,8 +461,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return the judgements of all fused kernels as values fit for JSON; an error that is not finite is a text."""
         rows = [
-            asdict(row)
-            | {name: str(float(each)) for name in ("fused", "unfused") if not np.isfinite(each := getattr(row, name))}
+            asdict(row) | {n: str(v) for n in ("fused", "unfused") if not np.isfinite(v := float(getattr(row, n)))}
             for row in self.rows
         ]
         return {"passed": self.passed, "unknown": self.unknown, "rows": rows, "skipped": self.skipped}

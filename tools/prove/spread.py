@@ -342,8 +342,6 @@ def joined(x: Spread, y: Spread) -> Spread:
     if x.dims != y.dims and any(x.dims) and any(y.dims):
         require_home(x, y)
     if either := x.greatest | y.greatest:
-        if not (x.holes | x.partial and y.holes | y.partial):  # a plain factor may only scale the largest elements
-            raise NotKnown(f"{x} with {y}: the product of a maximum of only a rank's own piece")
         raise refusal((x, y), f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}")
 
     def join(one: Spread, two: Spread) -> Spread:

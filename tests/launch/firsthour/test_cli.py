@@ -97,8 +97,9 @@ def test_results_of_another_cluster_are_not_kept(hour, tmp_path):
     (work / "state.json").write_text(json.dumps(state))
     again = run(R438, "--simulate", tmp_path / "c.yaml", "--work", work, "--out", tmp_path / "b.zip")
     assert "the results in this folder are of simulated " in str(again.exception)
-    found = [cli._cluster_of(SimpleNamespace(names=names), None) for names in (["a1"], ["a1", "a2"])]
-    assert found == [{"nodes": nodes, "simulated": "None"} for nodes in ("a1", "a[1-2]")]
+    hours = [SimpleNamespace(names=["a1", "a2"][:count], world=8 * count, device="Ascend") for count in (1, 2)]
+    found = [cli._cluster_of(each, None) for each in hours]
+    assert [(each["nodes"], each["devices"]) for each in found] == [("a1", "8 x Ascend"), ("a[1-2]", "16 x Ascend")]
 
 
 def test_the_bundle_is_read_and_its_page_needs_no_other_file(hour, tmp_path):

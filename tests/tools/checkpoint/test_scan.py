@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as whole
 
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import write_seal
+from plugins.sealed_checkpoint.plan import REFUSED, remove_old, write_refusal, write_seal
 from tools.checkpoint.scan import is_sealed, later_than, scan_checkpoints, set_aside
 from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
 
@@ -151,3 +151,11 @@ def test_pieces_that_are_not_the_tensor_are_no_file(tmp_path):
     wrong = Made("F32", (3,), lambda: iter([np.zeros(2, np.float32)]))
     with pytest.raises(AssertionError, match="a: 8 bytes instead of 12"):
         save_file({"a": wrong}, tmp_path / "own", {})
+
+
+def test_a_refusal_counts_only_if_the_save_has_that_rank_and_a_refused_save_removes_nothing(tmp_path):
+    old, middle, new = (save(tmp_path, step) for step in (4, 8, 12))
+    (middle / f"{REFUSED}5").touch()  # of an earlier save of this step, on more ranks
+    assert remove_old(tmp_path, new, keep=2) == [old]
+    write_refusal(new, 0, "a weight is NaN")
+    assert remove_old(tmp_path, new, keep=1) == [] and middle.exists()
