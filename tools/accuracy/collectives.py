@@ -257,7 +257,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 def _wrong(told: Any) -> str:
     """Return what a record has that no run writes; "" if it is a record of one rank's first step."""
     if not isinstance(told, dict):
-        return "it is no object"
+        return "it is not an object"
     if lacking := [key for key in ("step", "calls", "places") if key not in told]:
         return f"it lacks {lacking[0]}"
     if not _is_count(told["step"]) or told["step"] < 1:

@@ -267,7 +267,7 @@ def read_blend(data_path: Any) -> Blend:
     entries = data_path if isinstance(data_path, list) else []
     if not entries or not all(type(entry) in (str, int, float) for entry in entries):
         raise DataError(
-            f"the value must be a list such as ['1', PREFIX], of weights and paths; {data_path!r} is no such list"
+            f"the value must be a list such as ['1', PREFIX], of weights and paths; {data_path!r} is not one"
         )
     words = [str(entry).strip() for entry in data_path]
     weights = [_weight(word) for word in words[::2]]

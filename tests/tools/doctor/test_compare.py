@@ -256,7 +256,9 @@ def test_numbers_that_a_failed_worker_leaves(numbers):
     ],
 )
 def test_a_probe_that_lost_numbers_is_refused(kind, name, value):
-    """A link without `waited` ended in a traceback, and a worker without `memory` was as fast as the others."""
+    """A report without a link's `waited` or a worker's `memory` is refused; the first ended in a traceback, and the
+    second counted as fast.
+    """
     told = json.loads(report(probe=probe(2)).text())
     assert read_report(json.dumps(told)).probe
     told["probe"][kind][0][name] = value

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import RecipeError
+from plugins.step_record.plan import BETAS
 from tools.weights.hugging_face_names import Arrays, hugging_face_shapes
 from tools.weights.hugging_face_sizes import Sizes
 
 SMALL = 0.02  # the recipes' initializer_range, or twice that
 # queries, keys and logits of order 1, so that attention is far from uniform and its scale and positions matter
 _LARGE = ("q_b_proj.weight", "q_proj.weight", "kv_b_proj.weight", "lm_head.weight")
-BETAS = (0.9, 0.999)  # of MindFormers' AdamW, if the recipe does not write them
 SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
