@@ -98,4 +98,4 @@ def test_cpu_workers_measure_two_kinds_of_groups_at_once(tmp_path):
     rows = [{**one, "operator": "AllReduce", "bytes": 4096} for one in rows]
     found = measured(rows, tmp_path / "c", ["here"], 4, "CPU", 120)
     assert [[len(rounds) for rounds in one["seconds"]] for one in found] == [[5, 5], [5, 5]]
-    assert all(0 < second < 10 for one in found for rounds in one["seconds"] for second in rounds)
+    assert all(second > 0 for one in found for rounds in one["seconds"] for second in rounds)
