@@ -30,9 +30,8 @@ from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.report import norm_report
 from tools.layout.resolve import resolve
 from tools.prove.cli import require_collectives
-from tools.prove.mesh import Mesh
+from tools.prove.mesh import Mesh, Peers
 from tools.prove.report import PROVEN, mesh_for, prove_rank, ranks_of, typing_of
-from tools.prove.typing import Peers
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View

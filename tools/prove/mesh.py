@@ -3,18 +3,27 @@ communication group of the graph and every layout is a product of axes.
 
 Redistribution sums or gathers over a part of data or tensor parallelism; therefore `dp` may be two axes, `dp.1` (whose
 ranks are closer to each other) and `dp.2`.
+
+Redistribution starts slices at offsets that depend on the rank, and the graph of one rank does not say on which axis
+they depend: `Peers` compares the constants with those of the graph of one more rank for each axis.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
 
+from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed
 from tools.prove.spread import NotKnown, Spread, tidy
+
+_ADDRESS = re.compile(r"ref_key=0x\w+")  # it is another one in each compile
+_WHOLE = re.compile(r"^(?:[IU]\d+\(|Tensor\(shape=\[1?\], dtype=U?Int\d+, value=\s*\[?\s*)(-?\d+)\s*\]?\)$")
 
 
 @dataclass(frozen=True)
@@ -122,3 +131,93 @@ def mesh_of(
             strides[axis], sizes[axis] = low, count
         start *= size
     return Mesh(strides, sizes)
+
+
+class Peers:
+    """A `Peers` holds for each axis of the mesh the graph of a neighbouring rank, to compare its operators with the
+    rank's.
+
+    Args:
+        graphs: axis -> the graph of the next rank along it, or of the one before (`signs`).
+        at: the position of the rank along each axis; 0 for axes that are missing.
+    """
+
+    def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], at: Mapping[str, int] | None = None):
+        self.at, self.signs = at or {}, dict[str, int]()  # -1: the graph is that of the rank before, not of the next
+        self.own = list(graph.graphs.values())
+        self.names = {name: place for place, name in enumerate(graph.graphs)}
+        self.others = {axis: list(other.graphs.values()) for axis, other in graphs.items()}
+        self.places: dict[tuple[str, int], dict[tuple[Any, ...], list[int]]] = {}
+
+    def differs(self, name: str, number: int) -> dict[tuple[int, int], frozenset[str]]:
+        """Return which constants of an operator differ between ranks: for each (argument, place in the argument's
+        tuple), the axes of the mesh along which the constant's value differs.
+
+        Raises:
+            NotKnown: a peer has no such operator.
+        """
+        return {key: frozenset(others) for key, (_, others) in self._differing(name, number).items()}
+
+    def offsets(self, name: str, number: int) -> dict[tuple[int, int], tuple[int, dict[str, int]]]:
+        """Return how an operator's integer constants grow from rank to rank, in the form of `Call.offsets`.
+
+        Raises:
+            NotKnown: a peer has no such operator.
+        """
+        found = {}
+        for key, (text, others) in self._differing(name, number).items():
+            own, next_ = _WHOLE.search(text), {axis: _WHOLE.search(other) for axis, other in others.items()}
+            steps = {a: self.signs.get(a, 1) * (int(b[1]) - int(own[1])) for a, b in next_.items() if own and b}
+            if own and steps.keys() == others.keys():
+                found[key] = int(own[1]) - sum(self.at.get(axis, 0) * step for axis, step in steps.items()), steps
+        return found
+
+    def _differing(self, name: str, number: int) -> dict[tuple[int, int], tuple[str, dict[str, str]]]:
+        """Return the constants that differ: on the rank, and on the next rank along each axis along which they do."""
+        place = self.names[name]
+        node = self.own[place][number]
+        own = _constants(node.head)
+        if not own:
+            return {}
+        found: dict[tuple[int, int], tuple[str, dict[str, str]]] = {}
+        for axis, graphs in self.others.items():
+            other = _constants(self.counterpart(axis, place, number, node).head) if place < len(graphs) else {}
+            if own.keys() != other.keys():
+                raise NotKnown(f"the graph of the next rank along {axis} has no such operator")
+            for key in own:
+                if own[key] != other[key]:
+                    found.setdefault(key, (own[key], {}))[1][axis] = other[key]
+        return found
+
+    def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
+        """Return the operator of a neighbouring rank's graph that has the same position among operators of one kind and
+        scope.
+        """
+        own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
+        if len(own) != len(other):
+            raise NotKnown(
+                f"the graph of the next rank along {axis} has {len(other)} such operators instead of {len(own)}"
+            )
+        return self.others[axis][place][other[own.index(number)]]
+
+    def _index(self, axis: str, place: int) -> dict[tuple[Any, ...], list[int]]:
+        if (axis, place) not in self.places:
+            found = self.places[axis, place] = defaultdict(list)
+            for number, node in enumerate(self.others[axis][place] if axis else self.own[place]):
+                found[_kind(node)].append(number)
+        return self.places[axis, place]
+
+
+def _kind(node: Node) -> tuple[Any, ...]:
+    return node.op, node.scope, _ADDRESS.sub("", node.types[1])
+
+
+def _constants(head: str) -> dict[tuple[int, int], str]:
+    """Return the arguments that are written out, those of a tuple one by one."""
+    found: dict[tuple[int, int], str] = {}
+    for place, text in enumerate(arguments_of(head)):
+        if text[:1] in ("%", "@", "") or text.startswith("UMonad"):
+            continue
+        parts = listed(text[1:-1]) if text[0] in "([" else [text]
+        found |= {(place, number): part for number, part in enumerate(parts)}
+    return found

@@ -156,6 +156,17 @@ def _with_pieces(
     return replace(x, dims=tuple(map(tidy, found)), loose=frozenset(loose), dropped=frozenset(dropped))
 
 
+def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
+    """Return the spread with the dimensions `dims`, if they hold the same parts in the same order, so that both say the
+    same of every rank's elements; return it unchanged otherwise. Pieces that change their dimension are loose.
+    """
+    own, other = ([(atom, number) for number, dim in enumerate(each) for atom in dim] for each in (x.dims, dims))
+    if [atom for atom, _ in own] != [atom for atom, _ in other] or x.shape != tuple(map(extent, dims)):
+        return x
+    moved = {atom for (atom, before), (_, now) in zip(own, other, strict=True) if before != now}
+    return replace(x, dims=dims, loose=x.loose | {atom for atom in moved if isinstance(atom, str)})
+
+
 def transpose(x: Spread, order: Sequence[int]) -> Spread:
     """Return how a value lies on the ranks (its spread) after its dimensions were put in another order."""
     require_home(x)

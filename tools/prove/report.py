@@ -23,10 +23,10 @@ from tools.dryrun.gradients import RIGHT, UNKNOWN, WRONG, last_sums
 from tools.dryrun.graph_text import GraphText
 from tools.dryrun.report import gradients_report, norm_report, scale_report
 from tools.dryrun.scale import Scale, judge_scale
-from tools.prove.mesh import Mesh, mesh_of
+from tools.prove.mesh import Mesh, Peers, mesh_of
 from tools.prove.moves import reshape
 from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
-from tools.prove.typing import Direction, Failure, Peers, Typing
+from tools.prove.typing import Direction, Failure, Typing
 
 PROVEN = "proven"
 _STRATEGY = re.compile(r"(?<=\)) \{(?:in|out)_strategy: .*")

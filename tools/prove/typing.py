@@ -3,9 +3,8 @@
 `Typing` follows the operators from the parameters, whose layouts MindSpore states, to a value that is asked for. In a
 pipeline the root calls the forward pass of a micro-batch, which returns its backward pass as a closure; each call is
 typed with its arguments. A Receive has the spread with which compiled stages send values of its shape in its direction.
-Redistribution starts slices at offsets that depend on the rank, and the graph of one rank does not say on which axis
-they depend: `Peers` compares the constants with those of the graph of one more rank for each axis. Where a spread
-contradicts an operator, or an operator has no rule, the value is a `Failure`, and so is all that follows from it.
+The gradient of a Reshape lies in the dimensions of the argument of this Reshape. Where a spread contradicts an
+operator, or an operator has no rule, the value is a `Failure`, and so is all that follows from it.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from typing import Any
 
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
+from tools.prove import moves
 from tools.prove.call import Call, Value, literal
-from tools.prove.mesh import Mesh
+from tools.prove.mesh import Mesh, Peers
 from tools.prove.rules import RULES, apply, divisor_of
-from tools.prove.spread import Contradiction, NotKnown, Spread, plain
+from tools.prove.spread import Contradiction, Dim, NotKnown, Spread, plain
 
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV")
 ADDED = "accu_grads."
@@ -30,8 +30,6 @@ _WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
 _KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
-_ADDRESS = re.compile(r"ref_key=0x\w+")  # it is another one in each compile
-_WHOLE = re.compile(r"^(?:[IU]\d+\(|Tensor\(shape=\[1?\], dtype=U?Int\d+, value=\s*\[?\s*)(-?\d+)\s*\]?\)$")
 _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
 
 
@@ -49,96 +47,6 @@ class Failure:
     graph: str
     number: int
     why: str
-
-
-class Peers:
-    """A `Peers` holds for each axis of the mesh the graph of a neighbouring rank, to compare its operators with the
-    rank's.
-
-    Args:
-        graphs: axis -> the graph of the next rank along it, or of the one before (`signs`).
-        at: the position of the rank along each axis; 0 for axes that are missing.
-    """
-
-    def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], at: Mapping[str, int] | None = None):
-        self.at, self.signs = at or {}, dict[str, int]()  # -1: the graph is that of the rank before, not of the next
-        self.own = list(graph.graphs.values())
-        self.names = {name: place for place, name in enumerate(graph.graphs)}
-        self.others = {axis: list(other.graphs.values()) for axis, other in graphs.items()}
-        self.places: dict[tuple[str, int], dict[tuple[Any, ...], list[int]]] = {}
-
-    def differs(self, name: str, number: int) -> dict[tuple[int, int], frozenset[str]]:
-        """Return which constants of an operator differ between ranks: for each (argument, place in the argument's
-        tuple), the axes of the mesh along which the constant's value differs.
-
-        Raises:
-            NotKnown: a peer has no such operator.
-        """
-        return {key: frozenset(others) for key, (_, others) in self._differing(name, number).items()}
-
-    def offsets(self, name: str, number: int) -> dict[tuple[int, int], tuple[int, dict[str, int]]]:
-        """Return how an operator's integer constants grow from rank to rank, in the form of `Call.offsets`.
-
-        Raises:
-            NotKnown: a peer has no such operator.
-        """
-        found = {}
-        for key, (text, others) in self._differing(name, number).items():
-            own, next_ = _WHOLE.search(text), {axis: _WHOLE.search(other) for axis, other in others.items()}
-            steps = {a: self.signs.get(a, 1) * (int(b[1]) - int(own[1])) for a, b in next_.items() if own and b}
-            if own and steps.keys() == others.keys():
-                found[key] = int(own[1]) - sum(self.at.get(axis, 0) * step for axis, step in steps.items()), steps
-        return found
-
-    def _differing(self, name: str, number: int) -> dict[tuple[int, int], tuple[str, dict[str, str]]]:
-        """Return the constants that differ: on the rank, and on the next rank along each axis along which they do."""
-        place = self.names[name]
-        node = self.own[place][number]
-        own = _constants(node.head)
-        if not own:
-            return {}
-        found: dict[tuple[int, int], tuple[str, dict[str, str]]] = {}
-        for axis, graphs in self.others.items():
-            other = _constants(self.counterpart(axis, place, number, node).head) if place < len(graphs) else {}
-            if own.keys() != other.keys():
-                raise NotKnown(f"the graph of the next rank along {axis} has no such operator")
-            for key in own:
-                if own[key] != other[key]:
-                    found.setdefault(key, (own[key], {}))[1][axis] = other[key]
-        return found
-
-    def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
-        """Return the operator of a neighbouring rank's graph that has the same position among operators of one kind and
-        scope.
-        """
-        own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
-        if len(own) != len(other):
-            raise NotKnown(
-                f"the graph of the next rank along {axis} has {len(other)} such operators instead of {len(own)}"
-            )
-        return self.others[axis][place][other[own.index(number)]]
-
-    def _index(self, axis: str, place: int) -> dict[tuple[Any, ...], list[int]]:
-        if (axis, place) not in self.places:
-            found = self.places[axis, place] = defaultdict(list)
-            for number, node in enumerate(self.others[axis][place] if axis else self.own[place]):
-                found[_kind(node)].append(number)
-        return self.places[axis, place]
-
-
-def _kind(node: Node) -> tuple[Any, ...]:
-    return node.op, node.scope, _ADDRESS.sub("", node.types[1])
-
-
-def _constants(head: str) -> dict[tuple[int, int], str]:
-    """Return the arguments that are written out, those of a tuple one by one."""
-    found: dict[tuple[int, int], str] = {}
-    for place, text in enumerate(arguments_of(head)):
-        if text[:1] in ("%", "@", "") or text.startswith("UMonad"):
-            continue
-        parts = listed(text[1:-1]) if text[0] in "([" else [text]
-        found |= {(place, number): part for number, part in enumerate(parts)}
-    return found
 
 
 @dataclass(frozen=True)
@@ -217,6 +125,7 @@ class Typing:
         self.frames = [self.root]
         self.added: dict[str, list[Value]] = {}
         self.repeats = self._sums_of_the_loss()
+        self.reshaped: dict[tuple[Any, ...], set[tuple[Dim, ...]]] = defaultdict(set)
 
     def of(self, number: int) -> Value:
         """Return how a value of the root graph lies on the ranks (its spread)."""
@@ -268,13 +177,27 @@ class Typing:
             offsets = self.peers.offsets(frame.name, number) if differs else {}
             names = tuple(map(frame.named, arguments))
             call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets, names)
-            return apply(call) if self.mesh.sizes else self._undivided(call)
+            found = apply(call) if self.mesh.sizes else self._undivided(call)
+            return self._in_the_forwards_dimensions(call, found) if node.op == "Reshape" else found
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form that no rule expects
             return Failure(
                 False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
             )
+
+    def _in_the_forwards_dimensions(self, call: Call, found: Value) -> Value:
+        """Return the result of a Reshape; if it is the gradient of another Reshape, each piece lies in the dimension in
+        which the argument of the other has it, because a dimension of one element on a rank does not show pieces.
+        """
+        x = call.values[0]
+        if not isinstance(x, Spread) or not isinstance(found, Spread):
+            return found
+        if "Gradients/" not in call.node.scope:
+            self.reshaped[found.dims, x.shape].add(x.dims)
+            return found
+        known = self.reshaped.get((x.dims, found.shape), set())
+        return moves.with_dims(found, *known) if len(known) == 1 else found
 
     def _require_mean(self, frame: Frame, node: Node, axes: Sequence[str]) -> None:
         """Refuse the backward pass of a sum of the ranks' balancing losses that is not a mean: nothing between the

@@ -18,10 +18,10 @@ from tools.dryrun import cli as dryrun
 from tools.dryrun.graph_text import Node
 from tools.prove import cli
 from tools.prove.call import Call, literal
+from tools.prove.mesh import Peers
 from tools.prove.report import _by_spread, against, prove_rank, typing_of
 from tools.prove.rules import RULES
 from tools.prove.spread import Certain, NotKnown, Spread, Zeros, plain
-from tools.prove.typing import Peers
 
 RESULT, GRAPH, MESH, PEERS = read()
 FOUND = {  # kind of fault -> what is said of it at the first place

@@ -3,17 +3,21 @@
 The axes of a mesh, and what lies along them.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tools.prove.test_spread import SIZES, anything, describes, hold, shape, some_spread, whole_of
 from tools.dryrun.gradients import copies_of
 from tools.dryrun.graph_text import read_graph
-from tools.prove.mesh import mesh_of, runs
+from tools.prove import moves
+from tools.prove.mesh import Peers, mesh_of, runs
 from tools.prove.report import neighbours, type_stages, typing_of
-from tools.prove.spread import Contradiction, NotKnown, Spread, plain
-from tools.prove.typing import Failure, Peers, Typing
+from tools.prove.spread import Contradiction, NotKnown, Spread, plain, tidy
+from tools.prove.typing import Failure, Typing
 
 CUT = Spread((("dp", 4), (8,)))
 T48, T88 = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (8, 8)>"
@@ -95,6 +99,40 @@ def test_a_weight_of_two_stages_adds_the_gradient_of_the_other_stage_before_any_
     assert typing(read, received).of(12) == parts
     wrong = typing(read, received | {("backward", (8, 8)): plain((8, 8))}).of(12)
     assert isinstance(wrong, Failure) and wrong.contradicts
+
+
+def test_the_gradient_of_a_reshape_lies_in_the_dimensions_of_its_argument(tmp_path):
+    """One sample on a rank: the graph does not show that the samples, and not the tokens, are cut."""
+    t14, t4 = "<Tensor[Float32], (1, 4)>", "<Tensor[Float32], (4)>"
+    loss = [
+        node(10, "Reshape(%para4_inputs1, (I64(4)))", f"{t14}, Tuple", t4),
+        node(11, "Reshape(%10, (I64(1), I64(4)))", f"{t4}, Tuple", t14, "Gradients/Default"),
+    ]
+    read = graph("first", tmp_path, more=loss)
+    samples, tokens = Spread((("dp",), (4,))), Spread(((), ("dp", 4)))
+    for argument in (samples, tokens):
+        own = typing(read)
+        own.parameter = lambda name, argument=argument: argument
+        assert own.of(10).dims == (("dp", 4),)
+        assert own.of(11) == replace(argument, loose=own.of(11).loose) and "dp" in own.of(11).loose
+    undecided = typing(read)
+    undecided.reshaped[(("dp", 4),), (1, 4)] |= {samples.dims, tokens.dims}
+    undecided.parameter = lambda name: tokens
+    assert undecided.of(11).dims == moves.reshape(Spread((("dp", 4),)), (1, 4)).dims
+
+
+@anything
+def test_other_dimensions_with_the_same_parts_say_the_same_of_every_rank(random):
+    given = some_spread(random, shape(random, 3))
+    atoms = [atom for dim in given.dims for atom in dim]
+    cuts = sorted(random.choices(range(len(atoms) + 1), k=2))
+    dims = tuple(map(tidy, (atoms[: cuts[0]], atoms[cuts[0] : cuts[1]], atoms[cuts[1] :])))
+    found = moves.with_dims(given, dims)
+    whole = whole_of(given, random)
+    held = hold(given, whole, random)
+    if found.shape == given.shape:
+        assert describes(found, whole.reshape(found.whole(SIZES)), held)
+    assert found == given or found.dims == dims
 
 
 def test_what_no_stage_sends_is_unknown(tmp_path):
