@@ -43,6 +43,7 @@ def _flat(x: Spread) -> list[tuple[int, Atom]]:
 
 
 _OF_SAMPLES = "dp"  # pieces over these axes are rather of the batch than of the sequence
+_OF_TOKENS = ("dp", "cp")  # pieces over these axes are of the batch or of the sequence, and not of heads
 _TRIED = 1_000  # places of loose pieces; of many values, there are too many for all
 _BY_DATA = 1_000_003  # stands for a number of rows that the data decide; a prime, so that no reshape divides it
 
@@ -133,10 +134,10 @@ def _with_pieces(
             number = behind if after else between[max(0, min(which, len(between) - 1))] if between else behind
             if not after and not between and behind == len(shape) - 1:
                 number = last  # tokens become one dimension, and their width stays
-            of_samples = atom.startswith(_OF_SAMPLES)
+            of_samples, of_tokens = atom.startswith(_OF_SAMPLES), atom.startswith(_OF_TOKENS)
             if after and between and between[0] == 0 and of_samples:
                 number = 0
-            if not before and not after and 0 < len(between) < units and which == units - 1 and not of_samples:
+            if not before and not after and 0 < len(between) < units and which == units - 1 and not of_tokens:
                 number = behind  # groups of heads become heads, and the batch of one sample in front of them stays
             if firm and len(shape) == 2 * len(x.dims):
                 number = 2 * own + 1

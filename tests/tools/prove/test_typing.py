@@ -121,6 +121,14 @@ def test_the_gradient_of_a_reshape_lies_in_the_dimensions_of_its_argument(tmp_pa
     assert undecided.of(11).dims == moves.reshape(Spread((("dp", 4),)), (1, 4)).dims
 
 
+def test_sequences_that_become_samples_stay_before_the_vocabulary():
+    """Before the loss, data and context parallelism cut the samples; only a rank's heads may join the width behind."""
+    logits = Spread((("dp.2", 8), ("dp.1",), ("cp",), ("tp", 16)))
+    assert moves.reshape(logits, (8, 1, 16)).dims == (("dp.2", 8), ("dp.1", "cp"), ("tp", 16))
+    heads = Spread(((8,), ("dp",), ("tp",), (16,)))
+    assert moves.reshape(heads, (8, 1, 16)).dims == ((8,), ("dp",), ("tp", 16))
+
+
 @anything
 def test_other_dimensions_with_the_same_parts_say_the_same_of_every_rank(random):
     given = some_spread(random, shape(random, 3))
