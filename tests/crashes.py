@@ -1,0 +1,88 @@
+"""A process that dies, or whose disk fails, at each of its operations on files in turn.
+
+`deaths` runs an act once for each operation that it makes below a folder: the operation is not made, and nothing after
+it, as if SIGKILL had come at that moment. What is opened for writing is there, and empty, before the process dies.
+"""
+
+import builtins
+import io
+import os
+from contextlib import contextmanager, suppress
+from itertools import count
+
+_CHANGES = ("rename", "replace", "link", "symlink", "unlink", "remove", "mkdir", "rmdir", "fsync")
+
+
+class Died(BaseException):
+    """The process is dead: nothing may catch this."""
+
+
+@contextmanager
+def dies_at(number, error=None):
+    """Fail at the operation with this number, counted from 0, that the block makes. Yield the list of operations made.
+
+    Args:
+        error: an exception that only this operation raises; by default the process dies, so that all later ones fail.
+    """
+    made = []
+
+    def meets(name):
+        made.append(name)
+        if len(made) - 1 == number and error:
+            raise error
+        if len(made) - 1 >= number and not error:
+            raise Died(name)
+
+    def failing(name, real):
+        def called(*given, **named):
+            meets(name)
+            return real(*given, **named)
+
+        return called
+
+    def opening(real):
+        def called(file, mode="r", *given, **named):
+            if not isinstance(file, int) and set(mode) & set("wax+"):
+                if len(made) > number and not error:
+                    meets(f"open {file}")
+                opened = real(file, mode, *given, **named)
+                try:
+                    meets(f"open {file}")
+                except BaseException:
+                    opened.close()
+                    raise
+                return opened
+            return real(file, mode, *given, **named)
+
+        return called
+
+    kept = {name: getattr(os, name) for name in _CHANGES}
+    opens = builtins.open, io.open
+    try:
+        for name, real in kept.items():
+            setattr(os, name, failing(name, real))
+        builtins.open = io.open = opening(opens[0])
+        yield made
+    finally:
+        for name, real in kept.items():
+            setattr(os, name, real)
+        builtins.open, io.open = opens
+
+
+def deaths(act, fresh, error=None):
+    """Yield for each operation of `act` the folder that it leaves when it dies there, and a text that says where.
+
+    Args:
+        act: gets the folder; fresh: a function that makes a new folder; error: as in `dies_at`.
+    """
+    for number in count():
+        folder = fresh()
+        with dies_at(number, error) as made, suppress(Died):
+            try:
+                act(folder)
+            except BaseException as raised:
+                if raised is not error:
+                    raise
+        yield folder, f"dies at {number}: {made[number] if len(made) > number else 'never'}"
+        if len(made) <= number:
+            return

@@ -1,0 +1,108 @@
+"""A process dies, or its disk fails, at each operation of saving, publishing and removing checkpoints in turn."""
+
+import errno
+import json
+from itertools import count
+
+import pytest
+
+from plugins.sealed_checkpoint import plan
+from plugins.sealed_checkpoint.plan import TRACKER, adopt, publish, remove_old, saving_folder
+from tests.crashes import deaths, dies_at
+from tools.checkpoint.scan import scan_checkpoints
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def save(root, attempt, step):
+    """What all ranks of an attempt do at a step: save, seal, publish, and keep two."""
+    folder = saving_folder(root, attempt) / f"iteration_{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        (folder / f"m-model-{rank:07d}-0000002.safetensors").write_text(f"{attempt} {step}")
+        plan.write_seal(folder, rank, 2, step, made={"attempt": attempt})
+    if newest := publish(folder, root):
+        remove_old(root, newest, 2, attempt)
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """A function that makes the checkpoints of an attempt that ended after step 3."""
+    number = count()
+
+    def made():
+        root = tmp_path / str(next(number))
+        for step in (2, 3):
+            save(root, "0000-a", step)
+        return root
+
+    return made
+
+
+def repeat(root):
+    """An attempt that went on from step 2 saves step 3 again, and step 4."""
+    for step in (3, 4):
+        save(root, "0001-b", step)
+
+
+def saved(root):
+    """The steps in their places, whole or not."""
+    return sorted(plan.iteration(folder) for folder in plan.iterations(root))
+
+
+def sound(root, where):
+    """What the next attempt finds is whole, and named by the tracker; it leaves two checkpoints and nothing else."""
+    adopt(root)
+    best, skipped = scan_checkpoints(root)
+    assert best and best.step in (3, 4) and best.path.parent == root, where
+    assert all(folder.parent != root for folder, _ in skipped), where
+    assert (root / TRACKER).read_text() == str(best.step), where
+    for step in (5, 6):
+        save(root, "0002-c", step)
+    assert saved(root) == [5, 6], where
+    left = {path.name for path in root.rglob("*") if not path.name.endswith(".safetensors")}
+    expected = {"iteration_00000005", "iteration_00000006", "seal_rank_0.json", "seal_rank_1.json", TRACKER}
+    assert left == expected | {"saving_0002-c"}, where
+
+
+def test_nothing_is_lost_wherever_a_process_dies(fresh):
+    found = [sound(root, where) for root, where in deaths(repeat, fresh)]
+    assert len(found) > 40
+
+
+@pytest.mark.parametrize("error", [FULL, PermissionError(errno.EACCES, "Permission denied")])
+def test_nothing_is_lost_wherever_the_disk_fails_once(fresh, error):
+    found = [sound(root, where) for root, where in deaths(repeat, fresh, error)]
+    assert len(found) > 40
+
+
+def test_old_checkpoints_make_room_although_the_tracker_could_not_be_written(fresh):
+    """On a disk that is full after a save, the removal of the oldest checkpoint is what makes room."""
+    root = fresh()
+    with dies_at(-1, FULL) as made:
+        repeat(root)
+    writes = [place for place, what in enumerate(made) if TRACKER in what]
+    assert len(writes) == 2
+    root = fresh()
+    with dies_at(writes[1], FULL):
+        repeat(root)
+    assert saved(root) == [3, 4]
+
+
+def test_names_never_show_a_refused_checkpoint_as_whole(tmp_path):
+    """Workers without an attempt save the same step into the same folder, which a rank had refused before."""
+    number = count()
+
+    def refused():
+        folder = tmp_path / str(next(number)) / "iteration_00000001"
+        folder.mkdir(parents=True)
+        for rank in range(2):
+            (folder / f"m-model-{rank:07d}-0000002.safetensors").write_text("weights")
+            plan.write_seal(folder, rank, 2, 1)
+        plan.write_refusal(folder, 1, "the loss is not finite")
+        return folder
+
+    for folder, where in deaths(lambda folder: plan.write_seal(folder, 1, 2, 1), refused):
+        whole = plan.fault(folder) is None
+        assert not plan._complete(folder) or whole, where
+        assert whole == ("refused" not in json.loads(plan.seal_file(folder, 1).read_text())), where
