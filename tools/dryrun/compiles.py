@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
@@ -215,7 +216,7 @@ def kept_result(job: Job) -> dict[str, Any] | None:
     """Return the stored result of an earlier compile of an equal job; None if no such result is stored."""
     try:
         return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
-    except (OSError, EOFError, ValueError):
+    except (OSError, EOFError, ValueError, zlib.error):
         return None
 
 
