@@ -1,7 +1,7 @@
 """A process that dies, or whose disk fails, at each of its operations on files in turn.
 
 `deaths` runs an act once for each operation that it makes below a folder: the operation is not made, and nothing after
-it, as if SIGKILL had come at that moment. What is opened for writing is there, and empty, before the process dies.
+it, as if SIGKILL had come at that moment. Opening a file for writing and writing it are two operations.
 """
 
 import builtins
@@ -10,7 +10,7 @@ import os
 from contextlib import contextmanager, suppress
 from itertools import count
 
-_CHANGES = ("rename", "replace", "link", "symlink", "unlink", "remove", "mkdir", "rmdir", "fsync")
+_CHANGES = ("rename", "replace", "link", "symlink", "unlink", "remove", "mkdir", "rmdir", "fsync", "write")
 
 
 class Died(BaseException):
@@ -42,25 +42,32 @@ def dies_at(number, error=None):
 
     def opening(real):
         def called(file, mode="r", *given, **named):
-            if not isinstance(file, int) and set(mode) & set("wax+"):
-                if len(made) > number and not error:
-                    meets(f"open {file}")
-                opened = real(file, mode, *given, **named)
-                try:
-                    meets(f"open {file}")
-                except BaseException:
-                    opened.close()
-                    raise
-                return opened
-            return real(file, mode, *given, **named)
+            if isinstance(file, int) or not set(mode) & set("wax+"):
+                return real(file, mode, *given, **named)
+            meets(f"open {file}")
+            opened = real(file, mode, *given, **named)
+            try:
+                meets(f"write {file}")
+            except BaseException:
+                opened.close()
+                raise
+            return opened
 
         return called
 
-    kept = {name: getattr(os, name) for name in _CHANGES}
+    def descriptor_of(real):
+        def called(file, flags, *given, **named):
+            if flags & os.O_CREAT:
+                meets(f"open {file}")
+            return real(file, flags, *given, **named)
+
+        return called
+
+    kept = {name: getattr(os, name) for name in (*_CHANGES, "open")}
     opens = builtins.open, io.open
     try:
         for name, real in kept.items():
-            setattr(os, name, failing(name, real))
+            setattr(os, name, descriptor_of(real) if name == "open" else failing(name, real))
         builtins.open = io.open = opening(opens[0])
         yield made
     finally:
