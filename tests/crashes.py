@@ -18,19 +18,27 @@ class Died(BaseException):
 
 
 @contextmanager
-def dies_at(number, error=None):
+def dies_at(number, error=None, meanwhile=None):
     """Fail at the operation with this number, counted from 0, that the block makes. Yield the list of operations made.
 
     Args:
         error: an exception that only this operation raises; by default the process dies, so that all later ones fail.
+        meanwhile: instead of a failure, a function that is called before this operation, as another process would do
+            its work at that moment.
     """
     made = []
 
     def meets(name):
         made.append(name)
-        if len(made) - 1 == number and error:
+        place = len(made) - 1
+        if meanwhile:
+            if place == number:
+                meanwhile()
+                del made[place + 1 :]  # operations of the other process
+            return
+        if place == number and error:
             raise error
-        if len(made) - 1 >= number and not error:
+        if place >= number and not error:
             raise Died(name)
 
     def failing(name, real):
@@ -91,5 +99,25 @@ def deaths(act, fresh, error=None):
                 if raised is not error:
                     raise
         yield folder, f"dies at {number}: {made[number] if len(made) > number else 'never'}"
+        if len(made) <= number:
+            return
+
+
+def meetings(act, other, fresh):
+    """Yield for each operation of `act` the folder in which `other` has done all of its work before this operation, what
+    the two returned or raised, and a text that says where they met.
+    """
+    for number in count():
+        folder, results = fresh(), {}
+
+        def told(name, work, folder=folder, results=results):
+            try:
+                results[name] = work(folder)
+            except Exception as error:
+                results[name] = error
+
+        with dies_at(number, meanwhile=lambda told=told: told("other", other)) as made:
+            told("act", act)
+        yield folder, results, f"meet at {number}: {made[number] if len(made) > number else 'never'}"
         if len(made) <= number:
             return

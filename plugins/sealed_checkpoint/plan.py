@@ -169,7 +169,7 @@ def publish(saved: Path, root: Path) -> Path | None:
     place = root / saved.name
     if saved == place:
         return place
-    if number_of(made(place).get("attempt")) > number_of(made(saved).get("attempt")):
+    if _is_later(place, saved):
         return None
     old = saved.with_name(f"{REMOVING}{saved.name}")
     for _ in range(2):
@@ -182,9 +182,16 @@ def publish(saved: Path, root: Path) -> Path | None:
         with contextlib.suppress(OSError):
             if saved.exists():
                 place.rename(old)
+                if _is_later(old, saved):  # published since we looked
+                    break
     with contextlib.suppress(OSError):
         old.rename(place)
     return None
+
+
+def _is_later(folder: Path, saved: Path) -> bool:
+    """Return whether a later attempt than that of `saved` has made the checkpoint in `folder`."""
+    return number_of(made(folder).get("attempt")) > number_of(made(saved).get("attempt"))
 
 
 def adopt(root: Path) -> list[Path]:

@@ -8,19 +8,25 @@ import pytest
 
 from plugins.sealed_checkpoint import plan
 from plugins.sealed_checkpoint.plan import TRACKER, adopt, publish, remove_old, saving_folder
-from tests.crashes import deaths, dies_at
+from tests.crashes import deaths, dies_at, meetings
 from tools.checkpoint.scan import scan_checkpoints
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def save(root, attempt, step):
-    """What all ranks of an attempt do at a step: save, seal, publish, and keep two."""
+def unpublished(root, attempt, step):
+    """What all ranks of an attempt do at a step: save and seal."""
     folder = saving_folder(root, attempt) / f"iteration_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(2):
         (folder / f"m-model-{rank:07d}-0000002.safetensors").write_text(f"{attempt} {step}")
         plan.write_seal(folder, rank, 2, step, made={"attempt": attempt})
+    return folder
+
+
+def save(root, attempt, step):
+    """What follows a save: it is published, and two are kept."""
+    folder = unpublished(root, attempt, step)
     if newest := publish(folder, root):
         remove_old(root, newest, 2, attempt)
 
@@ -106,3 +112,40 @@ def test_names_never_show_a_refused_checkpoint_as_whole(tmp_path):
         whole = plan.fault(folder) is None
         assert not plan._complete(folder) or whole, where
         assert whole == ("refused" not in json.loads(plan.seal_file(folder, 1).read_text())), where
+
+
+def publishes(attempt):
+    """What rank 0 of an attempt does when all have sealed step 4."""
+    return lambda root: publish(saving_folder(root, attempt) / "iteration_00000004", root)
+
+
+@pytest.mark.parametrize("acts", [(publishes("0001-b"), adopt), (adopt, publishes("0001-b")), (adopt, adopt)])
+def test_two_that_put_one_checkpoint_in_its_place_lose_nothing(fresh, acts):
+    def both():
+        root = fresh()
+        unpublished(root, "0001-b", 4)
+        broken = unpublished(root, "0000-a", 4)
+        plan.seal_file(broken, 1).unlink()
+        broken.rename(root / broken.name)
+        return root
+
+    for root, results, where in meetings(*acts, both):
+        assert not any(isinstance(each, Exception) for each in results.values()), where
+        assert scan_checkpoints(root)[0].step == 4 and (root / TRACKER).read_text() == "4", where
+
+
+def test_a_late_attempt_replaces_nothing_that_a_later_one_publishes_meanwhile(fresh):
+    """It had looked before: then it removed the checkpoint of the later attempt, and its own took the place."""
+
+    def both():
+        root = fresh()
+        unpublished(root, "0000-a", 4)
+        unpublished(root, "0001-b", 4)
+        return root
+
+    met = 0
+    for root, results, where in meetings(publishes("0000-a"), publishes("0001-b"), both):
+        if results.get("other"):
+            met += 1
+            assert plan.made(root / "iteration_00000004") == {"attempt": "0001-b"}, where
+    assert met
