@@ -104,8 +104,8 @@ def deaths(act, fresh, error=None):
 
 
 def meetings(act, other, fresh):
-    """Yield for each operation of `act` the folder in which `other` has done all of its work before this operation, what
-    the two returned or raised, and a text that says where they met.
+    """Yield for each operation of `act` the folder in which `other` has done all of its work before this operation,
+    what the two returned or raised, and a text that says where they met.
     """
     for number in count():
         folder, results = fresh(), {}
