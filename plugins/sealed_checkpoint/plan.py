@@ -203,18 +203,21 @@ def adopt(root: Path) -> list[Path]:
     """
     whole = [saved for saved in reversed(unfinished(root)) if _complete(saved) and not _complete(root / saved.name)]
     adopted = [place for saved in whole if (place := publish(saved, root))]
-    newest = next(filter(_complete, iterations(root)), None)
-    with contextlib.suppress(OSError):  # a folder that cannot be written stays as it is
-        if newest and not _is_said(root, newest):
-            _say_newest(root, newest)
+    renew_tracker(root)
     return adopted
 
 
-def _is_said(root: Path, place: Path) -> bool:
-    """Return whether the tracker file names `place`."""
-    with contextlib.suppress(OSError, ValueError):
-        return int((root / TRACKER).read_text(encoding="utf-8")) == iteration(place)
-    return False
+def renew_tracker(root: Path) -> None:
+    """Let the tracker file, if there is one, name the newest complete checkpoint of a run that is at rest; remove the
+    file if no checkpoint is complete.
+    """
+    newest = next(filter(_complete, iterations(root)), None)
+    with contextlib.suppress(OSError):  # a folder that cannot be written stays as it is
+        said = (root / TRACKER).read_bytes().strip()
+        if newest is None:
+            (root / TRACKER).unlink()
+        elif said != str(iteration(newest)).encode():
+            _say_newest(root, newest)
 
 
 def _say_newest(root: Path, place: Path) -> None:

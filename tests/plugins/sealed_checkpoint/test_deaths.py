@@ -9,7 +9,7 @@ import pytest
 from plugins.sealed_checkpoint import plan
 from plugins.sealed_checkpoint.plan import TRACKER, adopt, publish, remove_old, saving_folder
 from tests.crashes import deaths, dies_at, meetings
-from tools.checkpoint.scan import scan_checkpoints
+from tools.checkpoint.scan import scan_checkpoints, set_aside
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -93,6 +93,15 @@ def test_old_checkpoints_make_room_although_the_tracker_could_not_be_written(fre
     with dies_at(writes[1], FULL):
         repeat(root)
     assert saved(root) == [3, 4]
+
+
+def test_the_tracker_names_nothing_that_was_put_aside(fresh):
+    """A new run that named this folder was started, and failed in its workers."""
+    root = fresh()
+    set_aside(root / "iteration_00000003")
+    assert (root / TRACKER).read_text() == "2"
+    set_aside(root / "iteration_00000002")
+    assert not (root / TRACKER).exists()
 
 
 def test_names_never_show_a_refused_checkpoint_as_whole(tmp_path):
