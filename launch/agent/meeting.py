@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, unquote
 
 from launch.agent.disk import Claim, Disk, Found, Holder
@@ -210,9 +212,11 @@ class Meeting:
         self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
 
     def over(self, number: int) -> str | None:
-        """Return the host whose part of the attempt was the first to end badly; None if no part ended badly."""
+        """Return the host whose part of the attempt was the first to end badly; None if no part ended badly. If the
+        file is broken, a part ended badly, and nobody knows which.
+        """
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
-        return str(json.loads(found.text)["host"]) if found else None
+        return str(_content(found.text).get("host", "an unknown host")) if found else None
 
     def verdict(self, number: int, decide: Callable[[Attempt], Verdict]) -> Verdict | None:
         """Return the verdict on attempt `number`, or None as long as there is no verdict; call this method in a loop
@@ -333,4 +337,13 @@ def _is_bad(end: End) -> bool:
 
 
 def _left(there: Found | None) -> bool:
-    return there is not None and bool(json.loads(there.text).get(GONE))
+    return there is not None and bool(_content(there.text).get(GONE))
+
+
+def _content(text: str) -> dict[str, Any]:
+    """Return the mapping that a file holds; an empty one for a file that a host which went down has left broken."""
+    with suppress(ValueError):
+        content = json.loads(text)
+        if isinstance(content, dict):
+            return content
+    return {}

@@ -8,7 +8,6 @@ functions name the folders of attempts, and read the files that earlier attempts
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import time
@@ -34,7 +33,7 @@ from plugins.errors import ClusterError, TC3Error
 from plugins.sealed_checkpoint.plan import adopt
 from plugins.spike_guard.ledger import Ranges
 from tools.checkpoint.scan import CheckpointInfo, scan_checkpoints
-from tools.files.atomic import real_path
+from tools.files.atomic import part_of, real_path
 from tools.process.waiting import meanwhile
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -154,9 +153,7 @@ def link_logs(run_dir: Path, number: int) -> None:
             earlier = earlier.with_name("logs_before")
         earlier.parent.mkdir(parents=True, exist_ok=True)
         link.rename(earlier)
-    part = run_dir / f".{LOGS}.{os.getpid()}"
-    with suppress(FileNotFoundError):
-        part.unlink()
+    part = part_of(link)
     part.symlink_to(logs.relative_to(run_dir))
     part.replace(link)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launch.firsthour.checks import NO_GO, Outcome, line_of, outcome_of, own_state, run_checks, verdict
+from launch.firsthour.checks import NO_GO, Outcome, line_of, only_start, outcome_of, own_state, run_checks, verdict
 from launch.firsthour.page import as_html
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError, DataError
@@ -154,22 +154,23 @@ def firsthour_command(
     check_writable(out)
     require_verified()
     cluster = read_cluster(simulate) if simulate is not None else None
-    own_state(place, {"recipe": recipe_digest(recipe), **_cluster_of(hour, simulate), **software()}, force)
-    about: dict[str, Any] = {"device": hour.device, "devices": hour.world, "simulated": simulate is not None}
-    runner: Any = hour
-    if cluster is not None:
-        runner = Play(cluster, run_of(recipe, ()))
-        about |= {"device": cluster.device, "devices": cluster.nodes * cluster.devices_per_node}
-        click.echo(
-            "the cluster is simulated: nothing is measured, and the trainings are those of a small model in NumPy",
-            err=True,
-        )
-    elif hour.device == "CPU":
-        click.echo("no NPU is here: the CPU is the device, and this is a rehearsal", err=True)
-        about["devices"] = 1
-    outcomes = run_checks(runner.work_of(), place, budget, partial(_tell, as_json))
-    manifest, texts = _bundle(recipe, outcomes, about, hash_names, list(runner.names))
-    write_bundle(out, manifest, texts)
+    with only_start(place):
+        own_state(place, {"recipe": recipe_digest(recipe), **_cluster_of(hour, simulate), **software()}, force)
+        about: dict[str, Any] = {"device": hour.device, "devices": hour.world, "simulated": simulate is not None}
+        runner: Any = hour
+        if cluster is not None:
+            runner = Play(cluster, run_of(recipe, ()))
+            about |= {"device": cluster.device, "devices": cluster.nodes * cluster.devices_per_node}
+            click.echo(
+                "the cluster is simulated: nothing is measured, and the trainings are those of a small model in NumPy",
+                err=True,
+            )
+        elif hour.device == "CPU":
+            click.echo("no NPU is here: the CPU is the device, and this is a rehearsal", err=True)
+            about["devices"] = 1
+        outcomes = run_checks(runner.work_of(), place, budget, partial(_tell, as_json))
+        manifest, texts = _bundle(recipe, outcomes, about, hash_names, list(runner.names))
+        write_bundle(out, manifest, texts)
     word, lines = verdict(outcomes)
     if as_json:
         checks = {one.check: one.verdict for one in outcomes}

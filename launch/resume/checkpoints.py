@@ -27,7 +27,7 @@ from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from plugins.errors import CheckpointError, RecipeError, did_you_mean
 from plugins.lora.plan import KEY as LORA
 from plugins.lora.plan import Settings, adapters_of, is_adapter
-from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of, step_of
+from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of, step_of, unfinished
 from plugins.settings import value_at
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
@@ -455,7 +455,8 @@ def _refuse_other_base(recipe: Recipe, folder: Path) -> None:
 
 def check_save_path(root: Path, resume: bool, force: bool) -> None:
     """Raise CheckpointError if a new run would save among the checkpoints of another run."""
-    found = next(filter(is_sealed, iterations(root)), None)
+    # one that is not in its place yet, too: `--resume auto` would put it there
+    found = next(filter(is_sealed, [*iterations(root), *unfinished(root)]), None)
     if found and not (resume or force):
         raise CheckpointError(
             f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), and --resume auto would "

@@ -312,7 +312,7 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
         part.rename(target)
     finally:
         _remove(part)
-    _remove_old(key.parent)
+    _remove_old(key)
 
 
 def _sealed(folder: Path) -> Any:
@@ -321,10 +321,12 @@ def _sealed(folder: Path) -> Any:
     return None
 
 
-def _remove_old(caches: Path) -> None:
-    """Remove all keys but the `KEPT` that were used last. Other folders are not ours."""
-    keys = [path.parent for path in caches.glob(f"*/{PARTS}")]
-    for key in sorted(keys, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+def _remove_old(used: Path) -> None:
+    """Remove all keys but the `KEPT` that were used last, of which `used` is one: a clock that was set back may have
+    given others later times. Other folders are not ours.
+    """
+    keys = [path.parent for path in used.parent.glob(f"*/{PARTS}") if path.parent.name != used.name]
+    for key in sorted(keys, key=lambda path: path.stat().st_mtime)[: -(KEPT - 1)]:
         _remove(key)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import psutil
@@ -26,19 +26,21 @@ from tools.check.plugins import check_dispatch
 from tools.checkpoint.scan import iterations
 from tools.data.index import read_blend
 from tools.data.outputs import read_sidecar
-from tools.files.atomic import real_path
+from tools.files.atomic import becomes, real_path
 from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
-# what a run's folder holds that --force removes
+# what a run's folder holds that --force removes, in this order: as long as something is left, recipe.yaml says that the
+# folder holds a run, and the ledger of left-out samples, by which checkpoints are judged, outlives these
 PARTS = (
-    *("recipe.yaml", "data.json", "skipped.json", "logs", "attempts", "metrics", "checkpoint", "strategy"),
-    "loss.png",
+    *("loss.png", "logs", "metrics", "strategy", "checkpoint", "attempts"),
+    *("skipped.json", "data.json", "recipe.yaml"),
 )
 LOCK = ".lock"
+TRIES = 100  # to open it, while other starts fail
 AGENTS = "agents of tc3 agent"
 WORKER_MEMORY = 1 * GIB  # of one worker that compiles and runs a toy's sharded graph: 0.5 to 0.9 were seen
 _DATA_PATH = "train_dataset.data_loader.config.data_path"
@@ -230,7 +232,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
     if not {*names} - {LOCK}:
         return
     if "recipe.yaml" not in names:
-        strange = [name for name in names if name not in (*PARTS, LOCK)]
+        strange = [name for name in names if becomes(name) not in (*PARTS, LOCK)]  # also what a kill left unfinished
         if strange:
             raise CheckpointError(
                 f"{run_dir}: this is not a run's folder (it holds {strange[0]}); choose another --run-dir"
@@ -249,7 +251,8 @@ def clear_run_dir(run_dir: Path) -> None:
     """Remove the files of an earlier run from its folder, and nothing else; the lock file stays, because this process
     holds it.
     """
-    for name in PARTS:
+    unfinished = [path.name for path in run_dir.iterdir() if path.name not in PARTS and becomes(path.name) in PARTS]
+    for name in [*unfinished, *PARTS]:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():
             _clear(path)
@@ -298,7 +301,6 @@ def only_run_in(*folders: Path, together: bool = False) -> Iterator[None]:
     with ExitStack() as held:
         for folder in dict.fromkeys(map(real_path, folders)):
             made = [each for each in [folder, *folder.parents] if not each.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
             held.push(partial(_leave_nothing, made))
             _lock(folder, held, together)
         yield
@@ -312,10 +314,24 @@ def _leave_nothing(made: list[Path], kind: type[BaseException] | None, *error: o
                 folder.rmdir()
 
 
+def _opened(path: Path) -> TextIO:
+    """Open a lock file, in a folder that is made for it. A start that fails meanwhile removes folders that it has
+    made.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("a+")
+        except FileNotFoundError:
+            if not left:
+                raise
+    raise AssertionError("the last try has returned or raised")
+
+
 def _lock(folder: Path, held: ExitStack, together: bool) -> None:
     """Take a folder's lock, write down who has it, and have `held` free it; remove the file where the start fails."""
     path = folder / LOCK
-    lock = held.enter_context(path.open("a+"))
+    lock = held.enter_context(_opened(path))
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -325,7 +341,11 @@ def _lock(folder: Path, held: ExitStack, together: bool) -> None:
         click.echo(
             f"{folder}: its file system has no locks ({error.strerror}): start no second run in this folder", err=True
         )
-    if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+    try:
+        ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    except FileNotFoundError:
+        ours = False
+    if not ours:
         _lock(folder, held, together)  # a start that failed has removed the file between our opening and locking it
         return
     lock.truncate(0)

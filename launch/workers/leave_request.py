@@ -20,6 +20,7 @@ import math
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -62,14 +63,10 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
         if not steps:
             return requested(file)
         step, seconds, made = max(steps)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(attempt / CLAIM, os.O_CREAT | os.O_EXCL))
-            with file.open("r+", encoding="utf-8") as out:  # in place, see above; one write
-                out.write(json.dumps({"step": step + _ahead(now - made, seconds)}) + "\n")
-        until = time.monotonic() + AHEAD
-        while (named := requested(file)) is None and time.monotonic() < until:
-            time.sleep(POLL)  # another node has claimed it, and writes
-        return named
+        claim = _publish(attempt / CLAIM, json.dumps({"step": step + _ahead(now - made, seconds)}) + "\n")
+        with file.open("r+", encoding="utf-8") as out:  # in place, see above; one write, of the same by all nodes
+            out.write(claim)
+        return requested(file)
     except OSError:
         return None
 
@@ -119,6 +116,20 @@ def _began(attempt: Path) -> Path:
     Some disks (Lustre, GPFS) take the times of files from the host that writes.
     """
     return attempt / f".began.{socket.gethostname().replace('/', '_')}"
+
+
+def _publish(path: Path, text: str) -> str:
+    """Write a file completely unless it exists, and return its content. Whoever dies here has claimed nothing, or all
+    that others need to know.
+    """
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path.read_text(encoding="utf-8")
 
 
 def _decide(decision: Path, word: str, rank: int) -> None:

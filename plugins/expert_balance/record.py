@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,8 @@ def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -
     if records and (records[0].devices, *records[0].tokens.shape) != form:
         records, missing = [], f"{source}: other devices, layers or experts than this run has"
     if missing and source == own and own.exists() and own.stat().st_size:  # nobody can make these records again
-        own.rename(own.with_name(f"{own.stem}_until_step_{step}.jsonl"))
+        names = (f"{own.stem}_until_step_{step}{again}.jsonl" for again in chain([""], (f"_{n}" for n in count(2))))
+        own.rename(next(path for path in map(own.with_name, names) if not path.exists()))
     absent = sorted({*range(1, step + 1)} - {record.step for record in records})
     if absent and not missing:
         missing = f"{source}: the file has no record of {len(absent)} of the steps up to {step}, such as {absent[0]}"

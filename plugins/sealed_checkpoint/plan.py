@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -139,8 +140,10 @@ def write_seal(
             for path in files
         },
     }
-    (folder / f"{REFUSED}{rank}").unlink(missing_ok=True)  # of a save of the same step before this one
-    return _write(seal, folder, rank)
+    written = _write(seal, folder, rank)
+    # of a save of the same step before this one; last: beside a refusal without it, names would show a whole checkpoint
+    (folder / f"{REFUSED}{rank}").unlink(missing_ok=True)
+    return written
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
@@ -166,35 +169,62 @@ def publish(saved: Path, root: Path) -> Path | None:
     place = root / saved.name
     if saved == place:
         return place
-    if number_of(made(place).get("attempt")) > number_of(made(saved).get("attempt")):
+    if _is_later(place, saved):
         return None
     old = saved.with_name(f"{REMOVING}{saved.name}")
     for _ in range(2):
         with contextlib.suppress(OSError):  # another one stands there
             saved.rename(place)
             shutil.rmtree(old, ignore_errors=True)
-            _say_newest(root, place)
+            with contextlib.suppress(OSError):  # `adopt` says it later; the checkpoint is in its place
+                _say_newest(root, place)
             return place
         with contextlib.suppress(OSError):
             if saved.exists():
                 place.rename(old)
+                if _is_later(old, saved):  # published since we looked
+                    break
     with contextlib.suppress(OSError):
         old.rename(place)
     return None
+
+
+def _is_later(folder: Path, saved: Path) -> bool:
+    """Return whether a later attempt than that of `saved` has made the checkpoint in `folder`."""
+    return number_of(made(folder).get("attempt")) > number_of(made(saved).get("attempt"))
 
 
 def adopt(root: Path) -> list[Path]:
     """Move complete checkpoints to the folder of finished checkpoints, if the attempt that saved them ended before it
     could move them; return the new paths.
 
-    For a launch, between attempts; several nodes may do so at once. What is whole already stays.
+    For a launch, between attempts; several nodes may do so at once. What is whole already stays. The tracker file then
+    names the newest complete checkpoint, also if a process died before it could write that.
     """
     whole = [saved for saved in reversed(unfinished(root)) if _complete(saved) and not _complete(root / saved.name)]
-    return [place for saved in whole if (place := publish(saved, root))]
+    adopted = [place for saved in whole if (place := publish(saved, root))]
+    renew_tracker(root)
+    return adopted
+
+
+def renew_tracker(root: Path) -> None:
+    """Let the tracker file, if there is one, name the newest complete checkpoint of a run that is at rest; remove the
+    file if no checkpoint is complete.
+    """
+    newest = next(filter(_complete, iterations(root)), None)
+    with contextlib.suppress(OSError):  # a folder that cannot be written stays as it is
+        said = (root / TRACKER).read_bytes().strip()
+        if newest is None:
+            (root / TRACKER).unlink()
+        elif said != str(iteration(newest)).encode():
+            _say_newest(root, newest)
 
 
 def _say_newest(root: Path, place: Path) -> None:
-    part = root / f".{TRACKER}.{place.name}"
+    """Write the tracker file. The unfinished file is in a folder of `place`'s own, which no reader lists and a save of
+    the same step or the removal of `place` takes away, if the process dies here.
+    """
+    part = place / f".{TRACKER}.{uuid.uuid4().hex}"
     part.write_text(str(iteration(place)), encoding="utf-8")
     part.replace(root / TRACKER)
 

@@ -14,8 +14,11 @@ writes it.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -151,9 +154,22 @@ def add_entry(run_dir: str | Path, entry: Entry) -> None:
     """Add `entry` to the current entries, unless another rank has added it. A rank that writes later than others does
     not remove their entries.
     """
-    entries = read_ledger(run_dir)
-    if not any((each.step, each.samples) == (entry.step, entry.samples) for each in entries):
-        write_ledger(run_dir, [*entries, entry])
+    with _locked(Path(run_dir)):
+        entries = read_ledger(run_dir)
+        if not any((each.step, each.samples) == (entry.step, entry.samples) for each in entries):
+            write_ledger(run_dir, [*entries, entry])
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let the ranks of a host add one after another; the system lifts the lock of a rank that is killed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks for folders; the entry is written as it is
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def samples_of(entries: Sequence[Entry]) -> Ranges:

@@ -16,7 +16,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -33,6 +35,7 @@ from launch.workers.leave_request import FILE, agree, environment, request, requ
 from launch.workers.metrics import FirstStep, RecordingLossMonitor, enable, metrics_file
 from launch.workers.unrounded import UnroundedAttention, UnroundedMuon
 from plugins.cpu_backend.attention import Unrounded
+from tests.crashes import deaths
 from tests.plugins.cpu_backend.test_layers import of_mindformers
 from tests.plugins.semi_auto_cpu.collecting import attributes, collectives
 from tests.plugins.sinking import fetching
@@ -174,6 +177,30 @@ def test_of_two_nodes_that_ask_one_names_the_step(attempt, tmp_path):
     first = request(tmp_path, attempt, [0, 1])
     stepped(tmp_path, 0, [7, 8, 9], 10.0, 0.0)
     assert request(tmp_path, attempt, [0, 1]) == first == 8
+
+
+def test_an_agent_that_dies_while_it_asks_does_not_keep_others_from_asking(tmp_path):
+    """Its claim said nothing of the step: no other agent could ask any more, and the run left without a save."""
+
+    def fresh():
+        run_dir = Path(tempfile.mkdtemp(dir=tmp_path))
+        environment(run_dir / "0000")
+        for file in (run_dir / "0000").iterdir():
+            os.utime(file, (1000, 1000))
+        stepped(run_dir, 0, [7], 10.0, 0.0)
+        return run_dir
+
+    def ask(run_dir):
+        return request(run_dir, run_dir / "0000", [0])
+
+    asked = 0
+    for run_dir, where in deaths(ask, fresh):
+        before = requested(run_dir / "0000" / FILE)
+        stepped(run_dir, 0, [7, 8], 10.0, 0.0)
+        assert ask(run_dir) in ((before,) if before else (8, 9)), where
+        assert requested(run_dir / "0000" / FILE) == ask(run_dir), where
+        asked += 1
+    assert asked > 5
 
 
 def test_half_a_request_is_none(attempt):

@@ -7,6 +7,8 @@ Which samples a run trains without some, held against the list that a person wou
 
 import json
 import math
+import threading
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +21,7 @@ from plugins.batch_ramp.plan import Ramp
 from plugins.errors import DataError, RecipeError, StoppedError
 from plugins.finite_loss import adapter as finite_loss
 from plugins.finite_loss.plan import NORM
-from plugins.spike_guard import reference
+from plugins.spike_guard import ledger, reference
 from plugins.spike_guard.adapter import Guard, Skipping, _beginning, check_enough, spare_of
 from plugins.spike_guard.ledger import (
     Entry,
@@ -406,3 +408,23 @@ def test_a_blend_goes_on_as_mindformers_would_have_made_it_longer(weights):
 
 def _until_full(items, lengths):
     return next((place for place, (part, item) in enumerate(items) if item >= lengths[part]), len(items))
+
+
+def test_two_ranks_that_add_other_entries_at_once_both_add_them(tmp_path, monkeypatch):
+    """Each read the ledger before the other one wrote it, and one entry was lost."""
+    entries = [Entry(step, step, "a spike", ((step, step + 1),)) for step in (3, 4)]
+    read, both_have_read = ledger.read_ledger, threading.Barrier(2)
+
+    def reading(run_dir):
+        found = read(run_dir)
+        with suppress(threading.BrokenBarrierError):
+            both_have_read.wait(0.3)
+        return found
+
+    monkeypatch.setattr(ledger, "read_ledger", reading)
+    ranks = [threading.Thread(target=ledger.add_entry, args=(tmp_path, entry)) for entry in entries]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert sorted(read(tmp_path), key=lambda entry: entry.step) == entries

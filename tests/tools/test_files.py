@@ -5,10 +5,12 @@ Text in a page is escaped wherever it stands, and its elements are nested as the
 
 import os
 from html.parser import HTMLParser
+from itertools import count
 
 import pytest
 
 from plugins.errors import DataError
+from tests.crashes import deaths
 from tools.files import atomic
 from tools.files.atomic import (
     atomic_file,
@@ -89,6 +91,35 @@ def test_the_second_of_two_that_write_a_folder_is_told_that_it_is_there(tmp_path
         (tmp_path / "to").mkdir()
         (tmp_path / "to" / "file").write_text("first")
     assert (tmp_path / "to" / "file").read_text() == "first" and [item.name for item in tmp_path.iterdir()] == ["to"]
+
+
+def test_two_that_write_one_file_at_once_leave_one_of_the_two_complete_files(tmp_path, monkeypatch):
+    """In containers, processes of two hosts have the same number: one put the other's half-written file in place."""
+    path = tmp_path / "a.txt"
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with atomic_file(path) as first:
+        first.write_text("first")
+        with atomic_file(path) as second:
+            second.write_text("sec")
+            assert first.read_text() == "first"
+            second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_of_the_same_number_left_stops_nobody(tmp_path, monkeypatch):
+    """A command in a container has the same number each time: the second start was refused for ever."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    number = count()
+
+    def write(root):
+        with atomic_folder(root / "to") as part:
+            (part / "weights").write_text("whole")
+
+    for root, where in deaths(write, lambda: tmp_path / str(next(number))):
+        if not (root / "to").exists():
+            write(root)
+        assert (root / "to" / "weights").read_text() == "whole", where
 
 
 def test_a_file_in_the_place_of_a_folder_is_one_message(tmp_path):

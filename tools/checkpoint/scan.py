@@ -112,6 +112,7 @@ def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -
     except FileNotFoundError:  # several nodes look at once
         return None
     if sure(moved):
+        plan.renew_tracker(folder.parent)  # which may name what is gone
         return moved
     with suppress(OSError):
         moved.rename(folder)

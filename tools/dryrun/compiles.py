@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
@@ -66,7 +67,7 @@ def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = 
     known = {
         place: {**found, "cached": True}
         for place, job in enumerate(plan.jobs)
-        if use_cache and (found := kept_result(job)) and ("error" in found or not texts or text_of(job).is_file())
+        if use_cache and (found := kept_result(job)) and ("error" in found or not texts or _is_whole(text_of(job)))
     }
     missing = [place for place in range(len(plan.jobs)) if place not in known]
     try:
@@ -215,7 +216,7 @@ def kept_result(job: Job) -> dict[str, Any] | None:
     """Return the stored result of an earlier compile of an equal job; None if no such result is stored."""
     try:
         return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
-    except (OSError, EOFError, ValueError):
+    except (OSError, EOFError, ValueError, zlib.error):
         return None
 
 
@@ -236,6 +237,18 @@ def keep_result(job: Job, result: dict[str, Any]) -> None:
 def text_of(job: Job) -> Path:
     """Return the path of the text (gzip) of an equal job's final graph, if it was requested (`tc3 fusion`)."""
     return cache_folder() / _name(job).replace(".json.gz", ".ir.gz")
+
+
+def _is_whole(text: Path) -> bool:
+    """Return whether a compressed text exists and is undamaged: after a power cut it may end in zeros."""
+    try:
+        with gzip.open(text) as content:
+            found = bool(content.read(1))
+            while content.read(1 << 20):
+                pass
+        return found
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def _name(job: Job) -> str:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -74,6 +76,24 @@ def sampled_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+_PART = re.compile(r"\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)")  # a name of `part_of`, or of plugins.lines.write_whole
+
+
+def part_of(path: Path) -> Path:
+    """Return a name beside `path` under which only the caller writes what is to become `path`.
+
+    The number of a process does not suffice: in containers, processes of several hosts have the same numbers, and so
+    has the process that is started after one that was killed.
+    """
+    return path.with_name(f".{os.getpid()}-{uuid.uuid4().hex[:8]}.{path.name}")
+
+
+def becomes(name: str) -> str:
+    """Return the name of the file that an unfinished file was to become; any other name is returned as it is."""
+    found = _PART.fullmatch(name)
+    return found[1] if found else name
+
+
 def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """Yield a path beside `path`, with the same ending, for the caller to write to. The written file replaces `path`
     when the block ends without an error.
@@ -109,11 +129,11 @@ def _beside(
     move: Callable[[Path, Path], object],
     clear: Callable[[Path], object],
 ) -> Iterator[Path]:
-    """Yield a path beside `path` that only this process uses, made before the block and moved to `path` after it."""
+    """Yield a path beside `path` that only this caller uses, made before the block and moved to `path` after it."""
     target = Path(path)
     if not target.name:  # "", "." or "/"
         raise DataError(f"{os.fspath(path)!r}: cannot be written (it is a folder)")
-    part = target.with_name(f".{os.getpid()}.{target.name}")
+    part = part_of(target)
     try:
         make(part)
         try:

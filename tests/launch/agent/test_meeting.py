@@ -104,6 +104,16 @@ def test_a_planner_that_is_killed_is_followed_by_exactly_one(tmp_path):
     assert sorted(path.name for path in folder_of(tmp_path, 0).glob("claim-plan-*")) == ["claim-plan-0", "claim-plan-1"]
 
 
+@pytest.mark.parametrize("broken", ["", "\0" * 60, "[]", '{"host": "a", "pro'])
+def test_a_file_that_a_power_cut_left_broken_stops_no_agent(tmp_path, broken):
+    """Signs of life are not flushed to the disk; each of the other agents ended with a traceback."""
+    (meeting,) = meetings(tmp_path, "a")
+    for name in ("there-b.json", "over.json"):
+        (folder_of(tmp_path, 0) / name).write_text(broken)
+    assert "a" in meeting.there(0)
+    assert meeting.over(0) == "an unknown host"
+
+
 def test_a_slow_planner_goes_by_the_plan_of_the_one_that_followed_it(tmp_path):
     slow, quick = meetings(tmp_path, "a", "b")
 

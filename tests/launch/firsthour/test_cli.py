@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from launch.cli import tc3
 from launch.firsthour import cli
-from launch.firsthour.checks import HOUR_CHECKS
+from launch.firsthour.checks import HOUR_CHECKS, only_start
 from launch.firsthour.hour import Hour
 from launch.run.compile_cache import FOLDER
 from plugins.errors import DataError
@@ -84,6 +84,17 @@ def test_the_same_command_keeps_what_was_found(hour):
     assert "the results in this folder are of recipe" in str(refused.exception)
     kept = run(R438, *words, "--out", folder / "b.zip")
     assert "the file exists" in str(kept.exception)
+
+
+def test_a_second_start_in_the_folder_of_one_that_is_at_work_is_refused(hour, tmp_path):
+    """Its trainings met those of the first one, and its outcomes replaced them."""
+    folder, words = hour
+    before = {path: path.read_bytes() for path in (folder / "work").glob("*.json")}
+    with only_start(folder / "work"):
+        second = run(R438, *words, "--out", tmp_path / "b.zip", "--force")
+    assert f"{folder / 'work'}: another tc3 firsthour is at work in this folder" in str(second.exception)
+    assert {path: path.read_bytes() for path in (folder / "work").glob("*.json")} == before
+    assert not (tmp_path / "b.zip").exists()
 
 
 def test_results_of_another_cluster_are_not_kept(hour, tmp_path):

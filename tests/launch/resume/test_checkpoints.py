@@ -219,6 +219,21 @@ def test_adapters_are_not_trained_beside_weights_of_another_model(whole, recipe)
     check_load_path({**lora, "plugins": {}})
 
 
+def test_a_new_run_does_not_save_beside_a_save_of_another_run_that_is_not_in_its_place_yet(tmp_path, whole):
+    """`--resume auto` of the new run would have put the other run's checkpoint in its place, and gone on from it."""
+    root = tmp_path / "saves"
+    (root / "saving_0000-a").mkdir(parents=True)
+    checkpoints.check_save_path(root, resume=False, force=False)
+    whole.rename(root / "saving_0000-a" / whole.name)
+    for rank in range(2):
+        write_seal(root / "saving_0000-a" / whole.name, rank, 2, 4)
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of another run \(iteration_00000004\)"):
+        checkpoints.check_save_path(root, resume=False, force=False)
+    checkpoints.check_save_path(root, resume=True, force=False)
+    checkpoints.clear_save_path(root)
+    checkpoints.check_save_path(root, resume=False, force=False)
+
+
 def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save):
     root = trained / "checkpoint"
     first, later = save(root, 20), save(root, 60)

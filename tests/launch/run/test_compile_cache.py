@@ -327,6 +327,16 @@ def test_the_keys_used_last_stay(recipe, starts):
     assert [key.exists() for key in keys] == [False, False, True, False, True, True] and foreign.exists()
 
 
+def test_a_key_that_is_published_stays_although_others_are_of_the_future(recipe, starts):
+    """A clock was set back: each new graph was the oldest, and was removed as soon as it was there."""
+    for seed in range(KEPT):
+        cache = starts.trained(apply_overrides(recipe, [f"seed={seed}"]))
+        os.utime(cache.key, (4e9 + seed, 4e9 + seed))
+    starts.trained(apply_overrides(recipe, ["seed=99"]))
+    assert starts.begin(apply_overrides(recipe, ["seed=99"])).loaded
+    assert len(list(cache.key.parent.iterdir())) == KEPT
+
+
 @pytest.mark.parametrize(
     "graph",
     [

@@ -6,13 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from launch.agent.planning import link_logs
 from launch.run import preflight
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError
+from plugins.spike_guard.ledger import write_ledger
+from tests.crashes import deaths
+from tools.files.atomic import write_atomically
 from tools.recipe.load import load_recipe
 
 
@@ -180,6 +186,46 @@ def test_clearing_removes_the_run_and_nothing_else(tmp_path):
     assert (outside / "weights").exists()
 
 
+def test_a_run_that_force_has_half_removed_is_still_a_run(tmp_path):
+    """Its recipe went first: a start without --force then took the old run's metrics and left-out samples as its
+    own.
+    """
+    number = count()
+
+    def fresh():
+        run_dir = tmp_path / str(next(number))
+        make_run(run_dir)
+        for name in ("metrics/rank_0.jsonl", "data.json", "skipped.json", "loss.png"):
+            (run_dir / name).touch()
+        (run_dir / "attempts" / "0000").mkdir(parents=True)
+        (run_dir / "checkpoint" / "iteration_00000001").mkdir()
+        return run_dir
+
+    whole = sorted(os.listdir(fresh()))
+    found = []
+    for run_dir, where in deaths(preflight.clear_run_dir, fresh):
+        found.append(sorted(os.listdir(run_dir)))
+        if found[-1]:
+            with pytest.raises(CheckpointError, match="already holds a run"):
+                preflight.check_run_dir(run_dir, False, False)
+            assert "skipped.json" in found[-1] or "checkpoint" not in found[-1], where
+    assert found[0] == whole and found[-1] == []
+
+
+def test_what_a_kill_left_unfinished_in_a_new_run_folder_does_not_stop_the_next_start(tmp_path):
+    """A file that was being written has a hidden name; the folder was refused as one of something else."""
+    for write in (
+        lambda folder: write_atomically(folder / "recipe.yaml", "a: 1\n"),
+        lambda folder: write_ledger(folder, []),
+        lambda folder: link_logs(folder, 0),
+    ):
+        for folder, where in deaths(write, lambda: Path(tempfile.mkdtemp(dir=tmp_path))):
+            if not (folder / "recipe.yaml").exists():
+                preflight.check_run_dir(folder, False, False)
+            preflight.clear_run_dir(folder)
+            assert os.listdir(folder) == [], where
+
+
 def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     source = (
         "import sys, time; from pathlib import Path; from launch.run.preflight import only_run_in\n"
@@ -223,6 +269,28 @@ def test_a_lock_that_another_start_has_just_removed_is_taken_anew(tmp_path, monk
     monkeypatch.setattr(preflight.fcntl, "flock", removed_meanwhile)
     with preflight.only_run_in(tmp_path):
         assert len(tries) == 2 and (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def test_a_lock_and_its_folder_may_go_at_any_moment_of_another_start(tmp_path, monkeypatch):
+    """A start that failed removes them; the other one ended with a traceback."""
+    fstat, mkdir, removed = os.fstat, Path.mkdir, []
+
+    def without_lock(descriptor):
+        if "lock" not in removed:
+            removed.append("lock")
+            (tmp_path / "run" / ".lock").unlink()
+        return fstat(descriptor)
+
+    def without_folder(path, *given, **named):
+        mkdir(path, *given, **named)
+        if path == tmp_path / "run" and "folder" not in removed:
+            removed.append("folder")
+            path.rmdir()
+
+    monkeypatch.setattr(os, "fstat", without_lock)
+    monkeypatch.setattr(Path, "mkdir", without_folder)
+    with preflight.only_run_in(tmp_path / "run"):
+        assert removed == ["folder", "lock"] and (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
 def prepared(prefix, fingerprint=None):

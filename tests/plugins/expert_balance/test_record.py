@@ -192,6 +192,18 @@ def test_records_that_cannot_be_read_are_put_aside_and_not_removed(tmp_path):
     assert file.with_name("expert_load_until_step_6.jsonl").read_text() == written
 
 
+def test_what_was_put_aside_stays_when_it_happens_again(tmp_path):
+    """The second resume from the same step replaced the records that the first one had put aside."""
+    written = []
+    for _ in range(3):
+        file = recorded(tmp_path, range(1, 7))
+        file.write_text(file.read_text().replace('"step": 2,', f'"step": 2.{len(written) + 5},'))
+        written.append(file.read_text())
+        carry_over(file, file, 6, FORM)
+    names = ["expert_load_until_step_6.jsonl", "expert_load_until_step_6_2.jsonl", "expert_load_until_step_6_3.jsonl"]
+    assert [file.with_name(name).read_text() for name in names] == written
+
+
 def test_a_run_from_the_beginning_begins_its_file(tmp_path):
     file = recorded(tmp_path, range(1, 4))
     assert carry_over(file, file, 0, FORM) == ([], "") and file.read_text() == ""

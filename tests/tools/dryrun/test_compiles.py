@@ -3,6 +3,7 @@
 Texts of final graphs are kept where somebody asks for them, and compiled once.
 """
 
+import gzip
 import importlib.metadata
 import os
 import re
@@ -115,7 +116,7 @@ def test_a_result_without_its_text_is_compiled_again(tmp_path, monkeypatch):
     def run_jobs(jobs, told, at_once, texts=()):
         asked.append([job.rank for job in jobs])
         for file in texts:
-            file.write_bytes(b"")
+            file.write_bytes(gzip.compress(b"a graph"))
         return [{"rank": job.rank} for job in jobs]
 
     monkeypatch.setattr(compiles, "run_jobs", run_jobs)
@@ -129,6 +130,28 @@ def test_a_result_without_its_text_is_compiled_again(tmp_path, monkeypatch):
     compiles.text_of(plan.jobs[1]).unlink()
     compiles.compile_all(plan, 1, True, texts=True)
     assert asked == [[0, 512], [512]]
+
+
+def test_a_result_whose_text_a_power_cut_damaged_is_compiled_again(tmp_path, monkeypatch):
+    """`tc3 prove` could not read the text, and kept it: no later start could either."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan = plan_jobs(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"), (0,))
+    whole, asked = gzip.compress(b"a graph"), []
+
+    def run_jobs(jobs, told, at_once, texts=()):
+        asked.append(len(jobs))
+        compiles.text_of(plan.jobs[0]).write_bytes(whole)
+        return [{"rank": job.rank} for job in jobs]
+
+    monkeypatch.setattr(compiles, "run_jobs", run_jobs)
+    compiles.keep_result(plan.jobs[0], {"rank": 0})
+    damaged = [whole[:length] for length in range(len(whole))]
+    for text in [*damaged, *(each.ljust(len(whole), b"\0") for each in damaged[:-4])]:
+        compiles.text_of(plan.jobs[0]).write_bytes(text)
+        asked.clear()
+        compiles.compile_all(plan, 1, True, texts=True)
+        compiles.compile_all(plan, 1, True, texts=True)
+        assert asked == [1], text
 
 
 def state():

@@ -1,0 +1,160 @@
+"""A process dies, or its disk fails, at each operation of saving, publishing and removing checkpoints in turn."""
+
+import errno
+import json
+from itertools import count
+
+import pytest
+
+from plugins.sealed_checkpoint import plan
+from plugins.sealed_checkpoint.plan import TRACKER, adopt, publish, remove_old, saving_folder
+from tests.crashes import deaths, dies_at, meetings
+from tools.checkpoint.scan import scan_checkpoints, set_aside
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def unpublished(root, attempt, step):
+    """What all ranks of an attempt do at a step: save and seal."""
+    folder = saving_folder(root, attempt) / f"iteration_{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        (folder / f"m-model-{rank:07d}-0000002.safetensors").write_text(f"{attempt} {step}")
+        plan.write_seal(folder, rank, 2, step, made={"attempt": attempt})
+    return folder
+
+
+def save(root, attempt, step):
+    """What follows a save: it is published, and two are kept."""
+    folder = unpublished(root, attempt, step)
+    if newest := publish(folder, root):
+        remove_old(root, newest, 2, attempt)
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """A function that makes the checkpoints of an attempt that ended after step 3."""
+    number = count()
+
+    def made():
+        root = tmp_path / str(next(number))
+        for step in (2, 3):
+            save(root, "0000-a", step)
+        return root
+
+    return made
+
+
+def repeat(root):
+    """An attempt that went on from step 2 saves step 3 again, and step 4."""
+    for step in (3, 4):
+        save(root, "0001-b", step)
+
+
+def saved(root):
+    """The steps in their places, whole or not."""
+    return sorted(plan.iteration(folder) for folder in plan.iterations(root))
+
+
+def sound(root, where):
+    """What the next attempt finds is whole, and named by the tracker; it leaves two checkpoints and nothing else."""
+    adopt(root)
+    best, skipped = scan_checkpoints(root)
+    assert best and best.step in (3, 4) and best.path.parent == root, where
+    assert all(folder.parent != root for folder, _ in skipped), where
+    assert (root / TRACKER).read_text() == str(best.step), where
+    for step in (5, 6):
+        save(root, "0002-c", step)
+    assert saved(root) == [5, 6], where
+    left = {path.name for path in root.rglob("*") if not path.name.endswith(".safetensors")}
+    expected = {"iteration_00000005", "iteration_00000006", "seal_rank_0.json", "seal_rank_1.json", TRACKER}
+    assert left == expected | {"saving_0002-c"}, where
+
+
+def test_nothing_is_lost_wherever_a_process_dies(fresh):
+    found = [sound(root, where) for root, where in deaths(repeat, fresh)]
+    assert len(found) > 40
+
+
+@pytest.mark.parametrize("error", [FULL, PermissionError(errno.EACCES, "Permission denied")])
+def test_nothing_is_lost_wherever_the_disk_fails_once(fresh, error):
+    found = [sound(root, where) for root, where in deaths(repeat, fresh, error)]
+    assert len(found) > 40
+
+
+def test_old_checkpoints_make_room_although_the_tracker_could_not_be_written(fresh):
+    """On a disk that is full after a save, the removal of the oldest checkpoint is what makes room."""
+    root = fresh()
+    with dies_at(-1, FULL) as made:
+        repeat(root)
+    writes = [place for place, what in enumerate(made) if what.startswith("write") and TRACKER in what]
+    assert len(writes) == 2
+    root = fresh()
+    with dies_at(writes[1], FULL):
+        repeat(root)
+    assert saved(root) == [3, 4]
+
+
+def test_the_tracker_names_nothing_that_was_put_aside(fresh):
+    """A new run that named this folder was started, and failed in its workers."""
+    root = fresh()
+    set_aside(root / "iteration_00000003")
+    assert (root / TRACKER).read_text() == "2"
+    set_aside(root / "iteration_00000002")
+    assert not (root / TRACKER).exists()
+
+
+def test_names_never_show_a_refused_checkpoint_as_whole(tmp_path):
+    """Workers without an attempt save the same step into the same folder, which a rank had refused before."""
+    number = count()
+
+    def refused():
+        folder = tmp_path / str(next(number)) / "iteration_00000001"
+        folder.mkdir(parents=True)
+        for rank in range(2):
+            (folder / f"m-model-{rank:07d}-0000002.safetensors").write_text("weights")
+            plan.write_seal(folder, rank, 2, 1)
+        plan.write_refusal(folder, 1, "the loss is not finite")
+        return folder
+
+    for folder, where in deaths(lambda folder: plan.write_seal(folder, 1, 2, 1), refused):
+        whole = plan.fault(folder) is None
+        assert not plan._complete(folder) or whole, where
+        assert whole == ("refused" not in json.loads(plan.seal_file(folder, 1).read_text())), where
+
+
+def publishes(attempt):
+    """What rank 0 of an attempt does when all have sealed step 4."""
+    return lambda root: publish(saving_folder(root, attempt) / "iteration_00000004", root)
+
+
+@pytest.mark.parametrize("acts", [(publishes("0001-b"), adopt), (adopt, publishes("0001-b")), (adopt, adopt)])
+def test_two_that_put_one_checkpoint_in_its_place_lose_nothing(fresh, acts):
+    def both():
+        root = fresh()
+        unpublished(root, "0001-b", 4)
+        broken = unpublished(root, "0000-a", 4)
+        plan.seal_file(broken, 1).unlink()
+        broken.rename(root / broken.name)
+        return root
+
+    for root, results, where in meetings(*acts, both):
+        assert not any(isinstance(each, Exception) for each in results.values()), where
+        assert scan_checkpoints(root)[0].step == 4 and (root / TRACKER).read_text() == "4", where
+
+
+def test_a_late_attempt_replaces_nothing_that_a_later_one_publishes_meanwhile(fresh):
+    """It had looked before: then it removed the checkpoint of the later attempt, and its own took the place."""
+
+    def both():
+        root = fresh()
+        unpublished(root, "0000-a", 4)
+        unpublished(root, "0001-b", 4)
+        return root
+
+    met = 0
+    for root, results, where in meetings(publishes("0000-a"), publishes("0001-b"), both):
+        if results.get("other"):
+            met += 1
+            assert plan.made(root / "iteration_00000004") == {"attempt": "0001-b"}, where
+    assert met
