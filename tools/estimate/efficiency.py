@@ -278,13 +278,21 @@ class DeviceTimes:
 
         Two unfused matmuls move their scores while they compute, or take as long as moving them does.
         """
-        dtype, width = config.dtype if config.dtype in ("bf16", "fp16") else "bf16", config.model.qk_dim
+        dtype, width = self._attention_dtype(config), config.model.qk_dim
         if config.flash:
             # narrower heads have as many exponentials for each score
             return flops / (self._peak(dtype) * self.reached.attention * min(1.0, width / _WIDE_HEAD))
         computing = flops / (self._peak(dtype) * self.reached.matmul * width / (width + self.reached.half_size))
         scores = flops / (2 * (width + config.model.v_dim))
         return max(computing, _PRODUCT_BYTES * scores / self.hardware.hbm_bytes_per_s)
+
+    def _attention_dtype(self, config: Configuration) -> str:
+        """Return the type in which attention computes: fp8 and fp4 do not reach it, and of fp32 MindFormers gives fp16
+        to the flash kernel of grouped-query attention only (`tools.estimate.memory.training_graph`).
+        """
+        if config.dtype != "fp32":
+            return config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
+        return "fp16" if config.training_graph and config.flash and config.model.latent is None else "fp32"
 
     def _matmul(self, config: Configuration, matmul: Matmul) -> float:
         """Return forward seconds."""
