@@ -375,6 +375,22 @@ def test_without_sharded_gradients_nothing_is_reduced_each_time(times, telechat3
     assert times.once_and_each(replace(telechat3_438b, shard_gradients=False), 1)[1] == 0
 
 
+@pytest.mark.parametrize("name", ["atlas_800t_a2", "b200", "gb200"])
+def test_a_slower_link_never_takes_less_time(name):
+    """Links inside a node that were as fast as those between nodes reached the share of the others."""
+    hardware = cluster(name)
+    between = hardware.inter_node
+    faster = [2.0, 1.01, 1.0, 0.99, 0.5]
+    seconds = []
+    for times in faster:
+        inside = replace(between, bytes_per_s=times * between.bytes_per_s)
+        model = TimeModel(replace(hardware, intra_node=inside), efficiency_of(hardware))
+        seconds.append((model._collective(1e9, 4, 1), model.sending(1e9, 2)))
+    assert seconds == sorted(seconds)
+    ratios = [one[1] / seconds[2][1] for one in seconds]
+    assert ratios == pytest.approx([1 / times for times in faster], rel=1e-3), "no jump where both links are alike"
+
+
 @pytest.mark.parametrize(("latent", "times"), [(None, 1), (Latent(0, 512, 64, 64, 128), 4)])
 def test_attention_in_fp32_takes_the_time_of_the_type_that_its_kernel_gets(latent, times):
     """The time of MLA's attention was that of bf16, and the MFU of a long sequence above 1."""
