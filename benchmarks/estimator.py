@@ -6,6 +6,7 @@ fit, or computes the errors of groups that were left out.
     python -m benchmarks.estimator --fit          # new sets in tools/estimate/efficiencies.yaml, with those errors
     python -m benchmarks.estimator --calibrated   # errors after `calibrate` on other steps of the same machine
     python -m benchmarks.estimator --pairs        # steps with natural routing over steps with forced even routing
+    python -m benchmarks.estimator --pairs --fit  # the spread that each pair needs, written to pairs.yaml
     python -m benchmarks.estimator --unseen       # runs that no fit has seen: newer software, further cards
 
 `benchmarks.estimator_fit` fits all device types at once; the parameters of each type are regularised towards those of
@@ -16,6 +17,7 @@ the most similar type. `--fit` does not replace the sets of Ascend, because the 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +152,21 @@ class Pair:
         loads = spread(deviation, len(moe_layers(self.config)), self.config.ep)
         return self.times.under(self.config, loads).total / self.even
 
+    def needed(self) -> float:
+        """Return the spread with which the predicted ratio is the measured one, to a thousandth."""
+        low, high = 0.0, 2.0
+        while high - low > 5e-4:
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.ratio(middle) < self.measured else (low, middle)
+        return round((low + high) / 2, 3)
+
+
+def fit_pairs() -> None:
+    """Write into pairs.yaml which spread each pair needs; their mean, `PUBLISHED_SPREAD`, is set by hand."""
+    text = PAIRS.read_text("utf-8")
+    needs = iter([Pair(content).needed() for content in yaml.safe_load(text)["pairs"]])
+    PAIRS.write_text(re.sub(r"(?m)^(    needs: ).*$", lambda found: f"{found[1]}{next(needs):.3f}", text), "utf-8")
+
 
 def pairs() -> list[dict[str, Any]]:
     """Return for each published pair the ratio of step times that `--loads published` predicts, the ratio that the
@@ -270,7 +287,9 @@ def main() -> None:
         "rows", type=Path, nargs="*", default=DATA, help="read these files of measurements; by default benchmarks/data"
     )
     parser.add_argument(
-        "--fit", action="store_true", help="fit and write new sets of efficiencies, and the errors of left-out rows"
+        "--fit",
+        action="store_true",
+        help="fit and write new sets of efficiencies, and the errors of left-out rows; with --pairs the spreads",
     )
     parser.add_argument(
         "--cross", action="store_true", help="print the errors of left-out rows, and rows that contradict each other"
@@ -285,6 +304,8 @@ def main() -> None:
         print(unseen_table())
         return
     if arguments.pairs:
+        if arguments.fit:
+            fit_pairs()
         print(pair_table())
         return
     rows = read(arguments.rows)

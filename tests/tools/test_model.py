@@ -16,12 +16,15 @@ from tools.estimate.from_recipe import from_recipe
 from tools.layout.resolve import sample_cost
 from tools.model import (
     KINDS,
+    Latent,
+    Model,
     active_parameters,
     flops_per_token,
     layer_size,
     model_of,
     multiplied,
     parameters,
+    pattern_of,
     stage_parameters,
 )
 from tools.recipe.dump import recipe_text
@@ -230,3 +233,68 @@ def test_flops_by_module_add_up():
         "mtp": 0, "head": 512 * 64,
     }  # fmt: skip
     assert flops_per_token(model, 100) == 6 * sum(multiplied(model).values()) + 3 * 100 * 4 * (24 + 12) * 2
+
+
+@st.composite
+def models(draw):
+    """A model of any shape: MoE or dense, MLA or grouped queries, MTP, a gate on the shared expert, biased norms."""
+    layers, heads, moe = draw(st.integers(1, 9)), draw(st.sampled_from([4, 8])), draw(st.booleans())
+    ranks = (draw(st.sampled_from([0, 24])), *draw(st.tuples(*[st.integers(1, 40)] * 4)))
+    latent = Latent(*ranks) if draw(st.booleans()) else None
+    experts = draw(st.sampled_from([8, 12])) if moe else 0
+    shared = draw(st.sampled_from([0, 20])) if moe else 0
+    return Model(
+        pattern_of(layers, experts, draw(st.integers(0, layers)), draw(st.integers(1, 3))),
+        hidden=draw(st.integers(1, 99)),
+        heads=heads,
+        kv_heads=heads if latent else draw(st.sampled_from([1, 2, 4])),
+        head_dim=0 if latent else draw(st.integers(1, 32)),
+        ffn=draw(st.integers(1, 99)),
+        vocab=draw(st.integers(1, 999)),
+        **{name: draw(st.booleans()) for name in ("gated", "tied", "qk_norm", "norm_bias")},
+        **{"latent": latent, "experts": experts, "top_k": draw(st.integers(1, 8)) if moe else 0},
+        **{"expert_ffn": draw(st.integers(1, 50)) if moe else 0, "shared_ffn": shared},
+        **{"shared_gate": bool(shared) and draw(st.booleans()), "mtp": draw(st.integers(0, 2))},
+    )
+
+
+def by_the_papers(model):
+    """All weights, those of a token and those that multiply it: the matrices of attention (GQA, arXiv 2305.13245; MLA,
+    2405.04434), of MLPs and experts, and of MTP (2412.19437), with scales of norms.
+    """
+    h, n, norm = model.hidden, model.heads, 2 if model.norm_bias else 1
+    if model.latent:
+        r, mla = model.latent.query_rank, model.latent
+        keys = h * (mla.kv_rank + mla.rope) + mla.kv_rank * n * (mla.nope + mla.value)
+        queries = (h * r if r else 0) + (r or h) * n * (mla.nope + mla.rope)
+        attention, inner = keys + queries + n * mla.value * h, r + mla.kv_rank
+    else:
+        attention, inner = 2 * h * model.head_dim * (n + model.kv_heads), 2 * model.head_dim
+    scales = norm * (2 * h + (inner if model.qk_norm else 0))
+    each = (3 if model.gated else 2) * h
+
+    def sizes(kind):
+        if kind == "dense":
+            return each * model.ffn, each * model.ffn
+        rest = each * model.shared_ffn + h * model.experts + h * model.shared_gate
+        return each * model.expert_ffn * model.experts + rest, each * model.expert_ffn * model.top_k + rest
+
+    every = [(attention + size, attention + used) for size, used in map(sizes, model.pattern)]
+    size, used = every[-1]
+    ends = model.vocab * h * (1 if model.tied else 2) + norm * h
+    total = sum(one for one, _ in every) + model.layers * scales + ends
+    active = sum(one for _, one in every) + model.layers * scales + ends
+    total += model.mtp * (size + scales + 2 * h * h + 3 * norm * h)
+    multiplying = sum(one for _, one in every) + model.mtp * (used + 2 * h * h) + (1 + model.mtp) * model.vocab * h
+    return total, active, multiplying
+
+
+@given(model=models(), sequence=st.sampled_from([1, 128, 131072]))
+@settings(max_examples=100)
+def test_weights_and_flops_are_those_of_the_papers(model, sequence):
+    total, active, multiplying = by_the_papers(model)
+    assert (parameters(model), active_parameters(model)) == (total, active)
+    widths = (model.latent.nope + model.latent.rope + model.latent.value) if model.latent else 2 * model.head_dim
+    # a pair costs two products forward and four backward, and half of all pairs attend
+    pairs = 6 * model.heads * widths * (model.layers + model.mtp) * sequence // 2
+    assert flops_per_token(model, sequence) == 6 * multiplying + pairs

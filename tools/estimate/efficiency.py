@@ -23,7 +23,7 @@ import yaml
 from plugins.errors import RecipeError, did_you_mean, refuse_unknown
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_model import Matmul
-from tools.hardware import Hardware, Link, load_hardware
+from tools.hardware import Hardware, load_hardware
 from tools.hardware.load import FOLDER, name_of
 from tools.ranges import Range
 
@@ -278,13 +278,21 @@ class DeviceTimes:
 
         Two unfused matmuls move their scores while they compute, or take as long as moving them does.
         """
-        dtype, width = config.dtype if config.dtype in ("bf16", "fp16") else "bf16", config.model.qk_dim
+        dtype, width = self._attention_dtype(config), config.model.qk_dim
         if config.flash:
             # narrower heads have as many exponentials for each score
             return flops / (self._peak(dtype) * self.reached.attention * min(1.0, width / _WIDE_HEAD))
         computing = flops / (self._peak(dtype) * self.reached.matmul * width / (width + self.reached.half_size))
         scores = flops / (2 * (width + config.model.v_dim))
         return max(computing, _PRODUCT_BYTES * scores / self.hardware.hbm_bytes_per_s)
+
+    def _attention_dtype(self, config: Configuration) -> str:
+        """Return the type in which attention computes: fp8 and fp4 do not reach it, and of fp32 MindFormers gives fp16
+        to the flash kernel of grouped-query attention only (`tools.estimate.memory.training_graph`).
+        """
+        if config.dtype != "fp32":
+            return config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
+        return "fp16" if config.training_graph and config.flash and config.model.latent is None else "fp32"
 
     def _matmul(self, config: Configuration, matmul: Matmul) -> float:
         """Return forward seconds."""
@@ -329,19 +337,21 @@ class DeviceTimes:
 
     def sending(self, size: float, span: int) -> float:
         """Return the seconds to send `size` bytes over the slowest link inside `span` consecutive ranks."""
-        link = self._link(span)
-        return self.hardware.launch_s + link.latency_s + size / self._speed(link)
+        inside = span <= self.hardware.devices_per_node
+        link = self.hardware.intra_node if inside else self.hardware.inter_node
+        return self.hardware.launch_s + link.latency_s + size / self._speed(inside)
 
     def multiplying(self, config: Configuration, matmul: Matmul) -> float:
         """Return the seconds of `matmul` in the run's precision."""
         return self._matmul(config, matmul)
 
-    def _link(self, span: int) -> Link:
-        """Return the slowest link inside `span` consecutive ranks."""
-        return self.hardware.intra_node if span <= self.hardware.devices_per_node else self.hardware.inter_node
+    def _speed(self, inside: bool) -> float:
+        """Return the bytes per second that a large transfer reaches over the links inside a node, or between nodes.
 
-    def _speed(self, link: Link) -> float:
-        factor = self.reached.network if link == self.hardware.inter_node else self.reached.link
+        The place decides which share is reached, not the numbers of the link: both kinds of links may have the same.
+        """
+        link = self.hardware.intra_node if inside else self.hardware.inter_node
+        factor = self.reached.link if inside else self.reached.network
         return link.reached * min(factor, 1 / link.efficiency)
 
     def _collective(self, size: float, ranks: int, stride: int) -> float:
@@ -354,9 +364,9 @@ class DeviceTimes:
             return 0.0
         node, intra, inter = self.hardware.devices_per_node, self.hardware.intra_node, self.hardware.inter_node
         if ranks * stride <= node:
-            link, speed = intra, self._speed(intra)
+            link, speed = intra, self._speed(inside=True)
             speed *= (ranks - 1) / (node - 1) if self.reached.mesh else 1
         else:
             beside = max(1, node // stride)
-            link, speed = inter, min(self._speed(inter) * beside, self._speed(intra))
+            link, speed = inter, min(self._speed(inside=False) * beside, self._speed(inside=True))
         return self.hardware.launch_s + link.latency_s * min(ranks - 1, 64) + size * (1 - 1 / ranks) / speed

@@ -181,9 +181,9 @@ class ExpertTimes(DeviceTimes):
     def _step(self, step: Step, share: float) -> float:
         """Return seconds of a step for a chunk; what goes to one rank leaves through one port."""
         inter, intra = self.hardware.inter_node, self.hardware.intra_node
-        port = self._speed(inter) / inter.ports
+        port = self._speed(inside=False) / inter.ports
         outside = share * step.inter_bytes / port + (inter.latency_s if step.inter_peers else 0.0)
-        inside = share * step.intra_bytes / self._speed(intra) + (intra.latency_s if step.intra_peers else 0.0)
+        inside = share * step.intra_bytes / self._speed(inside=True) + (intra.latency_s if step.intra_peers else 0.0)
         return max(outside, inside) + self.hardware.launch_s
 
 

