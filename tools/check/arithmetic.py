@@ -17,6 +17,7 @@ from tools.model import model_of
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
+from tools.schema.schema import load_schema
 
 _COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
 _STRATEGY = ("parallel", "dataset_strategy")
@@ -121,9 +122,12 @@ def _shared(view: View, built: Built, found: Findings) -> None:
 
 
 def _tied(view: View, found: Findings) -> None:
-    """Warn of keys that tie the output layer to the embedding: the training models of this family
-    never tie them.
+    """Warn of keys that tie the output layer to the embedding, if the training model never ties them: Qwen3's reads
+    tie_word_embeddings.
     """
+    schema = load_schema()
+    if schema.models[schema.model_type(view.recipe)]["ties"]:
+        return
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
         if view.get((*MODEL, key)) is tied:
             found.warning(
@@ -145,6 +149,11 @@ def _not_computed(view: View, found: Findings) -> None:
     if view.get((*MODEL, "softmax_scale")) is not None:
         wrong = "training does not read this key: attention divides the scores by the square root of the head's size"
         found.error((*MODEL, "softmax_scale"), wrong, "leave the key out")
+    for key, nothing in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
+        if view.get((*MODEL, key)) not in nothing:
+            wrong = "MindFormers drops this key, and every layer of this model has experts"
+            right = "leave the key out, or write a model_type with first_k_dense_replace or moe_layer_freq"
+            found.error((*MODEL, key), wrong, right)
     if view.get((*MODEL, "partial_rotary_factor")) not in (None, 1):
         found.error(
             (*MODEL, "partial_rotary_factor"), "training does not read this key", "write 1.0, or leave the key out"

@@ -45,6 +45,7 @@ def check_arrival(view: View, schema: Schema, built: Built, found: Findings) -> 
         )
     for key in built.unread:
         _unread(key, view, schema, built, found)
+    _training_model(model, view, schema, built, found)
     _inert(view, schema, built, found)
     batch = view.get((*MODEL, "batch_size"))
     if type(batch) is int and batch != view.batch and view.has((*RUNNER, "batch_size")):
@@ -76,9 +77,30 @@ def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings)
         return
     wrong = f"{value!r} does not reach the model, which MindFormers builds with {target} = {arrived!r}"
     right = f"write {target}: {value}"
-    if (said := view.get((*MODEL, target))) is not None:  # perhaps as this message told, and this key is of a base
+    if target in schema.models[model]["fixed"]:  # the other key would be refused, too
+        right = "leave the key out, or write another model_type that reads it"
+    elif (said := view.get((*MODEL, target))) is not None:  # perhaps as this message told, and this key is of a base
         right = f"write the same value under both keys, either {key}: {said} or {target}: {value}"
     found.error(path, wrong, right, rule=rule)
+
+
+def _training_model(model: str, view: View, schema: Schema, built: Built, found: Findings) -> None:
+    """Report a model that MindFormers cannot train, and keys whose fields its training model does not read."""
+    described = schema.models[model]
+    if not described["trains"]:
+        attention = "telechat3_moe (with multi_latent_attention: False)"
+        near = attention if built.fields.get("num_moe_experts") else "telechat3"
+        right = f"write a model_type that it trains, such as {near}, and the same model under architectures"
+        found.error(
+            (*MODEL, "model_type"), f"MindFormers only runs inference with {model}, and refuses to train it", right
+        )
+    for target, value in described["fixed"].items():
+        path = built.origin.get(target)
+        written = view.get(path) if path is not None and view.has(path) else None
+        if written is None or (written or None) == (value or None):
+            continue
+        wrong = f"the training model of {model} does not read this key, and always has {target} = {value!r}"
+        found.error(path, wrong, "leave the key out, or write another model_type that reads it")  # type: ignore[arg-type]
 
 
 def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:

@@ -71,6 +71,7 @@ def convert(view: View, schema: Schema) -> Built:
     _streams(view, built)
     # the other training models have output weights of their own, whatever this says
     built.fields["tie_word_embeddings"] = built.fields.get("tie_word_embeddings") is True and described["ties"]
+    built.fields.update(described["fixed"])
     return built
 
 

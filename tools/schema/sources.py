@@ -206,19 +206,46 @@ def _model(cls: Any, converter: Any, site: Path) -> dict[str, Any]:
         "config_class": cls.__name__,
         "mla": mla,
         "ties": _ties(cls),
+        "trains": bool(_training_texts(cls)),
+        "fixed": fixed_fields(_training_texts(cls)),
         "defaults": {name: _plain(value) for name, value in sorted(defaults.items())},
         "ignored": sorted({name for name, _ in [*IGNORE_COMMON_HF_PARAMETER, *extra]}),
         "mapping": mapping,
     }
 
 
+def _training_texts(config_class: Any) -> list[str]:
+    """Return the sources of a model's training graph; none if MindFormers can only run inference with the model."""
+    folder = Path(inspect.getsourcefile(config_class) or "").parent
+    return [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*_train.py")]
+
+
 def _ties(config_class: Any) -> bool:
     """Return whether its training model shares the embedding with the output layer where `tie_word_embeddings` asks for
     it.
     """
-    folder = Path(inspect.getsourcefile(config_class) or "").parent
-    texts = [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*_train.py")]
-    return any("share_embeddings_and_output_weights=self.config.tie_word_embeddings" in text for text in texts)
+    words = "share_embeddings_and_output_weights=self.config.tie_word_embeddings"
+    return any(words in text for text in _training_texts(config_class))
+
+
+def fixed_fields(texts: list[str]) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that a training model does not read, each with the value that the model
+    has instead. A model that builds all its layers by one `get_gpt_layer_local_spec` has no pattern of layers, and has
+    experts, latent attention and MTP layers only if it hands them on.
+    """
+    calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    given: dict[str, dict[str, ast.expr]] = {}
+    for call in calls:
+        if isinstance(call.func, ast.Name):
+            given[call.func.id] = {word.arg: word.value for word in call.keywords if word.arg}
+    layer = given.get("get_gpt_layer_local_spec")
+    if layer is None or "get_gpt_decoder_block_spec" in given:
+        return {}
+    found = {name: value.value for name, value in layer.items() if isinstance(value, ast.Constant)}
+    found |= {"first_k_dense_replace": 0, "moe_layer_freq": 1}
+    found |= {} if "num_experts" in layer else {"num_moe_experts": None}
+    found |= {} if "multi_latent_attention" in layer else {"multi_latent_attention": False}
+    return found | ({} if "mtp_block_spec" in given.get("GPTModel", {}) else {"mtp_num_layers": 0})
 
 
 def _closure(function: Any) -> dict[str, Any]:

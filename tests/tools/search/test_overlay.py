@@ -20,6 +20,7 @@ from tools.estimate.memory.training_graph import kept
 from tools.hardware.units import GIB
 from tools.layout.resolve import resolve
 from tools.model import layer_size, model_of
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View, limit_of
@@ -431,3 +432,14 @@ def test_each_mode_comes_back_from_the_recipe(mode):
 def test_each_mode_keeps_activations(mode):
     config = replace(from_recipe(load_recipe(LARGE)), ep_mode=mode)
     assert kept(config, "moe") > kept(config, "dense") / config.tp > 0
+
+
+def test_samples_that_the_model_repeats_change_too(tmp_path):
+    recipe = load_recipe(DENSE)
+    recipe["model"]["model_config"]["batch_size"] = from_recipe(recipe).batch
+    source = tmp_path / "recipe.yaml"
+    dump_recipe(recipe, source)
+    recipe = load_recipe(source)
+    path, child = read_back(recipe, replace(from_recipe(recipe), batch=2 * from_recipe(recipe).batch), tmp_path)
+    assert child["model"]["model_config"]["batch_size"] == child["runner_config"]["batch_size"]
+    assert check_recipe(path).errors == []

@@ -1,0 +1,64 @@
+"""Recipes of models that this repository does not ship, in MindFormers' own classes: what their training models compute
+decides what is counted, and what they drop is an error.
+"""
+
+import pytest
+
+from tests.tools.check.mutations import MODEL
+from tests.tools.check.test_mutations import ROOT, plain
+from tests.tools.check.test_rules import findings
+from tools.check.check import check_recipe
+from tools.recipe.override import dotted
+from tools.schema.sources import fixed_fields
+
+
+def qwen3_moe(**changes):
+    """A recipe of grouped-query attention and experts in MindFormers' own class of Qwen3."""
+    recipe = plain(ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml")
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    own = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **sizes, **changes}
+    recipe["model"]["model_config"].update(own)
+    return recipe
+
+
+def test_qwen3_has_norms_of_queries_and_keys_and_may_tie():
+    hidden, layers, vocabulary = 6144, 64, 131072
+    attention = hidden * 128 * (48 + 2 * 8) + 48 * 128 * hidden + 2 * 128
+    layer = attention + 8 * hidden + 8 * 3 * hidden * 128 + 2 * hidden
+    total = layers * layer + 2 * vocabulary * hidden + hidden
+    assert check_recipe(qwen3_moe()).table["parameters_total"] == total
+    tied = qwen3_moe(tie_word_embeddings=True)
+    assert dotted((*MODEL, "tie_word_embeddings")) not in findings(tied, "warning")
+    assert check_recipe(tied).table["parameters_total"] == total - vocabulary * hidden
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("qk_layernorm", False, "always has qk_layernorm = True"),
+        ("first_k_dense_replace", 1, "always has first_k_dense_replace = 0"),
+        ("mtp_num_layers", 1, "always has mtp_num_layers = 0"),
+        ("decoder_sparse_step", 2, "drops this key"),
+        ("mlp_only_layers", [0], "drops this key"),
+        ("model_type", "glm4_moe", "refuses to train it"),
+        ("model_type", "qwen2", "refuses to train it"),
+    ],
+)
+def test_what_the_training_model_does_not_compute_is_an_error(key, value, said):
+    found = findings(qwen3_moe(**{key: value}))[dotted((*MODEL, key))]
+    assert said in found.wrong and "model_type" in found.right
+    off = {"qk_layernorm": True, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
+    assert dotted((*MODEL, key)) not in findings(qwen3_moe(**off, mlp_only_layers=[]))
+
+
+def test_no_other_key_is_told_for_one_that_the_training_model_does_not_read():
+    found = findings(qwen3_moe(num_nextn_predict_layers=1))[dotted((*MODEL, "num_nextn_predict_layers"))]
+    assert "leave the key out" in found.right and "mtp_num_layers" not in found.right
+
+
+def test_fields_that_a_training_model_does_not_hand_on_are_read_from_its_source():
+    texts = ["GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, num_experts=config.n))"]
+    off = {"first_k_dense_replace": 0, "moe_layer_freq": 1, "multi_latent_attention": False, "mtp_num_layers": 0}
+    assert fixed_fields(texts) == {"qk_layernorm": True, **off}
+    assert fixed_fields([*texts, "get_gpt_decoder_block_spec(config)"]) == {}
+    assert fixed_fields([]) == {}
