@@ -251,6 +251,10 @@ def test_the_newest_of_a_rank_is_one_that_it_has_sealed(tmp_path):
             plan.write_seal(folder, 0, world_size=1, step=step)
     plan.write_refusal(tmp_path / "iteration_00000012", 0, "w is not finite")
     assert plan.newest_of_rank(tmp_path, 0) == tmp_path / "iteration_00000008"
+    for broken in ("", "5", "null", "[]"):
+        plan.seal_file(tmp_path / "iteration_00000012", 0).write_text(broken)
+        assert plan.newest_of_rank(tmp_path, 0) == tmp_path / "iteration_00000008"
+        assert "unreadable" in (plan.fault(tmp_path / "iteration_00000012") or "")
 
 
 WRITE = serialization._exec_save
