@@ -145,7 +145,7 @@ def _write_new(recipe: Recipe, name: str, value: Any, override: str, given: dict
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"{place_of(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in _parts(path, value):
-        _refuse_whole_and_part(place, override, given)
+        _refuse_whole_and_part(recipe, place, value, override, given)
         given[place] = override
     write_new(recipe, name, value, f"{place_of(recipe)}--set {override}")
 
@@ -157,17 +157,31 @@ def _parts(path: KeyPath, value: Any) -> list[KeyPath]:
     return [(*path, key) for key in value or (None,)] if isinstance(value, dict) else [path]
 
 
-def _refuse_whole_and_part(path: KeyPath, override: str, given: Mapping[KeyPath, str]) -> None:
-    """Raise an error if another override has set a whole of which `path` is a part, or a part of it: whichever came
-    last would win silently.
+def _refuse_whole_and_part(
+    recipe: Recipe, path: KeyPath, value: Any, override: str, given: Mapping[KeyPath, str]
+) -> None:
+    """Raise an error if another override has set a whole of which `path` is a part, or a part of it, and they do not
+    agree: whichever came last would win silently.
     """
     for other, earlier in given.items():
         whole, part = sorted((path, other), key=len)
-        if len(whole) < len(part) and part[: len(whole)] == whole and earlier != override:
+        if len(whole) == len(part) or part[: len(whole)] != whole or earlier == override:
+            continue
+        of_the_whole = value if whole == path else _reached(recipe, whole)
+        of_the_part = value if part == path else _reached(recipe, part)
+        if not isinstance(of_the_whole, list) or _reached(of_the_whole, part[len(whole) :]) != of_the_part:
             raise RecipeError(
                 f"--set {override}: this contradicts --set {earlier}: one of them sets the whole of {dotted(whole)}, "
                 "the other a part of it; keep one of the two"
             )
+
+
+def _reached(recipe: Any, path: KeyPath) -> Any:
+    """Return the value at a key path; None if there is none."""
+    try:
+        return get_path(recipe, path)
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _floats(value: Any) -> Any:
@@ -184,8 +198,6 @@ def _floats(value: Any) -> Any:
 def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str, given: dict[KeyPath, str]) -> None:
     """Set `path`, and everything that shares its value, after checking the kind of `value`."""
     old = get_path(recipe, path)
-    for place in _parts(path, value):
-        _refuse_whole_and_part(place, override, given)
     if isinstance(old, dict) and isinstance(value, dict):
         if not value:
             given.update(dict.fromkeys(_parts(path, value), override))
@@ -200,7 +212,7 @@ def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str,
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in shared_paths(recipe, path):
-        _refuse_whole_and_part(place, override, given)
+        _refuse_whole_and_part(recipe, place, value, override, given)
         earlier = given.setdefault(place, override)
         if earlier != override and get_path(recipe, place) != value:
             raise RecipeError(f"--set {override}: this sets {dotted(place)}, which --set {earlier} has already set")
