@@ -309,6 +309,7 @@ class Part:
         began: the time at which its training began, in seconds since 1970 (None for runs of older versions, which did
             not write it).
         left: the step from which a later part began that has made no step yet; None without such a part.
+        skipped: the steps whose gradients overflowed the loss scale, so that nothing was updated; they have no norm.
     """
 
     start_step: int
@@ -316,11 +317,15 @@ class Part:
     total_steps: int | None = None
     left: int | None = None
     columns: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
+    skipped: set[int] = field(default_factory=set)
 
     def add(self, record: dict[str, Any]) -> None:
         """Add one step's record; missing values are NaN."""
+        overflow = record.get("overflow") is True
+        if overflow:
+            self.skipped.add(record["step"])
         for name, column in self.columns.items():
-            value = number(record.get(name))
+            value = None if overflow and name == "global_norm" else number(record.get(name))
             column.append(math.nan if value is None else value)
 
     def __len__(self) -> int:
