@@ -289,7 +289,7 @@ def ep_report(
     if hardware:
         click.echo("--hardware is called --cluster now", err=True)
     loaded, devices = load_recipe(recipe), find_cluster(hardware or cluster)
-    changed = resolve(apply_overrides(loaded, overrides), partial(click.echo, err=True), layout="even", dispatch=False)
+    changed = resolve(apply_overrides(loaded, overrides), partial(click.echo, err=True), layout="found", dispatch=False)
     advices = []
     for degree in ep or [None]:
         try:
