@@ -123,12 +123,12 @@ class Runs:
 
 def refuse_other_data(recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that reads other data than a Megatron corpus (such as conversations), because the
-    compared trainings read a made-up Megatron corpus.
+    compared trainings read a Megatron corpus (`align` as many samples of it as a few steps take).
     """
     if not View(recipe).megatron:
         raise RecipeError(
-            f"{recipe.source}: train_dataset.data_loader.type: the runs of this comparison read a made-up Megatron "
-            "corpus, which the loader of this recipe cannot read; give the pretraining recipe of the same model"
+            f"{recipe.source}: train_dataset.data_loader.type: the compared runs read a Megatron corpus, which the "
+            "loader of this recipe cannot read; give the pretraining recipe of the same model"
         )
 
 
