@@ -29,7 +29,6 @@ if __name__ == "__main__":
 from launch.resume.checkpoints import keep_cost
 from launch.resume.data import apply_ledger
 from launch.run.compile_cache import refuse_own
-from launch.run.failure import STOPPED
 from launch.run.script import of_script
 from launch.workers.backends import backend_of
 from launch.workers.lifetime import answer_with_stacks, die_with_parent, run_then_hard_exit
@@ -42,6 +41,7 @@ from tools.ranges import overrides_option
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
+from tools.runs.attempts import INTERRUPTED, STOPPED
 from tools.schema.versions import require_verified, unverified_option
 
 
@@ -134,7 +134,7 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
         click.echo(f"tc3: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        click.echo("tc3: interrupted", err=True)
+        click.echo(INTERRUPTED, err=True)
         sys.exit(130)
     except StoppedError as error:
         click.echo(f"{STOPPED}{error}", err=True)

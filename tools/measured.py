@@ -16,6 +16,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -107,15 +108,57 @@ def hashed(host: str) -> str:
 
 
 def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts with each host's name (old -> new) replaced, the longest names first. A name with further
-    letters or digits behind it is another word: the key "workers" stays if a host is called "worker".
+    """Return the texts of a bundle (file -> text) with each host's name (old -> new) replaced, the longest names first.
+    A name with further letters or digits behind it is another word: "workers" stays if a host is called "worker".
+
+    Keys of JSON and YAML stay, unless hosts are the keys there, and so do verdicts and names of checks: a host may be
+    called "report".
     """
     if not hosts:
         return dict(texts)
     names = "|".join(re.escape(old) for old in sorted(hosts, key=len, reverse=True))
     # before a name anything may stand, such as the n of a line's end in JSON; no digest is searched for further names
     pattern = re.compile(f"(?:{names})(?![A-Za-z0-9])")
-    return {name: pattern.sub(lambda found: hosts[found[0]], text) for name, text in texts.items()}
+    hidden = _Hidden(hosts, lambda text: pattern.sub(lambda found: hosts[found[0]], text))
+    return {
+        name: f"{json.dumps(hidden.of(json.loads(text)), indent=1)}\n" if name.endswith(".json") else hidden.lines(text)
+        for name, text in texts.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """A `_Hidden` replaces the names of hosts in values.
+
+    Args:
+        hosts: old name -> new name. replaced: returns a text with the names replaced.
+    """
+
+    hosts: Mapping[str, str]
+    replaced: Callable[[str], str]
+
+    def of(self, value: Any, key: str = "", check: str = "") -> Any:
+        """Return the value that stands at a key within the outcome of a check."""
+        if isinstance(value, list):
+            return [self.of(each, key, check) for each in value]
+        if isinstance(value, dict):
+            check = value.get("check", check)
+            by_host = key == "probes" or (key == "evidence" and check == "hosts")
+            return {
+                self.hosts.get(name, name) if by_host else name: self.of(each, "" if by_host else name, check)
+                for name, each in value.items()
+            }
+        if not isinstance(value, str) or key in ("check", "verdict"):
+            return value
+        if key == "report":  # what tc3 doctor printed there: JSON within JSON
+            with suppress(ValueError):
+                return json.dumps(self.of(json.loads(value)))
+        return self.replaced(value)
+
+    def lines(self, text: str) -> str:
+        """Return YAML with the names replaced in all but its keys."""
+        parts = [re.match(r"([ -]*[\w.]+:(?=\s))?(.*)", line, re.DOTALL) for line in text.splitlines(keepends=True)]
+        return "".join((part[1] or "") + self.replaced(part[2]) for part in parts if part)
 
 
 def _seal(content: Mapping[str, Any]) -> str:

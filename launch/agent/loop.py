@@ -29,8 +29,10 @@ from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from tools.process.children import collected_signals
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
 from tools.runs.attempts import END, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
-from tools.runs.readings import Follower, loss_rank
+from tools.runs.readings import Follower
+from tools.schema.stages import loss_rank
 
 NOTICE_POLL = 0.1  # seconds between looks for such a signal
 POLL = 0.2  # seconds between looks while nothing runs here
@@ -72,7 +74,7 @@ class Agent:
         self.meeting = Meeting(self.job.run_dir, self.job.host, lost_after=self.job.lost_after)
         self.link = link_to(host for host in self.job.hosts if host != self.job.host)
         self.notices: list[int] = []  # signals that came; while workers run the supervisor collects them instead
-        metrics = self.job.run_dir / "metrics" / f"rank_{loss_rank(self.job.recipe)}.jsonl"
+        metrics = self.job.run_dir / "metrics" / f"rank_{loss_rank(View(self.job.recipe))}.jsonl"
         learn_steps(self.limits, Follower(metrics).new_records())
         self.last: tuple[int, Verdict] | None = None
         self.leaving = False  # a signal has told us to

@@ -44,7 +44,8 @@ from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.view import LOADER, View
-from tools.runs.readings import load_run, loss_rank, read_metrics
+from tools.runs.readings import load_run, read_metrics
+from tools.schema.stages import loss_rank
 
 Found = tuple[list[Finding], dict[str, Any]]
 # operators of a training that MindSpore's CPU kernels compute right, for a rehearsal; an NPU has to compute all
@@ -352,7 +353,7 @@ class Hour:
 
     def read_losses(self, run: str, recipe: Path, key: str) -> dict[str, float]:
         """Return step -> a loss of a run in the work folder."""
-        file = self.work / run / "metrics" / f"rank_{loss_rank(load_recipe(recipe))}.jsonl"
+        file = self.work / run / "metrics" / f"rank_{loss_rank(View(load_recipe(recipe)))}.jsonl"
         return {str(step): record[key] for step, record in sorted(read_metrics(file).steps.items())}
 
     def _killed(self, words: Sequence[str], seconds: float) -> int:

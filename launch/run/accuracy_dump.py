@@ -34,7 +34,8 @@ from tools.accuracy.dumps.write import Job
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
-from tools.runs.readings import loss_rank
+from tools.recipe.view import View
+from tools.schema.stages import loss_rank
 
 _MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the model is built
 
@@ -143,7 +144,7 @@ def _supervised(recipe: Recipe, out: Path, job: Job) -> Outcome:
     train, ours = (str(ROOT / "launch" / name) for name in ("train.py", "workers/accuracy_worker.py"))
     command = [ours if word == train else word for word in msrun_command(recipe, out, free_port())]
     command += ["--level", job.level, "--task", job.task]
-    with TrainingProgress(out, Console(stderr=True), loss_rank(recipe)) as progress:
+    with TrainingProgress(out, Console(stderr=True), loss_rank(View(recipe))) as progress:
 
         def tick() -> Failure | None:
             progress.tick()

@@ -36,7 +36,8 @@ from plugins.sealed_checkpoint.plan import adopt
 from tools.ranges import Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.mini_strategy import WORKERS
-from tools.runs.readings import loss_rank
+from tools.recipe.view import View
+from tools.schema.stages import loss_rank
 from tools.schema.versions import require_verified, unverified_option
 
 LOST_AFTER = 60.0  # seconds for which the disk of a run on one host may stand still
@@ -289,7 +290,7 @@ def _run(job: Job, as_json: bool) -> Outcome:
 
     @contextmanager
     def show() -> Iterator[Callable[[], None]]:
-        with TrainingProgress(job.run_dir, console, loss_rank(job.recipe)) as progress:
+        with TrainingProgress(job.run_dir, console, loss_rank(View(job.recipe))) as progress:
             yield progress.tick
 
     return Agent(replace(job, show=show, say=say)).run(job.first)

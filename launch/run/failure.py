@@ -11,19 +11,17 @@ from pathlib import Path
 
 from plugins.spike_guard.plan import SPIKE
 from tools.files.atomic import last_lines
-from tools.runs.attempts import Cause
+from tools.runs.attempts import STOPPED, TOLD, Cause
 from tools.runs.failures import diagnose, without_noise
 
 TAIL = 12  # lines of a log shown
 FRAMES = 6  # of them, those of the innermost calls
 USER_ERROR = 2  # exit code of a worker that has printed `tc3: message`
-STOPPED = "tc3: stopped: "  # begins the last words of a worker that has ended the run for what it saw in training
 
 _SIGNALS = {
     signal.SIGKILL: "mostly the kernel ends a process so when the host's memory runs out: `dmesg` on that host says so",
     signal.SIGTERM: "MindSpore ends a worker so when another one or msrun's scheduler is lost: look at their logs",
 }
-_TOLD = re.compile(r"tc3: (interrupted|saved on request|asked to save)")  # of workers that were told to save or end
 _TRACEBACK = "Traceback (most recent call last):"
 _FATAL = re.compile(r"^Fatal Python error|^terminate called")
 _ERROR = re.compile(
@@ -59,7 +57,7 @@ class Failure:
 def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
     """Return the failure of worker `rank` that ended with exit code `code` (negative: a signal; None: unknown)."""
     lines = last_lines(log)
-    told = next((line for line in reversed(lines) if line.startswith("tc3: ") and not _TOLD.match(line)), None)
+    told = next((line for line in reversed(lines) if line.startswith("tc3: ") and not line.startswith(TOLD)), None)
     if told and told.startswith(STOPPED):
         words = told.removeprefix(STOPPED)
         why: Cause = "spike" if words.startswith(SPIKE) else "not finite"

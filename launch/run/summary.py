@@ -16,22 +16,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from launch.resume.checkpoints import newest_saved, say_reading
 from launch.resume.data import all_steps, most_steps
-from launch.run.failure import STOPPED, Failure
+from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from tools.checkpoint.scan import iterations, scan_checkpoints
 from tools.files.figure import new_figure, save_figure
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
+from tools.runs.attempts import STOPPED
 from tools.runs.readings import (
     Evaluation,
     Follower,
     Readings,
     loss_in_words,
-    loss_rank,
     perplexity,
     read_evaluations,
     read_metrics,
 )
+from tools.schema.stages import loss_rank
 from tools.schema.versions import unverified_words
 
 COMPILING = "compiling…"  # until the first step is done
@@ -172,7 +173,7 @@ def summarize(
     starts a new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
     `checksums`: read the newest checkpoint as a whole, to see whether it is one.
     """
-    readings = read_metrics(run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
+    readings = read_metrics(run_dir / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
     held_out = read_evaluations(run_dir)
     saves = Path(recipe["checkpoint"]["save_path"])
     if checksums:

@@ -20,12 +20,11 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 from launch.workers.leave_request import VARIABLE, agree, requested
 from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
+from tools.runs.attempts import ASKED, SAVED
 
 # the number that a checkpoint of this step would have, and where steps end
 relies_on(CheckpointMonitor, "iteration = self._append_step_num + cb_params.cur_step_num")
 relies_on(CheckpointMonitor, "def step_end(self, run_context)")
-
-SAVED = "tc3: saved on request: "  # begins the last words of a worker that has left
 
 
 def enable() -> None:
@@ -60,9 +59,7 @@ def _heeding(monitor: Any, file: Path) -> Any:
                 return
             self.answered = True
             if step > wanted or not agree(file.parent, get_real_rank(), get_real_group_size()):
-                click.echo(
-                    f"tc3: asked to save at step {wanted}: not all ranks knew in time; training goes on", err=True
-                )
+                click.echo(f"{ASKED} at step {wanted}: not all ranks knew in time; training goes on", err=True)
                 return
             self._save_megatron_ckpt_file_format(params)  # nothing to do where the step was one of saving
             if self._config.async_save:

@@ -2,12 +2,13 @@
 out, and restores this information when the graph is loaded.
 
 A process that loads a graph runs no front end, so it does not know the places of its weights' slices (the layouts by
-which checkpoints are cut), which parameters are its own, what MindFormers writes into a checkpoint's metadata, and
-which kernels the compiler pass needs. MindSpore's file has only the slices' shapes. Beside that file, `sharding.json`
-has one entry for each compile of the process, in order, because MindSpore identifies its files only by their number:
+which checkpoints are cut), which parameters are its own, its index in each group, what MindFormers writes into a
+checkpoint's metadata, and which kernels the compiler pass needs. MindSpore's file has only the slices' shapes. Beside
+that file, `sharding.json` has one entry for each compile of the process, in order, because MindSpore identifies its
+files only by their number:
 
-    {"cell": what was compiled, "layouts": ..., "names": ..., "strategies": ..., "groups": ..., "weights": ...,
-     "sliced": ..., "shared": ..., "kernels": ...}
+    {"cell": what was compiled, "layouts": ..., "names": ..., "strategies": ..., "groups": ..., "places": ...,
+     "weights": ..., "sliced": ..., "shared": ..., "kernels": ...}
 
 A graph is loaded only for the same compile: the same cell, inputs, and parameters with their shapes. If anything is
 missing or differs, its file is removed, and the graph is compiled anew. The slices after a load are compared with those
@@ -87,6 +88,7 @@ class KeptGraphs:
         for group, members in entry["groups"].items():
             if group not in self.ranks.groups:  # a compile creates some, beside those of the model's cells
                 self.ranks.create(group, members)
+        self.ranks.places.update(entry["places"])  # by which the compile cut weights; MindSpore does not ask again
         _cut_zeros(cell, entry["weights"])
         groups, slices = _groups(self.ranks), weights(cell)
         for found, wanted, kind in ((groups, entry["groups"], "groups"), (slices, entry["weights"], "slices")):
@@ -121,6 +123,7 @@ class KeptGraphs:
             "names": list(cell.parallel_parameter_name_list),
             "strategies": strategies(cell.compile_phase),
             "groups": _groups(self.ranks),
+            "places": dict(self.ranks.places),
             "weights": weights(cell),
             "sliced": [item.name for item in cell.get_parameters() if item.sliced],
             "shared": [item.name for item in cell.get_parameters() if item.param_info.is_pipeline_shared_param],

@@ -32,6 +32,7 @@ from plugins.step_record.plan import (
     sketch_of,
     state_of,
     weight_of,
+    without_update,
 )
 
 
@@ -66,10 +67,11 @@ class Record:
         self.passed = False  # the first step's outputs were taken
         self.modules: dict[str, Any] | None = None
         self.first = 1  # step of this part of the run
+        self.updates = 0  # that the optimizer had made before the step
 
     def begin(self, params, done_before: int) -> None:
         """Record the state from which the run starts."""
-        self.before, self.first = _arrays(params), done_before + 1
+        self.before, self.first, self.updates = _arrays(params), done_before + 1, _updates(params)
         line = {"step": done_before, "start": True, "biases": _biases(self.before), "state": state_of(self.before)}
         append_line(self.file, json.dumps({**line, "effective": _effective(train_step(params))}))
 
@@ -117,15 +119,19 @@ class Record:
             return
         self.left -= 1
         now, optimizer = _arrays(params), train_step(params).optimizer
-        count = int(np.asarray(optimizer.global_step.asnumpy()).reshape(-1)[0])
+        count = _updates(params)
+        skipped = count == self.updates  # the gradients overflowed, and the dynamic loss scale left the update out
         adam = adam_of(self.optimizer, learning_rate or 0.0, count)
         told = {
             each.name: weight_of(each.name, self.before, now, adam) for each in optimizer.parameters if each.name in now
         }
         weights = {name: each for name, each in told.items() if each is not None}
+        if skipped:
+            weights = without_update(weights)
         loads = {name.removesuffix(LOAD): value.tolist() for name, value in now.items() if name.endswith(LOAD)}
         self.line = {"step": step, "learning_rate": learning_rate, "updates": count, "parts": _parts(params),
-                     "weights": weights, "loads": loads}  # fmt: skip
+                     "weights": weights, "loads": loads, **({"skipped": True} if skipped else {})}  # fmt: skip
+        self.updates = count
         if self.modules is not None:
             self.line["modules"], self.modules = self.modules, None
         self.before = now
@@ -184,6 +190,11 @@ def _arrays(params) -> dict[str, np.ndarray]:
     found = {item.name: item for item in step.network.get_parameters()}
     found |= {item.name: item for item in step.optimizer.get_parameters()}
     return {name: np.array(item.asnumpy()) for name, item in found.items() if not item.has_init}
+
+
+def _updates(params) -> int:
+    """Return the number of updates that the optimizer has made."""
+    return int(np.asarray(train_step(params).optimizer.global_step.asnumpy()).reshape(-1)[0])
 
 
 def _biases(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:

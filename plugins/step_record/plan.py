@@ -182,6 +182,13 @@ def weight_of(
     return found
 
 
+def without_update(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what is known of weights (name -> values of `weight_of`) in a step that the loss scale skipped: the
+    optimizer left moments and weights as they were, so that no gradient and no update follows from them.
+    """
+    return {name: {"dimensions": told["dimensions"]} for name, told in weights.items() if "dimensions" in told}
+
+
 def update_of(
     before: np.ndarray, after: np.ndarray, moment: np.ndarray, square: np.ndarray, adam: Adam
 ) -> dict[str, float | None]:

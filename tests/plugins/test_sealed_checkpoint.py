@@ -1,7 +1,4 @@
-"""Routers' biases in a sharded checkpoint's metadata; that a resume keeps them is shown in tests/training.
-
-Stages that tell rank 0 what they save; that a resume finds it is shown in tests/training/test_muon.py.
-"""
+"""Routers' biases, and what all stages save, in a sharded checkpoint; tests/training shows that a resume finds both."""
 
 import json
 import os
@@ -254,7 +251,6 @@ def test_the_newest_of_a_rank_is_one_that_it_has_sealed(tmp_path):
     for broken in ("", "5", "null", "[]"):
         plan.seal_file(tmp_path / "iteration_00000012", 0).write_text(broken)
         assert plan.newest_of_rank(tmp_path, 0) == tmp_path / "iteration_00000008"
-        assert "unreadable" in (plan.fault(tmp_path / "iteration_00000012") or "")
 
 
 WRITE = serialization._exec_save

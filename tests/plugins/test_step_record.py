@@ -1,6 +1,7 @@
 """These tests compare what is recorded of a step with values that are known."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,14 @@ from plugins.step_record.plan import (
     weight_of,
 )
 from tests.tools.accuracy.diagnose.simulated import Run
+
+
+class Counter(int):
+    """The number of an optimizer's updates, as a parameter holds it."""
+
+    def asnumpy(self):
+        return np.array([self])
+
 
 ADAM = Adam(1e-3, 0.9, 0.95, 1e-8, 3)
 
@@ -117,6 +126,28 @@ def test_samples_by_column_and_equal_rows_once():
 def test_a_state_has_digest_square_and_shape():
     value = np.full((2, 2), 2.0, np.float32)
     assert state_of({"w": value}) == {"w": [digest(value), 16.0, [2, 2]]}
+
+
+def test_a_step_without_an_update_says_so_and_has_no_gradient(tmp_path, monkeypatch):
+    """The loss scale has skipped it: its moments are the old ones, from which a gradient would be made up."""
+    from plugins.step_record import adapter
+
+    arrays = {name: np.full(8, 0.5, np.float32) for name in ("w", "adam_m.w", "adam_v.w")}
+    weights = [SimpleNamespace(name="w")]
+    step = SimpleNamespace(optimizer=SimpleNamespace(parameters=weights, global_step=Counter(4)))
+    for name, value in (("train_step", step), ("_arrays", arrays), ("_parts", {}), ("_effective", {})):
+        monkeypatch.setattr(adapter, name, lambda params, value=value: value)
+    config = SimpleNamespace(optimizer={}, output_dir=str(tmp_path), train_dataset=None, use_parallel=True)
+    monkeypatch.setattr(adapter, "get_real_rank", lambda: 0)
+    record = adapter.Record(config, 2)
+    record.begin(None, 3)
+    for number, count in ((4, 4), (5, 5)):
+        step.optimizer.global_step = Counter(count)
+        record.end(None, number, 1e-3)
+        record.complete(None)
+    _, skipped, made = map(json.loads, record_file(tmp_path, 0).read_text().splitlines())
+    assert skipped["skipped"] is True and skipped["weights"] == {"w": {"dimensions": 1}} and skipped["updates"] == 4
+    assert "skipped" not in made and made["weights"]["w"]["gradient"] > 0
 
 
 def test_settings():

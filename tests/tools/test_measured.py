@@ -149,12 +149,34 @@ def test_names_of_hosts_are_replaced_the_longest_first():
 
 
 def test_words_that_only_begin_like_a_host_stay():
-    """Otherwise a bundle of a host that is called worker has no key "workers" any more."""
     names = {name: hashed(name) for name in ("worker", "e4")}
-    written = json.dumps({"worker": {"workers": ["worker\nworker: e4"]}})
     one, two = names.values()
-    assert json.loads(without_names({"a": written}, names)["a"]) == {one: {"workers": [f"{one}\n{one}: {two}"]}}
-    assert without_names({"a": "e4"}, {}) == {"a": "e4"}
+    written = json.dumps([{"seen": "workers: worker\nworker: e4"}])
+    assert json.loads(without_names({"a.json": written}, names)["a.json"]) == [
+        {"seen": f"workers: {one}\n{one}: {two}"}
+    ]
+    assert without_names({"a.json": "e4"}, {}) == {"a.json": "e4"}
+
+
+def test_a_host_that_is_called_like_a_key_renames_no_key():
+    """Otherwise a bundle of a host that is called report cannot be read any more."""
+    words = ("report", "findings", "evidence", "probes", "workers", "hosts", "fail", "verdict", "memory", "facts")
+    names = {name: hashed(name) for name in words}
+    told = {"findings": [{"check": "memory", "verdict": "fail", "seen": "on report"}], "facts": {"host": "facts"}}
+    rows = [
+        {"check": "hosts", "verdict": "fail", "findings": [{"what": "disk", "where": "report"}],
+         "evidence": {name: {"report": json.dumps(told), "trouble": None} for name in words}},
+        {"check": "devices", "verdict": "ok", "findings": [],
+         "evidence": {"probes": {name: {"workers": [1]} for name in words}, "memory": []}},
+    ]  # fmt: skip
+    texts = without_names({"outcomes.json": json.dumps(rows), "cluster.yaml": "memory: 3 # of memory\n"}, names)
+    hosts, devices = json.loads(texts["outcomes.json"])
+    assert (hosts["check"], hosts["verdict"], hosts["findings"][0]["where"]) == ("hosts", "fail", names["report"])
+    assert list(hosts["evidence"]) == list(devices["evidence"]["probes"]) == list(names.values())
+    assert devices["evidence"]["probes"][names["facts"]] == {"workers": [1]}
+    told["findings"][0]["seen"], told["facts"]["host"] = f"on {names['report']}", names["facts"]
+    assert json.loads(hosts["evidence"][names["fail"]]["report"]) == told
+    assert texts["cluster.yaml"] == f"memory: 3 # of {names['memory']}\n"
 
 
 def test_measured_factors_change_what_they_name():

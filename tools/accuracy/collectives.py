@@ -20,6 +20,7 @@ from plugins.semi_auto_cpu.chosen import chosen
 from plugins.semi_auto_cpu.collectives import CallRecord
 from plugins.semi_auto_cpu.ranks import made_up_name
 from tools.accuracy.equivalence.runs import MONITORS, launch, make_corpus, refuse_other_data
+from tools.check.check import require_sound
 from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places
 from tools.dryrun.plan import plan_jobs, without_files
@@ -51,6 +52,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
     recipe = resolve(apply_overrides(recipe, overrides))
     refuse_unsharded(recipe)
     refuse_other_data(recipe)
+    require_sound(recipe)
     return recipe
 
 

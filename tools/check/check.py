@@ -38,13 +38,14 @@ from tools.recipe.override import dotted
 from tools.recipe.view import OFFSET, View
 from tools.schema.converter import Built, convert
 from tools.schema.keys import check_keys
-from tools.schema.schema import load_schema
+from tools.schema.schema import Schema, load_schema
 from tools.schema.stages import Layers, check_stages, layers_of, runs_back, stage_layers_of
 
 _SECTIONS = (
     *(("runner_config",), ("context",), ("parallel",), ("parallel_config",), ("trainer",), ("optimizer",)),
-    *(("runner_wrapper",), ("model", "model_config")),
+    *(("runner_wrapper",), ("model", "model_config"), ("train_dataset_task",)),
 )
+_MODEL: KeyPath = ("model", "model_config")
 
 
 def check_recipe(
@@ -70,7 +71,7 @@ def check_recipe(
         check_keys(recipe, schema, found)
         _numbers(recipe, found)
         return Report(recipe, found.found)
-    _sections(View(recipe), found)
+    _sections(View(recipe), schema, found)
     check_keys(recipe, schema, found)
     if _numbers(recipe, found):
         return Report(recipe, _sorted(found))
@@ -97,6 +98,20 @@ def require_sound(recipe: Recipe) -> None:
     """
     if errors := check_recipe(recipe).errors:
         raise refused(errors)
+
+
+def require_sections(recipe: Recipe) -> None:
+    """Refuse a recipe that lacks a section or a key without which no training starts, and nothing else: a comparison
+    of two runs also takes recipes with other errors.
+
+    Raises:
+        RecipeError: the first missing section or key, in one line, and how many more there are.
+    """
+    schema = load_schema()
+    found = Findings(recipe, schema.line)
+    _sections(View(recipe), schema, found)
+    if found.found:
+        raise refused(found.found)
 
 
 def _sorted(found: Findings) -> list[Finding]:
@@ -140,11 +155,22 @@ def is_fragment(source: str) -> bool:
     return Path(source).parent.name == "base"
 
 
-def _sections(view: View, found: Findings) -> None:
-    """Check sections without which no training starts."""
+def _sections(view: View, schema: Schema, found: Findings) -> None:
+    """Check sections and keys without which no training starts."""
     missing: list[KeyPath] = [path for path in _SECTIONS if not isinstance(view.get(path), dict)]
-    for path in missing + [("train_dataset",)] * (view.get(("train_dataset",)) is None):
+    data = view.get(("train_dataset",))
+    if data is None or (isinstance(data, dict) and not isinstance(data.get("data_loader"), dict)):
+        missing.append(("train_dataset",) if data is None else ("train_dataset", "data_loader"))
+    for path in missing:
         found.error(path, "this section is missing", "every training recipe needs this section")
+    if _MODEL in missing or view.get(("model", "pretrained_model_dir")):  # of which MindFormers reads a config.json
+        return
+    kinds = {"model_type": sorted(schema.models), "architectures": schema.data["transformer"]["architectures"]}
+    for key, known in kinds.items():
+        if view.get((*_MODEL, key)) is None:
+            wrong = "the key is missing, by which MindFormers finds the class of the model"
+            right = f"write one of {', '.join(known)}{', in a list' if key != 'model_type' else ''}"
+            found.error((*_MODEL, key), wrong, right)
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:

@@ -127,7 +127,8 @@ def dryrun(
     The graph assumes even routing. The memory that --loads add is modelled, as in tc3 memory.
 
     Exit codes: 0 it compiles, fits and does not hang; 1 one of these fails (also if only at some step of --loads), or
-    it is unknown whether it fits, or --prove finds a violation; 2 a wrong input; 130 interrupted.
+    it is unknown whether it fits (also because --ranks leaves out a stage), or --prove finds a violation; 2 a wrong
+    input; 130 interrupted.
     """
     _check_outputs(picture, time_line)
     if quick and (ranks or micro_batches):

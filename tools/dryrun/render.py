@@ -50,7 +50,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     else:
         for line in _gradients(report["gradients"]):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if report["compiled"] and not report["problems"]:
+    if report["compiled"] and report["problems"] == report["left_out"]:
         console.print(_together(report), highlight=False)
         if report["fit"] != "unknown":
             console.print(_fit(report), highlight=False)

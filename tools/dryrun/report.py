@@ -110,6 +110,8 @@ def report_of(
     over = over_limit(stages, limit, error)
     problems += over + ([f"context.max_device_memory: {checked_advice(recipe, limit)}"] if over else [])
     problems += unsure(stages, limit, error)
+    left_out = _left_out(plan, stages) if limit and not view.on_cpu else []
+    problems += left_out
     problems += _uneven(found, view.devices // view.pp)
     small = View(plan.jobs[0].recipe)
     gradients = gradients_report(results) | {"norm": norm_report(results, small.devices)}
@@ -129,6 +131,7 @@ def report_of(
         "quick_error": error if quick else None,
         "fit": _worst([stage["fit"] for stage in stages], len(plan.stages), worst),
         "loads": judged and {**judged.as_json(), "words": judged.lines},
+        "left_out": left_out,
         "exchange": moving,
         "hccl": None if view.on_cpu else hccl_buffers(results),
         "compiled": not view.cpu_classes,
@@ -315,6 +318,19 @@ def _worst(fits: Sequence[str], stages: int, beside: Sequence[str] = ()) -> str:
     """Return the pipeline's verdict: that of its worst stage; unknown where a stage that might not fit was left out."""
     known = [*fits, *beside, *[UNKNOWN] * (len(fits) < stages)]
     return next(verdict for verdict in (DOES_NOT_FIT, NO_LIMIT, UNKNOWN, FITS) if verdict in known)
+
+
+def _left_out(plan: Plan, stages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line about the stages of which `--ranks` compiles none, if there are any."""
+    told = {stage["stage"] for stage in stages}
+    names = [str(stage.number) for stage in plan.stages if stage.number not in told]
+    if not names:
+        return []
+    every = f"stage{'s' * (len(names) > 1)} {', '.join(names)}"
+    return [
+        f"context.max_device_memory: {every}: unknown whether it fits: no rank "
+        "of this kind of stage was compiled: add one to --ranks, or leave --ranks out"
+    ]
 
 
 def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:

@@ -289,13 +289,17 @@ def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list
     """Step 3."""
     if look(recipe, OFFSET) != AUTO:
         return {}, []
+    why = ""
     if layout == "found":
         try:
-            return _auto_layout(recipe, "file", say)
-        except RecipeError:
+            with_dispatch = copy.deepcopy(recipe)  # the file was made for what an open dispatch becomes
+            put(with_dispatch, _dispatch(recipe)[0])
+            return _auto_layout(with_dispatch, "file", say)
+        except RecipeError as error:
+            why = f": {_why(recipe, OFFSET, error)}" if recipe.source and path_of(recipe.source).is_file() else ""
             layout = "even"
     if layout == "even":
-        return even_values(recipe), [f"{_KEY}: auto -> an even layout here, nothing recomputed"]
+        return even_values(recipe), [f"{_KEY}: auto -> an even layout here, nothing recomputed{why}"]
     found = _layout_file(recipe, layout == "search", say)
     values = file_values(recipe, found)
     return values, [f"{_KEY}: auto -> {found.offset}, recompute_config with it ({path_of(recipe.source)})"]

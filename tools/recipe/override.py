@@ -39,8 +39,8 @@ def apply_overrides(
     is a plain dict that does not know its own. Only below `plugins` may keys be new.
 
     Raises:
-        RecipeError: no '=', an unknown key, another kind of value, a number that no training can mean, or two
-            overrides of one value.
+        RecipeError: no '=', an unknown key, another kind of value, a number that no training can mean, two overrides
+            of one value, or an override of a whole (a list, a plugin that is off) beside one of its parts.
     """
     result = copy.deepcopy(recipe) if isinstance(recipe, Recipe) else Recipe(copy.deepcopy(recipe))
     result.source = result.source or os.fspath(source or "")
@@ -53,8 +53,7 @@ def apply_overrides(
                 "runner_config.batch_size=4"
             )
         if is_new(result, name.strip()):
-            written = _write_new(result, name.strip(), _parse(text, override), override)
-            given.update(dict.fromkeys(written, override))
+            _write_new(result, name.strip(), _parse(text, override), override, given)
             continue
         path = _find(result, name.strip())
         _assign(result, path, _parse(text, override), text.strip(), override, given)
@@ -140,13 +139,49 @@ def _parse(text: str, override: str) -> Any:
         raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); put it in quotes") from None
 
 
-def _write_new(recipe: Recipe, name: str, value: Any, override: str) -> list[KeyPath]:
-    """Add what is not there, of a plugin; return the key paths that now have a value."""
+def _write_new(recipe: Recipe, name: str, value: Any, override: str, given: dict[KeyPath, str]) -> None:
+    """Add what is not there, of a plugin."""
     path = tuple(name.split("."))
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"{place_of(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
+    for place in _parts(path, value):
+        _refuse_whole_and_part(recipe, place, value, override, given)
+        given[place] = override
     write_new(recipe, name, value, f"{place_of(recipe)}--set {override}")
-    return [path, *((*path, key) for key in (value if isinstance(value, dict) else ()))]
+
+
+def _parts(path: KeyPath, value: Any) -> list[KeyPath]:
+    """Return the key paths that a value sets: its own, or those of the keys of a mapping. An empty mapping switches a
+    plugin on, which is a part without a name.
+    """
+    return [(*path, key) for key in value or (None,)] if isinstance(value, dict) else [path]
+
+
+def _refuse_whole_and_part(
+    recipe: Recipe, path: KeyPath, value: Any, override: str, given: Mapping[KeyPath, str]
+) -> None:
+    """Raise an error if another override has set a whole of which `path` is a part, or a part of it, and they do not
+    agree: whichever came last would win silently.
+    """
+    for other, earlier in given.items():
+        whole, part = sorted((path, other), key=len)
+        if len(whole) == len(part) or part[: len(whole)] != whole or earlier == override:
+            continue
+        of_the_whole = value if whole == path else _reached(recipe, whole)
+        of_the_part = value if part == path else _reached(recipe, part)
+        if not isinstance(of_the_whole, list) or _reached(of_the_whole, part[len(whole) :]) != of_the_part:
+            raise RecipeError(
+                f"--set {override}: this contradicts --set {earlier}: one of them sets the whole of {dotted(whole)}, "
+                "the other a part of it; keep one of the two"
+            )
+
+
+def _reached(recipe: Any, path: KeyPath) -> Any:
+    """Return the value at a key path; None if there is none."""
+    try:
+        return get_path(recipe, path)
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _floats(value: Any) -> Any:
@@ -160,20 +195,24 @@ def _floats(value: Any) -> Any:
     return value
 
 
-def _assign(
-    recipe: dict[str, Any], path: KeyPath, value: Any, text: str, override: str, given: dict[KeyPath, str]
-) -> None:
+def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str, given: dict[KeyPath, str]) -> None:
     """Set `path`, and everything that shares its value, after checking the kind of `value`."""
     old = get_path(recipe, path)
     if isinstance(old, dict) and isinstance(value, dict):
+        if not value:
+            given.update(dict.fromkeys(_parts(path, value), override))
         for key, item in value.items():
-            inner = _find(recipe, f"{dotted(path)}.{key}")
-            _assign(recipe, inner, item, str(item), override, given)
+            name = f"{dotted(path)}.{key}"
+            if is_new(recipe, name):
+                _write_new(recipe, name, item, override, given)
+            else:
+                _assign(recipe, _find(recipe, name), item, str(item), override, given)
         return
     value = _fit(old, value, text, path, f"{place_of(recipe, path)}--set {override}")
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in shared_paths(recipe, path):
+        _refuse_whole_and_part(recipe, place, value, override, given)
         earlier = given.setdefault(place, override)
         if earlier != override and get_path(recipe, place) != value:
             raise RecipeError(f"--set {override}: this sets {dotted(place)}, which --set {earlier} has already set")
@@ -237,13 +276,15 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a dotted name is a plugin or its setting that the recipe lacks, and not a typing error."""
+    """Return whether a dotted name is a plugin or its setting that the recipe lacks or leaves off, and not a typing
+    error.
+    """
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False
     written = recipe.get(SECTION) or {}
     if len(words) == 2:
-        return words[1] not in written
+        return written.get(words[1], False) is False
     settings = written.get(words[1]) or {}
     near = isinstance(settings, Mapping) and (words[2] in settings or did_you_mean(words[2], list(settings)))
     return isinstance(settings, Mapping) and not near

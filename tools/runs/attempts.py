@@ -30,6 +30,11 @@ Cause = Literal[
 ]
 Outcome = Literal["done", "failed", "told to end", "preempted", "interrupted"]
 Decision = Literal["done", "restart", "spare", "smaller", "give up", "leave"]
+# the last words of a worker in its log: of one that has ended the run for what it saw in training, and of those that
+# were told to save or to end; `tc3: ` and any other words are an error of the user
+STOPPED, INTERRUPTED = "tc3: stopped: ", "tc3: interrupted"
+SAVED, ASKED = "tc3: saved on request: ", "tc3: asked to save"
+TOLD = (INTERRUPTED, SAVED, ASKED)
 _LARGEST = 1e15  # of any number in these files
 FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "beat-", "end-"
 

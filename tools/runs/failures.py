@@ -13,12 +13,13 @@ from pathlib import Path
 import yaml
 
 from tools.files.atomic import last_lines
-from tools.runs.attempts import Attempt, End
+from tools.runs.attempts import STOPPED, TOLD, Attempt, End
 from tools.runs.readings import Run
 
 # What a log says of a failure, in words: the rows of signatures.yaml, which name their sources. Pure.
 
 UNKNOWN = "unknown"
+STOPPED_WORDS, OTHER_WORDS = "{stopped}", "{stopped or told}"  # in a pattern: last words of workers (`attempts.py`)
 _TABLE = Path(__file__).with_name("signatures.yaml")
 _SHOWN, _WIDTH = 3, 300  # lines that are quoted, and characters of one
 _TELLING = re.compile(r"error|exception|critical|failed|killed", re.IGNORECASE)
@@ -61,6 +62,10 @@ class Found:
 def signatures() -> tuple[Signature, ...]:
     """Return the entries of signatures.yaml, the most informative first."""
     rows = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    words = {STOPPED_WORDS: re.escape(STOPPED), OTHER_WORDS: "|".join(map(re.escape, (STOPPED, *TOLD)))}
+    for row in rows:
+        for name, pattern in words.items():
+            row["pattern"] = row["pattern"].replace(name, pattern)
     return tuple(Signature(**row | {"pattern": re.compile(row["pattern"])}) for row in rows)
 
 

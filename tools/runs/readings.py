@@ -29,6 +29,7 @@ from plugins.straggler_probe.record import Record, read_run, record_of
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt, read_attempts
+from tools.schema.stages import loss_rank
 
 NEWEST = 200  # probes of a rank that a run is followed by
 LOOK = 30.0  # seconds between two looks at the probes
@@ -38,16 +39,6 @@ _DAY = 86_400.0  # seconds that two hosts' clocks may be apart
 _MOST_STEPS = 10**12
 _NO_FLOAT = 10**300  # a whole number above it may be too large for a float
 _MOST_LOSS = 700.0  # whose exponential a number can hold
-
-
-def loss_rank(recipe: Recipe) -> int:
-    """Return a rank that has the loss of the run; with several pipeline stages it is a rank of the last stage, as in
-    MFLossMonitor.
-
-    Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
-    """
-    view = View(recipe)
-    return view.devices - 1 if view.parallel and view.pp > 1 and view.scheduler != "zero_bubble_v" else 0
 
 
 @dataclass
@@ -309,6 +300,7 @@ class Part:
         began: the time at which its training began, in seconds since 1970 (None for runs of older versions, which did
             not write it).
         left: the step from which a later part began that has made no step yet; None without such a part.
+        skipped: the steps whose gradients overflowed the loss scale, so that nothing was updated; they have no norm.
     """
 
     start_step: int
@@ -316,11 +308,15 @@ class Part:
     total_steps: int | None = None
     left: int | None = None
     columns: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
+    skipped: set[int] = field(default_factory=set)
 
     def add(self, record: dict[str, Any]) -> None:
         """Add one step's record; missing values are NaN."""
+        overflow = record.get("overflow") is True
+        if overflow:
+            self.skipped.add(record["step"])
         for name, column in self.columns.items():
-            value = number(record.get(name))
+            value = None if overflow and name == "global_norm" else number(record.get(name))
             column.append(math.nan if value is None else value)
 
     def __len__(self) -> int:
@@ -368,7 +364,7 @@ class Run:
 
 def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
     """Return the path of a metrics file that holds the run's loss: only some ranks compute the loss."""
-    own = folder / "metrics" / f"rank_{loss_rank(recipe) if recipe else 0}.jsonl"
+    own = folder / "metrics" / f"rank_{loss_rank(View(recipe)) if recipe else 0}.jsonl"
     return own if own.exists() or recipe else next(iter(sorted((folder / "metrics").glob("rank_*.jsonl"))), own)
 
 

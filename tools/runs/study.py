@@ -49,7 +49,7 @@ class Spike:
 
 def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     """Return the spikes of all parts of a run (a part begins at each start of the workers), in the order in which the
-    steps were made.
+    steps were made. A step that the loss scale skipped has no norm, and none is missing there.
 
     Args:
         cuts: for each part of the run, the number of its last step that no later part repeated.
@@ -57,6 +57,7 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     found = []
     for at, part in enumerate(parts):
         steps = np.asarray(part["step"])
+        skipped = np.isin(steps, list(part.skipped))
         # of earlier parts what still stood when this one began
         stood = [min(later.start_step for later in parts[index + 1 : at + 1]) for index in range(at)]
         for name in JUDGED:
@@ -67,7 +68,7 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
             values = np.asarray(part[name])
             above = _above(np.concatenate([known, values]))[len(known) :]
             # a part without any number is one that does not record it, or whose rank has none: no NaN of training
-            turned_nan = np.isnan(values) & np.isfinite(values).any()
+            turned_nan = np.isnan(values) & np.isfinite(values).any() & ~(skipped & (name == "global_norm"))
             for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | turned_nan):
                 score = float(above[index]) if math.isfinite(values[index]) else None
                 step = int(steps[index])

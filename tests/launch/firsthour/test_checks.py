@@ -116,3 +116,14 @@ def test_the_folder_of_another_first_hour_is_refused(tmp_path):
         own_state(tmp_path, {"recipe": "b"}, again=False)
     own_state(tmp_path, {"recipe": "b"}, again=True)
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"), [(ClusterError("no node answers: start one"), ""), (OSError(5, "x"), True)]
+)
+def test_a_refusal_says_itself_what_to_do(tmp_path, error, remedy):
+    def refuse(seconds, done):
+        raise error
+
+    first = run_checks({"hosts": refuse}, tmp_path, 3600, lambda outcome, kept: None)[0]
+    assert first.verdict == "unknown" and bool(first.findings[0].remedy) == bool(remedy)

@@ -18,7 +18,7 @@ from tools.check.check import check_recipe
 from tools.doctor.ask import Trouble
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
-from tools.runs.readings import loss_rank
+from tools.schema.stages import loss_rank
 
 ROOT = Path(__file__).parents[3]
 R438 = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
@@ -38,7 +38,7 @@ def keep_losses(hour, run, devices, losses):
     """Write the metrics of a run as its workers would."""
     folder = hour.work / run / "metrics"
     folder.mkdir(parents=True)
-    rank = loss_rank(load_recipe(hour.of(devices)))
+    rank = loss_rank(View(load_recipe(hour.of(devices))))
     lines = [{"step": step, "loss": loss + 0.1, "lm_loss": loss, "time": 0.0} for step, loss in losses.items()]
     (folder / f"rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -7,11 +7,14 @@ import pytest
 from rich.console import Console
 
 from plugins.errors import DataError
+from tools.dryrun.plan import plan_jobs
 from tools.dryrun.render import draw, notes, render
-from tools.dryrun.report import BETWEEN, INSIDE, traffic_of
+from tools.dryrun.report import BETWEEN, INSIDE, report_of, traffic_of
 from tools.files.figure import check_ending
 from tools.hardware.units import GIB
+from tools.recipe.load import load_recipe
 
+LARGE = "telechat3_105b/pretrain_4k.yaml"
 GROUPS = [[0, 1, 2, 3], [0, 8], [0, 16]]
 
 
@@ -98,6 +101,7 @@ REPORT = {
     "exchange": None,
     "hccl": {"communicators": 8, "bytes": 8 * 400 << 20},
     "gradients": {"weights": 66, "right": 66, "wrong": [], "unknown": [], "norm": NORM, "scale": SCALE},
+    "left_out": [],
     "problems": [],
 }
 
@@ -118,6 +122,32 @@ def test_a_clean_report():
     ]
     assert "5.00*" in text and "1,000 (as tc3 check counts)" in text
     assert "1 of 1 links between stages compared" in text and "2 of 14 groups" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "left_out"),
+    [
+        (LARGE, (0,), "stages 1, 2, 3, 4, 5, 6, 7:"),
+        (LARGE, (0, 32), "stages 5, 6, 7:"),
+        (LARGE, None, ""),
+        ("mini/pretrain_pp2.yaml", (0,), ""),  # of CPU workers, whose memory no dry run judges
+    ],
+)
+def test_stages_that_ranks_leave_out_are_named_and_their_fit_is_unknown(name, ranks, left_out):
+    recipe = load_recipe(f"recipes/{name}")
+    plan = plan_jobs(recipe, ranks)
+    results = [{"rank": job.rank, "stage": job.stage, "held": [], "seconds": 1.0} for job in plan.jobs]
+    report = report_of(recipe, plan, results, 8)
+    assert report["problems"] == report["left_out"] and len(report["problems"]) == bool(left_out)
+    assert all(f"{left_out} unknown whether it fits: no rank" in line for line in report["problems"])
+    assert (report["fit"] == "fits") == (ranks is None)
+
+
+def test_stages_that_were_left_out_do_not_hide_what_the_compiled_ones_say():
+    line = "context.max_device_memory: stage 1: unknown whether it fits"
+    text = shown({**REPORT, "fit": "unknown", "left_out": [line], "problems": [line]})
+    assert line in text and "1 of 1 links between stages compared" in text and "unknown: the fullest" not in text
+    assert "links between stages compared" not in shown({**REPORT, "problems": ["a rank waits for ever"]})
 
 
 def test_brackets_in_a_name_are_shown():

@@ -227,6 +227,17 @@ def test_a_report_on_dispatch_has_the_step_of_the_layout_file(tmp_path):
     assert "offset: auto -> an even layout" not in told.stderr
 
 
+def test_a_report_on_dispatch_takes_the_layout_beside_the_recipe(opened):
+    _layout_of(load_recipe(opened), opened)
+    offset = yaml.safe_load(path_of(opened).read_text())["offset"]
+    ended = CliRunner().invoke(tc3, ["ep-report", str(opened), "--json"])
+    assert ended.exit_code == 0, ended.output
+    assert f"offset: auto -> {offset}, recompute_config with it ({path_of(opened)})" in ended.stderr
+    other = CliRunner().invoke(tc3, ["ep-report", str(opened), "--json", "--set", "context.max_device_memory=50GB"])
+    assert other.exit_code == 0, other.output
+    assert "an even layout here, nothing recomputed: " in other.stderr and "was made for another recipe" in other.stderr
+
+
 @pytest.mark.parametrize("key", ["model.model_config.offset", "plugins.hierarchical_ep.mode"])
 def test_who_needs_numbers_refuses_what_is_open(key, tmp_path):
     recipe = load_recipe(PLUGGED)

@@ -183,6 +183,37 @@ def test_a_new_setting_is_not_given_twice(first):
         apply_overrides(Recipe(), [first, "plugins.spike_guard.window=8"])
 
 
+@pytest.mark.parametrize("written", [Recipe(), Recipe({"plugins": {"spike_guard": {"skip": 1}}})])
+@pytest.mark.parametrize(
+    "part", ["plugins.spike_guard.window=9", "plugins.spike_guard={window: 9}", "plugins.spike_guard={}"]
+)
+def test_a_plugin_is_not_switched_off_and_given_a_setting(written, part):
+    off = "plugins.spike_guard=False"
+    for pair in ([off, part], [part, off]):
+        with pytest.raises(
+            RecipeError, match=r"contradicts --set .* whole of plugins.spike_guard, .* keep one of the two"
+        ):
+            apply_overrides(written, pair)
+    both = apply_overrides(written, ["plugins.spike_guard={}", "plugins.spike_guard.window=9"])
+    assert both["plugins"]["spike_guard"]["window"] == 9
+
+
+def test_a_mapping_adds_settings_to_a_plugin_that_is_written_or_off():
+    for written in ({"skip": 1}, False):
+        changed = apply_overrides(Recipe({"plugins": {"spike_guard": written}}), ["plugins.spike_guard={window: 9}"])
+        assert changed["plugins"]["spike_guard"] == {**(written or {}), "window": 9}
+
+
+def test_a_whole_list_and_an_entry_of_it_are_not_both_given(recipe):
+    whole, entry = (
+        "train_dataset.data_loader.config.data_path=['1', a]",
+        "train_dataset.data_loader.config.data_path.1=b",
+    )
+    for pair in ([whole, entry], [entry, whole]):
+        with pytest.raises(RecipeError, match=r"contradicts --set .* whole of train_dataset\S*data_path, "):
+            apply_overrides(recipe, pair)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -22,12 +22,14 @@ from tools.layout.resolve import resolve
 from tools.measured import CLUSTER, FORMAT, Manifest, recipe_digest, software, write_bundle
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import View
 from tools.runs import attempts
 from tools.runs.attempts import Beat, End, Plan, Verdict, folder_of, read, read_attempts, write
 from tools.runs.cli import runs
 from tools.runs.measured import SLOWER, beside
-from tools.runs.readings import Follower, loss_in_words, loss_rank, perplexity, read_held_out, read_metrics
+from tools.runs.readings import Follower, loss_in_words, perplexity, read_held_out, read_metrics
 from tools.runs.study import study
+from tools.schema.stages import loss_rank
 
 PLAN = Plan(1, 5.0, ["node0", "node1"], 8, "node0", 8118, ["node2"], "/disk/iteration_10", 10, ["a.b=1"], "/cache")
 FORMS = [
@@ -154,14 +156,15 @@ def test_a_perplexity_is_the_exponential_of_a_loss():
             {
                 "use_parallel": True,
                 "parallel_config": {"pipeline_stage": 4},
-                "parallel": {"pipeline_config": {"pipeline_scheduler": "zero_bubble_v"}},
+                "parallel": {"pipeline_config": {"pipeline_scheduler": "zero_bubble_v", "pipeline_interleave": True}},
+                "model": {"model_config": {"pp_interleave_num": 2}},
             },
             0,
         ),
     ],
 )
 def test_the_loss_is_that_of_the_rank_that_has_it(recipe, rank):
-    assert loss_rank(Recipe(recipe)) == rank
+    assert loss_rank(View(Recipe(recipe))) == rank
 
 
 ROOT = Path(__file__).parents[3]
@@ -179,7 +182,7 @@ def trained(folder):
     builder.done()
     recipe = load_recipe(R36)
     dump_recipe(recipe, folder / "recipe.yaml")
-    (folder / "metrics" / "rank_0.jsonl").rename(folder / "metrics" / f"rank_{loss_rank(recipe)}.jsonl")
+    (folder / "metrics" / "rank_0.jsonl").rename(folder / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
     return folder
 
 

@@ -1,5 +1,8 @@
 """Causes by the lines that logs hold; who began a failure, and who only fell with it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.tools.runs.builders import Builder
@@ -9,6 +12,7 @@ from tools.runs.failures import UNKNOWN, diagnose, failures, signatures
 from tools.runs.readings import load_run
 from tools.runs.render import failure_line
 
+ROOT = Path(__file__).parents[3]
 # one line of each row: as printed by MindSpore 2.9.0, MindFormers or this repository, or as the row's source quotes it
 LINES = {
     "not finite": "tc3: stopped: step 7: loss is NaN",
@@ -59,9 +63,9 @@ def test_warnings_are_nobodys_cause():
 @pytest.mark.parametrize(
     "words",
     [
-        "tc3: interrupted",
-        "tc3: saved on request: step 40: /disk/iteration_00000040",
-        "tc3: asked to save at step 40: not all ranks knew in time; training goes on",
+        *attempts.TOLD,
+        f"{attempts.SAVED}step 40: /disk/iteration_00000040",
+        f"{attempts.ASKED} at step 40: not all ranks knew in time; training goes on",
     ],
 )
 def test_what_a_worker_says_that_was_told_to_save_or_end_is_no_error_of_the_user(words):
@@ -74,6 +78,19 @@ def test_every_row_has_a_line_that_it_alone_decides(name):
     found = diagnose(["[WARNING] something else", LINES[name], "Distributed job goes on"])
     assert found.name == name and found.lines == (LINES[name],)
     assert found.words and next(row for row in signatures() if row.name == name).source
+
+
+def test_the_last_words_of_workers_stand_once():
+    """What a worker says and what its readers look for would drift apart."""
+    places = [*ROOT.glob("launch/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("tools/**/*.yaml")]
+    for words in (attempts.STOPPED, attempts.SAVED, attempts.ASKED):
+        stand = [path.name for path in places if words.removeprefix("tc3: ").rstrip(": ") in _texts(path)]
+        assert stand == ["attempts.py"], words
+
+
+def _texts(path):
+    """What a file has in quotes after `tc3: `, and the patterns of a table."""
+    return re.findall(r"""["'^]tc3: (?:\(\?!)?([\w ]+)""", path.read_text(encoding="utf-8"))
 
 
 def test_names_are_told_once():

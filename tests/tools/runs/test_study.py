@@ -259,6 +259,14 @@ def test_what_is_not_finite_is_a_spike_and_what_is_not_recorded_is_none():
     assert spikes([part([math.nan] * 4)], [NEVER]) == []
 
 
+@pytest.mark.parametrize("norm", [math.inf, math.nan, 1e30])
+def test_the_norm_of_a_step_that_the_loss_scale_skipped_is_no_spike(norm):
+    made = part([5.0] * 20, norms=[1.0] * 20)
+    made.add({"step": 21, "loss": 5.0, "global_norm": norm, "overflow": True})
+    made.add({"step": 22, "loss": math.nan, "global_norm": math.nan, "overflow": False})
+    assert [(one.step, one.name) for one in spikes([made], [NEVER])] == [(22, "loss"), (22, "global_norm")]
+
+
 def test_a_part_is_compared_with_what_stood_before_it_and_knows_whether_it_stands():
     flat = [5.0 + 0.01 * (step % 3) for step in range(40)]
     first = part([*flat, 50.0, 5.0])  # steps 41 and 42 are made again

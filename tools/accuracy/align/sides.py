@@ -23,9 +23,10 @@ import numpy as np
 
 from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy.equivalence.runs import MONITORS, PASSES
+from tools.accuracy.equivalence.runs import MONITORS, PASSES, refuse_other_data
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
 from tools.accuracy.reference.start import Hyper, nudged
+from tools.check.check import require_sections
 from tools.layout.resolve import resolve
 from tools.process import children
 from tools.recipe.dump import dump_recipe
@@ -165,9 +166,10 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
         workers: the number of workers of a mini recipe that keeps its parallel strategy; None for a mini recipe that
             does not.
     """
-    return _changed(
-        load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path), overrides, data
-    )
+    recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
+    recipe = _changed(recipe, overrides, data)
+    require_sections(recipe)
+    return recipe
 
 
 def _changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
@@ -196,11 +198,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
             a Megatron corpus.
     """
     view = View(recipe)
-    if not view.megatron:
-        raise RecipeError(
-            f"{recipe.source}: {'.'.join(LOADER)}.type: the compared runs read the samples of a few steps of a "
-            "Megatron corpus, which this recipe's loader cannot read; give the pretraining recipe of the same model"
-        )
+    refuse_other_data(recipe)
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
         raise RecipeError(
             "plugins.group_aux_loss: the reference computes the load-balancing loss for each sample by itself, not "

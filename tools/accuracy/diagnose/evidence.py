@@ -19,7 +19,8 @@ from tools.accuracy.diagnose.forms import HEADER, STEP, check_form, check_length
 from tools.accuracy.diagnose.gaps import take_out
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs.readings import Readings, loss_rank
+from tools.runs.readings import Readings
+from tools.schema.stages import loss_rank
 
 COUNTERS = ("expert_bias", "expert_load", "fi_accu")  # of a router, moved by no gradient; not every save lists them
 RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a run comparable
@@ -266,9 +267,9 @@ def read_side(folder: Path) -> Side:
             f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step; copy the metrics/ folders of all "
             "hosts into this folder"
         )
-    readings = metrics[loss_rank(recipe)]
+    readings = metrics[loss_rank(View(recipe))]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
-    side.software, side.first = _described(headers[loss_rank(recipe)])
+    side.software, side.first = _described(headers[loss_rank(View(recipe))])
     for rank, each in metrics.items():
         for step, record in each.steps.items():
             if record.get("samples"):

@@ -141,6 +141,7 @@ STATE = {
     "weights": _WEIGHTS,
     "loads": _BY_ROUTER,
     "modules": _MODULES,
+    "skipped": _TRUE,
     "biases": _BY_ROUTER,
     "state": _STATE,
 }

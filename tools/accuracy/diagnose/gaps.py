@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from plugins.errors import RecipeError
-from plugins.step_record.plan import KEY, Settings
+from plugins.step_record.plan import KEY, Settings, without_update
 from tools.accuracy.diagnose import lacking
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -46,6 +46,7 @@ def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, 
         *_steps(side),
         *_ranks(side, metrics),
         *_numbers(side),
+        *_skipped(side),
         *_starts(side, len(metrics)),
         *_states(side, len(metrics)),
         *lacking.of_metrics(headers, metrics),
@@ -93,6 +94,23 @@ def _numbers(side: Side) -> Iterator[str]:
     read = {step for step, record in side.steps.items() if "samples" in record}
     if side.samples and (missing := read - side.samples.keys() - {last}):
         yield f"the samples of {_listed(missing, verb='')} are not recorded by all ranks"
+
+
+def _skipped(side: Side) -> Iterator[str]:
+    """Take out what is recorded of the gradients and updates of steps that the loss scale skipped: nothing is known of
+    them. Earlier versions computed them from moments that had not changed.
+    """
+    skipped = set()
+    for step, state in side.states.items():
+        if side.steps.get(step, {}).get("overflow") or any(line.get("skipped") for line in state.lines.values()):
+            skipped.add(step)
+            for line in state.lines.values():
+                line.update(skipped=True, weights=without_update(line["weights"]))
+    if skipped:
+        yield (
+            f"{_listed(skipped, verb=' was| were')} skipped, because gradients overflowed the loss scale: nothing was "
+            "updated, and the gradients are unknown"
+        )
 
 
 def _starts(side: Side, ranks: int) -> Iterator[str]:

@@ -18,7 +18,7 @@ from tools.runs.readings import Readings
 
 NAMED = ("state", "parts", "weights", "loads", "biases")  # keys of a state that hold an object of values by name
 FITTED = ("rate", "decay", "rest", "square")  # of a weight's update: all are recorded, or none is
-SOMETIMES = {"modules"}  # of a state: only the first line of one CPU process has it
+SOMETIMES = {"modules", "skipped"}  # of a state: only the first line of one CPU process, and a step without an update
 _STEP = {*forms.NUMBERS, "overflow"}  # keys of a step that every run writes
 _HEADER = {"total_steps", "start_step"}
 Line = Mapping[str, Any]
@@ -122,7 +122,8 @@ def _by_itself(line: Line) -> Iterator[str]:
     for name, told in weights.items():
         if name not in state:
             yield f"state.{name}"
-        yield from (f"weights.{name}.{key}" for key in _of_update(told, line.get("updates")))
+        updates = None if line.get("skipped") else line.get("updates")
+        yield from (f"weights.{name}.{key}" for key in _of_update(told, updates))
     parts = line.get("parts") or {}
     for name in parts.keys() & state.keys():
         of = _weight(name)
@@ -134,7 +135,7 @@ def _of_update(told: Line, updates: int | None) -> Iterator[str]:
     """Yield the keys that the recorded update of a weight lacks.
 
     Args:
-        updates: the number of updates that the optimizer has made; None if it is not recorded.
+        updates: the number of updates that the optimizer has made; None if it is not recorded, or the step was skipped.
     """
     fitted = bool(told.keys() & {*FITTED})
     wanted = {"dimensions", *(FITTED * fitted), *(["gradient"] if fitted or updates == 1 else [])}

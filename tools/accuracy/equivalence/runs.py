@@ -22,6 +22,8 @@ from tools.process import children
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
 
 ROOT = Path(__file__).resolve().parents[3]
 CALLBACK = {"type": "EquivalenceRecord", "auto_register": "equivalence_record.EquivalenceRecord"}
@@ -123,12 +125,12 @@ class Runs:
 
 def refuse_other_data(recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that reads other data than a Megatron corpus (such as conversations), because the
-    compared trainings read a made-up Megatron corpus.
+    compared trainings read a Megatron corpus (`align` as many samples of it as a few steps take).
     """
     if not View(recipe).megatron:
         raise RecipeError(
-            f"{recipe.source}: train_dataset.data_loader.type: the runs of this comparison read a made-up Megatron "
-            "corpus, which the loader of this recipe cannot read; give the pretraining recipe of the same model"
+            f"{recipe.source}: train_dataset.data_loader.type: the compared runs read a Megatron corpus, which the "
+            "loader of this recipe cannot read; give the pretraining recipe of the same model"
         )
 
 
@@ -138,13 +140,14 @@ def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> st
 
     length: the tokens of a sample, if they are not those of the recipe.
     """
-    model = recipe["model"]["model_config"]
+    model = convert(View(recipe), load_schema()).fields  # with MindFormers' own sizes where the recipe leaves one out
     tokens = 2 * (steps + 2) * View(recipe).batch * ((length or model["seq_length"]) + 1)
     lengths = np.random.default_rng(0).integers(*DOCUMENT, tokens // DOCUMENT[0], dtype=np.int32)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     folder.mkdir(parents=True, exist_ok=True)
     prefix = folder / "random"
-    write_corpus(prefix, lengths, model["vocab_size"], recipe["train_dataset"]["data_loader"]["config"]["eod"], 1)
+    end = recipe["train_dataset"]["data_loader"]["config"].get("eod") or 0
+    write_corpus(prefix, lengths, model["vocab_size"], end, 1)
     return str(prefix)
 
 

@@ -21,6 +21,7 @@ from plugins.semi_auto_cpu.chosen import chosen
 from tools.accuracy.equivalence.runs import MONITORS, MUON, PASSES, refuse_other_data
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
 from tools.check.arithmetic import without_copies
+from tools.check.check import require_sound
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
@@ -141,13 +142,14 @@ def one_worker(path: str) -> Recipe:
     CPU).
 
     Raises:
-        RecipeError: the file is wrong, or cannot be shrunk.
+        RecipeError: the file is wrong, or cannot be shrunk, or lacks something without which no training starts.
     """
     recipe = load_recipe(path)
     if (recipe.get("context") or {}).get("device_target", "Ascend") != "CPU":
         recipe = load_mini(path)
     refuse_other_data(recipe)
     recipe = resolve(recipe)
+    require_sound(recipe)
     batch = batch_of(recipe)
     named = recipe.get("callbacks") or MONITORS
     recipe["callbacks"] = [dict(entry) for entry in named if entry["type"] != "CheckpointMonitor"]

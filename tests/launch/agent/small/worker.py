@@ -20,11 +20,11 @@ import threading
 import time
 from pathlib import Path
 
-from launch.run.failure import STOPPED
 from launch.workers import lifetime
 from launch.workers.lifetime import die_with_parent
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.agent.small.mindspore.numbers import NUMBER, receive
+from tools.runs.attempts import STOPPED
 
 BYE = -math.inf  # a worker's last number
 BLOB = 100_000  # bytes of a rank's checkpoint

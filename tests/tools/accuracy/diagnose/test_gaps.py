@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from plugins.errors import DataError
-from plugins.step_record.plan import record_file
+from plugins.step_record.plan import Adam, record_file, without_update
 from tests.corrupted import WRONG, corrupted, kind_of, places, without
 from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run
 from tools.accuracy.diagnose import evidence
@@ -20,6 +20,7 @@ from tools.accuracy.diagnose.evidence import read_side
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 
+BIASES = f"{ROUTER}.expert_bias"
 METRICS, STATES = "metrics/rank_{}.jsonl", "metrics/state_rank_{}.jsonl"
 
 
@@ -360,6 +361,36 @@ def test_a_global_norm_that_is_not_a_number_is_a_finding_of_a_run_that_records_o
 
     verdict = verdict_on(tmp_path, Plain, keys={"plugins.step_record": False})
     assert [(each.step, each.stage) for each in verdict.findings] == [(3, "norm and clipping")] * findings
+
+
+@pytest.mark.parametrize("flag", [{"skipped": True}, {}], ids=["recorded", "of an earlier version"])
+def test_a_step_that_the_loss_scale_skipped_is_a_gap(tmp_path, flag):
+    """The optimizer left everything as it was; a gradient computed from its moments is made up."""
+
+    class Skipped(Run):
+        def step(self, step, before, recorded=True):
+            if step != 2:
+                return super().step(step, before, recorded)
+            adam = Adam(self.rate(step), 0.9, 0.95, 1e-8, 1)
+            moved = before[BIASES] + self.move(self.load(step)).astype(np.float32)  # a callback does so all the same
+            after = before | {BIASES: moved}
+            self.record(0, step, before, after, adam, self.load(step), float("inf"))
+            return after
+
+        def line(self, rank, kind, line):
+            if line["step"] == 2:
+                line |= flag | ({"weights": without_update(line["weights"])} if flag else {})
+            super().line(rank, kind, line)
+
+        def metrics(self, rank, line):
+            super().metrics(rank, line | ({"overflow": True} if line.get("step") == 2 else {}))
+
+    a, b = (read_side(Skipped(tmp_path / name).write()) for name in "ab")
+    assert set(a.states) == {1, 2, 3} and a.gradients(2) == a.moves(2) == {} and a.gradients(3)
+    for verdict in (diagnose(a, b), diagnose(a)):
+        assert "equal" not in verdict.word
+        assert any("step 2 was skipped, because gradients overflowed the loss scale" in gap for gap in verdict.gaps)
+        assert not [each for each in verdict.findings if each.step == 2]
 
 
 @pytest.mark.parametrize("clipped", [True, False])
