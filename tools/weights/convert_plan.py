@@ -308,7 +308,13 @@ def model_of(recipe: Recipe) -> Sizes:
         RecipeError: DeepseekV3, and Llama, have no such thing.
     """
     resolved = resolve(recipe)
-    fields = convert(View(resolved), load_schema()).fields
+    schema = load_schema()
+    fields, kind = convert(View(resolved), schema).fields, schema.model_type(resolved)
+    if schema.models[kind]["fixed"].get("qk_layernorm"):  # no value of another key makes it a Llama
+        raise RecipeError(
+            f"{recipe.source}: {'.'.join(MODEL)}.model_type: tc3 does not convert {kind}, whose queries and keys "
+            "always have norms; it converts models of telechat3 (Llama), telechat3_moe and deepseek_v3 (DeepSeek-V3)"
+        )
     latent, experts = bool(fields.get("multi_latent_attention")), bool(fields.get("num_moe_experts"))
     if latent != experts:
         raise RecipeError(

@@ -4,12 +4,15 @@ decides what is counted, and what they drop is an error.
 
 import pytest
 
+from plugins.errors import RecipeError
 from tests.tools.check.mutations import MODEL
 from tests.tools.check.test_mutations import ROOT, plain
 from tests.tools.check.test_rules import findings
 from tools.check.check import check_recipe
+from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.schema.sources import fixed_fields
+from tools.weights.convert_plan import model_of
 
 
 def qwen3_moe(**changes):
@@ -62,3 +65,10 @@ def test_fields_that_a_training_model_does_not_hand_on_are_read_from_its_source(
     assert fixed_fields(texts) == {"qk_layernorm": True, **off}
     assert fixed_fields([*texts, "get_gpt_decoder_block_spec(config)"]) == {}
     assert fixed_fields([]) == {}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_weights_of_qwen3_are_refused_by_the_model_type(kind):
+    """They were told to write qk_layernorm: False, which tc3 check refuses."""
+    with pytest.raises(RecipeError, match=f"model_type: tc3 does not convert {kind}, whose"):
+        model_of(Recipe(qwen3_moe(model_type=kind)))
