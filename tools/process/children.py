@@ -294,7 +294,7 @@ class _Member:
         self.process.join()
 
     def _death(self) -> DataError:
-        self.process.join(timeout=5)
+        self.process.join(timeout=60)
         code = self.process.exitcode
         return DataError(
             f"a worker process died (exit code {code}); -9 mostly means that the memory was full: try fewer --workers"

@@ -35,8 +35,8 @@ class Clock:
 
 
 class ClockedDisk(Disk):
-    """A `ClockedDisk` waits by the clock, and its files have the clock's time. Each call is made at once, by the caller:
-    no call takes so long that the disk counts as lost.
+    """A `ClockedDisk` waits by the clock, and its files have the clock's time. Each call is made at once, by the
+    caller: no call takes so long that the disk counts as lost.
     """
 
     def __init__(self, clock: Clock, bound: float = 60.0):
