@@ -16,7 +16,15 @@ import psutil
 import pytest
 
 from plugins.errors import DataError
-from tools.process.children import DEPTH, deaf_children, ordered_map, terminate_as_interrupt, uninterrupted
+from tools.process import children
+from tools.process.children import (
+    DEPTH,
+    deaf_children,
+    ordered_map,
+    run_child,
+    terminate_as_interrupt,
+    uninterrupted,
+)
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 LONG = 300.0  # seconds: a bound against hangs
@@ -63,6 +71,22 @@ def test_ctrl_c_while_children_are_started_is_not_lost() -> None:
     with pytest.raises(KeyboardInterrupt), uninterrupted(), deaf_children():
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_before_anybody_knows_of_a_process_ends_it_too(number: signal.Signals, monkeypatch) -> None:
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(children.subprocess, "Popen", Popen)
+    with pytest.raises(KeyboardInterrupt):
+        run_child(["sleep", "3600"])
+    assert started[0].wait(LONG) == -signal.SIGTERM
 
 
 def interrupted_worker():
