@@ -183,7 +183,7 @@ def test_clearing_removes_the_run_and_nothing_else(tmp_path):
 def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     source = (
         "import sys, time; from pathlib import Path; from launch.run.preflight import only_run_in\n"
-        "with only_run_in(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "with only_run_in(Path(sys.argv[1])): print('held', flush=True); time.sleep(3600)"
     )
     root = str(preflight.ROOT)
     other = subprocess.Popen([sys.executable, "-c", source, tmp_path], cwd=root, stdout=subprocess.PIPE)
