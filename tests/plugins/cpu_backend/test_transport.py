@@ -188,49 +188,6 @@ def test_a_send_to_a_rank_that_is_gone_neither_raises_nor_keeps_close_waiting(mo
         mesh[0].close()
 
 
-def test_a_close_waits_for_what_has_not_left_on_a_slow_machine(monkeypatch):
-    monkeypatch.setattr(mailbox, "PATIENCE", 0.0)
-    mail = mailbox.Mailbox(0, LONG, lambda text: None)
-    mail.buffered[1] = 1
-    with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(mail.close)
-        until(lambda: waits(mail) or closing.done())
-        assert not closing.done()
-        mail.sent(1, None)
-        closing.result(LONG)
-
-
-def test_what_a_peer_sent_before_it_closed_arrives_although_sending_to_it_has_failed():
-    mail = mailbox.Mailbox(0, LONG, lambda text: None)
-    mail.unreach(1, BrokenPipeError(32, "Broken pipe"))  # the sender was first to see that the peer has closed
-    call = mailbox.Call("here", 7, False, {1: 0}, unsent=set(), missing={1})
-    frame = mailbox.pack(7, 0, np.arange(3.0))
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(mail.wait, call)
-        until(lambda: waits(mail))
-        mail.put(1, frame)
-        mail.lose(1, ConnectionResetError())
-        waiting.result(LONG)
-    assert call.arrived == {1: frame}
-    with pytest.raises(ClusterError, match=r"^there: rank 1 closed its connection$"):
-        mail.wait(mailbox.Call("there", 7, False, {1: 1}, unsent={1}, missing={1}))
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (mailbox.Disconnected("closed its connection"), "closed its connection"),
-        (ConnectionResetError(104, "reset"), "closed its connection"),  # with bytes that it has not read
-        (TimeoutError(110, "timed out"), r"is out of reach: \[Errno 110\] timed out"),
-    ],
-)
-def test_an_end_and_a_reset_say_the_same(error, told):
-    mail = mailbox.Mailbox(0, LONG, lambda text: None)
-    mail.lose(1, error)
-    with pytest.raises(ClusterError, match=f"^here: rank 1 {told}$"):
-        mail.wait(mailbox.Call("here", 7, False, {1: 0}, unsent=set(), missing={1}))
-
-
 def test_an_exchange_hands_over_whatever_its_peer_sent():
     with meshes(2) as mesh:
         parts = [{1: np.ones(3, np.int32)}, {0: np.empty(0)}]
