@@ -8,7 +8,6 @@ functions name the folders of attempts, and read the files that earlier attempts
 
 from __future__ import annotations
 
-import random
 import socket
 import time
 import uuid
@@ -28,7 +27,7 @@ from launch.resume import data
 from launch.resume.checkpoints import leave_behind, refuse_scratch
 from launch.resume.data import guilty
 from launch.run import compile_cache
-from launch.run.msrun import MASTER, TRAIN, free_port, worker_count
+from launch.run.msrun import MASTER, TRAIN, any_port, free_port, worker_count
 from plugins.errors import ClusterError, TC3Error
 from plugins.sealed_checkpoint.plan import adopt
 from plugins.spike_guard.ledger import Ranges
@@ -55,7 +54,6 @@ LOGS = "logs"
 PATIENCE = 600.0  # seconds, at every attempt, until too few hosts, or a host that is not fit, are given up
 BEAT = 1.0  # seconds between signs of life of who plans
 SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
-PORTS = range(20000, 32000)  # below those that Linux gives to connections by itself
 FINAL = ("done", "give up", "leave")  # decisions after which a run does not go on
 Tick = Callable[[], None]
 
@@ -265,7 +263,7 @@ def make_plan(
     if again and resume is None:
         refuse_scratch(job.run_dir, job.saves)
     # free on the first host: known if that is this one, else a guess, which that host tries
-    port = free_port() if hosts[0] == job.host else random.choice(PORTS)
+    port = free_port() if hosts[0] == job.host else any_port()
     return Plan(
         attempt=number,
         time=now,

@@ -5,9 +5,11 @@ module starts no process.
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from tools.schema.versions import unverified_words
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "launch" / "train.py"  # what msrun starts on every worker
 MASTER = "127.0.0.1"
+PORTS = range(20000, 32000)  # below those that Linux gives to connections by itself
+_CHANCE = random.SystemRandom()  # two processes never draw alike
 TOGETHER = 7200  # seconds that nodes may start and compile apart; launch/script_body.sh says why
 NO_CORES: Mapping[str, str] = {}
 PARALLEL_SIZES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
@@ -168,10 +172,19 @@ def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) ->
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens at this moment."""
-    with socket.socket() as probe:
-        probe.bind((MASTER, 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port on which nobody listens at this moment. It is one of `PORTS` if any of a few dozen is free:
+    msrun's scheduler listens only after seconds, in which any connection could get another port.
+    """
+    for port in [*(_CHANCE.choice(PORTS) for _ in range(64)), 0]:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((MASTER, port))
+            return int(probe.getsockname()[1])
+    raise ClusterError("no port is free on this host; end processes that hold many connections")
+
+
+def any_port() -> int:
+    """Return one of `PORTS` at random, for another host."""
+    return _CHANCE.choice(PORTS)
 
 
 def refuse_other_port(port: int) -> None:

@@ -28,6 +28,7 @@ from tools.process.children import collected_signals
 POLL = 0.2  # seconds between looks at the workers
 SCAN = 1.0  # seconds between searches for new descendants
 STRAGGLE = 20.0  # seconds without a sign of life that workers may outlast one that has finished
+PAUSE = 0.5  # seconds between two looks at processes that are to end, at most
 FINISH = 15.0  # seconds msrun and its scheduler may take after the last worker
 
 
@@ -104,20 +105,25 @@ class Family:
         self._reap()
         return [process for process in self.seen.values() if not has_ended(process)]
 
-    def kill(self, grace: float = 2.0, limit: float = 10.0) -> list[int]:
+    def kill(self, grace: float = 2.0, limit: float = 30.0) -> list[int]:
         """End every descendant: send SIGTERM, and SIGKILL after `grace` seconds; return the pids that are left after
         `limit` seconds.
+
+        A pause of this process (it was stopped, or the machine is busy) counts as at most `PAUSE` seconds, because it
+        held up the others as well: without that, a long pause would leave them running.
         """
-        start = time.monotonic()
+        passed, looked = 0.0, time.monotonic()
         asked: set[int] = set()
-        while (left := self.alive()) and time.monotonic() - start < limit:
-            late = time.monotonic() - start >= grace
+        while (left := self.alive()) and passed < limit:
+            late = passed >= grace
             for process in left:
                 if late or process.pid not in asked:
                     asked.add(process.pid)
                     with contextlib.suppress(psutil.Error):
                         process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
             time.sleep(0.05)
+            now = time.monotonic()
+            passed, looked = passed + min(now - looked, PAUSE), now
         return [process.pid for process in left]
 
     def _reap(self) -> None:
@@ -262,7 +268,7 @@ class _Watch:
         """Return the failure of the first worker that ended badly; of several at once the one whose log tells most."""
         logged = self._ask_msrun(ended)
         if set(logged) - set(self.family.members):  # it ended before we had seen it; msrun kills the others for it
-            logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: log.stat().st_mtime)
+            logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: (log.stat().st_mtime, log.name))
             told = [worker_failure(log, int(log.stem.split("_")[-1]), next(iter(logged.values()))) for log in logs]
             return max(told, key=_how_telling, default=None)
         failures = [

@@ -33,6 +33,9 @@ HELLO = struct.Struct("<4sii")
 STATUS = -1
 # seconds after which a rank that waits tells the others, unless it gives up soon
 PATIENCE = 5.0
+# seconds that the end of a rank waits until what it has sent has left, which takes long on a busy machine; it does not
+# wait for a peer that is gone
+LEAVING = 60.0
 
 
 class Disconnected(OSError):
@@ -216,11 +219,11 @@ class Mailbox:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Make every waiting call raise ClusterError, and wait a few seconds for buffered frames to be sent."""
+        """Make every waiting call raise ClusterError, and wait up to a minute for buffered frames to be sent."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
-            self.changed.wait_for(self._all_left, min(PATIENCE, self.timeout))
+            self.changed.wait_for(self._all_left, min(LEAVING, self.timeout))
 
     def _all_left(self) -> bool:
         return not any(count for peer, count in self.buffered.items() if peer not in self.unreachable)

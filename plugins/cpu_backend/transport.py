@@ -29,6 +29,7 @@ from plugins.cpu_backend.mailbox import STATUS, Call, Frame, Mailbox
 from plugins.errors import ClusterError
 
 Address = tuple[str, int]
+SLOWEST = 600.0  # seconds that a rank waits for another: one may compile, or save, while the other waits already
 _open: list[Mesh] = []
 
 
@@ -45,7 +46,7 @@ class Mesh:
             0.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float = 120.0):
+    def __init__(self, rank: int, size: int, timeout: float = SLOWEST):
         assert 0 <= rank < size
         self.rank, self.size, self.timeout = rank, size, timeout
         self.sent_bytes = [0] * size
@@ -303,7 +304,7 @@ def mesh() -> Mesh:
     return _open[0]
 
 
-def connect(timeout: float = 120.0) -> None:
+def connect(timeout: float = SLOWEST) -> None:
     """Connect all ranks to each other, once; every rank must call it.
 
     Args:

@@ -28,7 +28,6 @@ from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
 from plugins.semi_auto_cpu.library import store
 from plugins.semi_auto_cpu.ranks import WORLD, Ranks
 
-SLOWEST = 600.0  # seconds that a rank waits for another: one may compile while the other waits already
 # These get another name. MindSpore has CPU kernels of them, and remembers at first use which types they take; of
 # AlltoAllV it infers the shape () for a rank that receives nothing, the library (0)
 RENAMED = ("AllReduce", "AllGather", "Broadcast", "Barrier", "AlltoAllV")
@@ -189,5 +188,5 @@ def _join() -> Mesh:
     from mindspore.communication import init
 
     init()
-    transport.connect(timeout=SLOWEST)
+    transport.connect()
     return transport.mesh()

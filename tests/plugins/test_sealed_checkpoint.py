@@ -254,7 +254,7 @@ def test_the_newest_of_a_rank_is_one_that_it_has_sealed(tmp_path):
 
 
 WRITE = serialization._exec_save
-WAIT = 60  # seconds, for what takes milliseconds
+WAIT = 300  # seconds, for what takes milliseconds
 
 
 @pytest.mark.parametrize("background", [False, True])

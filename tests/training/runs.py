@@ -57,7 +57,7 @@ def start(recipe, run_dir, corpus, *more, **environment):
     )
 
 
-def train(recipe, run_dir, corpus, *more, expect=0, within=600, **environment):
+def train(recipe, run_dir, corpus, *more, expect=0, within=800, **environment):
     """Train to the end, in at most `within` seconds; returns the printed text."""
     run = start(recipe, run_dir, corpus, *more, **environment)
     text, _ = run.communicate(timeout=within)
@@ -108,7 +108,7 @@ def kill_all(run_dir):
     """SIGKILL to every process of a run at once, as a machine that goes down."""
     for process in processes_of(run_dir):
         process.kill()
-    psutil.wait_procs(processes_of(run_dir), timeout=30)
+    psutil.wait_procs(processes_of(run_dir), timeout=300)
 
 
 def train_and_watch(recipe, run_dir, corpus, **environment):
@@ -144,7 +144,7 @@ def train_and_kill(recipe, run_dir, corpus, step, **environment):
     run = start(recipe, run_dir, corpus, **environment)
     wait_for_step(run, run_dir, step)
     kill_all(run_dir)
-    run.wait(timeout=30)
+    run.wait(timeout=300)
     run.stdout.close()
 
 

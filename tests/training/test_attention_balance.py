@@ -32,7 +32,7 @@ def killed(corpus, tmp_path_factory):
     run = runs.start(BALANCED, run_dir, corpus, **runs.compiled_once(run_dir.parent / "graph"))
     runs.wait_for_step(run, run_dir, 7)
     runs.kill_worker(run_dir, 1)
-    said, _ = run.communicate(timeout=300)
+    said, _ = run.communicate(timeout=800)
     assert run.returncode == 1, said
     return run_dir, runs.steps(run_dir)
 

@@ -103,7 +103,7 @@ def test_ctrl_c_leaves_no_process(graph, corpus, tmp_path):
     runs.wait_for_step(run, run_dir, 2)
     assert runs.processes_of(run_dir)
     run.send_signal(signal.SIGINT)
-    run.communicate(timeout=60)
+    run.communicate(timeout=300)
     assert run.returncode == 130
     assert runs.processes_of(run_dir) == []
 
@@ -117,7 +117,7 @@ def test_msrun_by_hand_trains_the_same(whole, graph, corpus, tmp_path):
     cache = prepare(flat, tmp_path / "run", tmp_path, 1, [0], {**os.environ, **graph})
     assert cache.loaded
     env = {**os.environ, "PATH": f"{Path(runs.TC3).parent}:{os.environ['PATH']}", **cache.environment}
-    done = subprocess.run(command, cwd=runs.ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=runs.ROOT, env=env, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, (tmp_path / "logs" / "worker_0.log").read_text()[-2000:]
     expected, got = runs.steps(whole), runs.steps(tmp_path / "run")
     assert sorted(got) == sorted(expected)

@@ -74,7 +74,7 @@ def test_at_a_preemption_notice_both_save_at_the_step_asked_for_and_leave(whole_
     (attempt / leave_request.CLAIM).touch()
     (attempt / leave_request.FILE).write_text('{"step": 8}')
     run.send_signal(signal.SIGTERM)
-    text, _ = run.communicate(timeout=600)
+    text, _ = run.communicate(timeout=800)
     assert run.returncode == 143 and "compile cache: loads" in text
     assert read_attempt(run_dir, 0).ends.popitem()[1].outcome == "preempted"
     assert sorted(runs.steps(run_dir)) == sorted(runs.steps(run_dir, 1)) == list(range(1, 9))

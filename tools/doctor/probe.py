@@ -104,7 +104,7 @@ class Member:
 
     def ended(self) -> str:
         """Return the reason why the worker no longer answers, with the last line of its output."""
-        code = self.process.wait(5)
+        code = self.process.wait(60)
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -164,8 +164,11 @@ class Team:
                 stream = self.members[index].process.stdout
                 assert stream is not None
                 selector.register(stream, selectors.EVENT_READ, index)
-            while waiting and (left := until - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
+            late = False
+            while waiting and not late:
+                left = until - time.monotonic()
+                late = left <= 0  # a last look: we may have been held up while the answers came
+                for key, _ in selector.select(max(left, 0.0)):
                     self._take(key.data, commands[key.data], answers)
                     if key.data in answers or self.members[key.data].failed:
                         selector.unregister(key.fileobj)

@@ -170,17 +170,21 @@ def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterato
 
     A second Ctrl-C does not wait for it. `options` are those of Popen. Raises OSError: it cannot be started.
     """
-    with subprocess.Popen(command, **options) as process:
-        try:
-            yield process
-        finally:
-            try:
-                if grace and process.poll() is None:
-                    process.terminate()
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(grace)
-            finally:
-                kill(process)
+    with ExitStack() as over:
+        with uninterrupted():  # a signal in between would leave the process behind that has just begun
+            process = over.enter_context(subprocess.Popen(command, **options))
+            over.callback(_end, process, grace)
+        yield process
+
+
+def _end(process: subprocess.Popen[Any], grace: float) -> None:
+    try:
+        if grace and process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+    finally:
+        kill(process)
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
@@ -294,7 +298,7 @@ class _Member:
         self.process.join()
 
     def _death(self) -> DataError:
-        self.process.join(timeout=5)
+        self.process.join(timeout=60)
         code = self.process.exitcode
         return DataError(
             f"a worker process died (exit code {code}); -9 mostly means that the memory was full: try fewer --workers"

@@ -24,7 +24,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from plugins.errors import ClusterError
 
 OUTPUTS = "outputs"
-_PATIENCE = 10.0  # seconds for one tool; a driver that hangs is a finding of its own
+_PATIENCE = 30.0  # seconds for one tool on a busy host; a driver that hangs is a finding of its own
 _GRACE = 0.5  # seconds to wait for one that was killed
 
 
@@ -70,7 +70,7 @@ class Root:
         )
 
     def ask(self, *command: str) -> str | None:
-        """Return the output of a tool; None if the tool is missing, fails or takes more than ten seconds.
+        """Return the output of a tool; None if the tool is missing, fails or takes more than half a minute.
 
         It is asked once: some take a second, and many checks read the same. One that hung is not started again.
         """

@@ -115,6 +115,10 @@ class Trial:
         """Return the processes that still run in a node, without those that a fault started there."""
         return sorted(set(self.nodes.running(node).values()) - {"other"})
 
+    def go(self) -> None:
+        """Let workers go on that wait for the harm to be done."""
+        (self.run_dir / "go").touch()
+
     def failed(self) -> bool:
         """Return whether an agent has written that the first attempt failed."""
         first = next(iter(self.attempts()), None)
@@ -151,13 +155,15 @@ def run(fault: Fault, folder: Path, recipe: str = "", expected: Mapping[int, flo
     run_dir.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(Nodes(fault.hosts))
-        limits = (900.0, 900.0) if recipe else (60.0, 120.0)  # seconds to the fault, and from there to the end
+        limits = (900.0, 900.0) if recipe else (300.0, 600.0)  # seconds to the fault, and from there to the end
         trial = Trial(fault, nodes, run_dir, limits[0])
         stack.enter_context(small_disk(run_dir / "checkpoint", "1500m" if recipe else "4m"))  # one that can be filled
         if fault.port:
             stack.enter_context(_listener(nodes, fault.port))
         began = time.monotonic()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "SMALL_STEPS": str(STEPS), "SMALL_EVERY": str(EVERY)}
+        if fault.at_step is not None:
+            environment["SMALL_HOLD"] = str(fault.at_step)
         for node in range(fault.hosts):
             out = folder / f"agent{node}.txt"
             command = recipe_agent(trial, node, recipe) if recipe else small_agent(trial, node)
@@ -190,6 +196,7 @@ def _watch(trial: Trial, began: float, expected: Mapping[int, float] | None, lim
     fault, at = trial.fault, time.time()
     before = trial.step()
     fault.act(trial)
+    trial.go()
     stepping: list[float] = []
 
     def ended() -> bool:

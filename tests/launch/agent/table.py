@@ -19,6 +19,7 @@ def disk_full(trial: Trial) -> None:
         while True:
             file.write(bytes(4096))
             file.flush()
+    trial.go()
     trial.wait(trial.failed, "failed save")
     filler.unlink()
 
@@ -26,6 +27,7 @@ def disk_full(trial: Trial) -> None:
 def flap(trial: Trial) -> None:
     """Unplug node 1 for five seconds, less than a limit."""
     trial.nodes.link(1, up=False)
+    trial.go()
     time.sleep(5.0)
     trial.nodes.link(1, up=True)
 

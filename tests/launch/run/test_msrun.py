@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.run import msrun
 from launch.run.msrun import (
     ROOT,
     TOGETHER,
@@ -110,6 +111,15 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
         with pytest.raises(ClusterError, match="in use"):
             check_port(busy.getsockname()[1])
     check_port(free_port())
+
+
+def test_a_free_port_is_none_that_a_connection_gets_by_itself(monkeypatch):
+    assert {free_port() in msrun.PORTS for _ in range(20)} == {True} and max(msrun.PORTS) < 32768
+    with socket.socket() as busy:
+        busy.bind((msrun.MASTER, free_port()))
+        taken = busy.getsockname()[1]
+        monkeypatch.setattr(msrun, "PORTS", range(taken, taken + 1))
+        assert free_port() != taken
 
 
 @pytest.mark.parametrize("port", [0, 80, 1023, 65536])

@@ -229,7 +229,7 @@ def test_what_a_kill_left_unfinished_in_a_new_run_folder_does_not_stop_the_next_
 def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     source = (
         "import sys, time; from pathlib import Path; from launch.run.preflight import only_run_in\n"
-        "with only_run_in(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "with only_run_in(Path(sys.argv[1])): print('held', flush=True); time.sleep(3600)"
     )
     root = str(preflight.ROOT)
     other = subprocess.Popen([sys.executable, "-c", source, tmp_path], cwd=root, stdout=subprocess.PIPE)

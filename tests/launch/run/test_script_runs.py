@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -29,7 +30,7 @@ environment = {{name: os.environ.get(name) for name in {ENVIRONMENT}}}
 with open(out + ".part", "w") as file:
     json.dump({{"argv": sys.argv[1:], "environment": environment, "cwd": os.getcwd()}}, file)
 if "WORKER" in os.environ:
-    code = "import time; print(flush=True); time.sleep(60)"
+    code = "import time; print(flush=True); time.sleep(3600)"
     if "STUBBORN" in os.environ:
         code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + code
     worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
@@ -59,7 +60,7 @@ def start(tmp_path):
         script.write_text(text)
         given = {
             **clean,
-            "PATH": f"{folder}:{clean['PATH']}",
+            "PATH": f"{folder}:{Path(sys.executable).parent}:{clean['PATH']}",  # the scripts' `python` has MindSpore
             "TC3_ROOT": str(ROOT),
             "RUN_DIR": str(tmp_path / "run dir"),
             "RECORD": str(tmp_path / "record"),
@@ -83,7 +84,7 @@ def run(start, tmp_path):
     def run(text, *arguments, **environment):
         (tmp_path / "record").unlink(missing_ok=True)
         process = start(text, *arguments, **environment)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=600)
         record = tmp_path / "record"
         return process.returncode, json.loads(record.read_text()) if record.exists() else None, err
 
@@ -311,16 +312,16 @@ def test_an_interrupted_script_leaves_no_process_behind(start, tmp_path, number,
     worker = tmp_path / "worker"
     text = (SCRIPTS / "mini-pretrain.sh").read_text()
     process = start(text, WORKER=str(worker), **({"STUBBORN": "1"} if stubborn else {}))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (tmp_path / "record").exists():
         assert time.monotonic() < deadline and process.poll() is None, process.stderr.read()
         time.sleep(0.05)
     below = psutil.Process(process.pid).children(recursive=True)
     assert int(worker.read_text()) in {child.pid for child in below}
     send(process.pid, number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == code and "interrupted: ending 2 processes" in err
-    assert psutil.wait_procs(below, timeout=30)[1] == []
+    assert psutil.wait_procs(below, timeout=300)[1] == []
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ def test_a_rank_that_starts_from_another_placement_is_found(mesh):
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_rank_that_dies_in_the_exchange_of_a_layer_lets_nobody_write_it(after):
     """Rank 1 is gone after as many of the three tensors of the first layer: never does a part of a layer change."""
-    with meshes(RANKS, timeout=5) as mesh:
+    with meshes(RANKS) as mesh:
         every = [layers_of(each) for each in mesh]
         exchange, seen = mesh[1].all_to_all_v, []
 
@@ -252,7 +252,7 @@ def test_a_rank_that_dies_in_the_exchange_of_a_layer_lets_nobody_write_it(after)
 
 
 def test_a_rank_that_dies_before_it_says_that_all_is_here_lets_nobody_write():
-    with meshes(RANKS, timeout=5) as mesh:
+    with meshes(RANKS) as mesh:
         every = [layers_of(each) for each in mesh]
         exchange, seen = mesh[1].all_to_all_v, []
 
@@ -268,7 +268,7 @@ def test_a_rank_that_dies_before_it_says_that_all_is_here_lets_nobody_write():
 
 
 def test_a_rank_with_other_shapes_raises_and_nobody_writes():
-    with meshes(RANKS, timeout=2) as mesh:
+    with meshes(RANKS) as mesh:
         every = [layers_of(each) for each in mesh]
         every[3][0].tensors[1].parameter.value = np.zeros((EACH, 2, 6), np.float16)
         refused(RANKS, mesh, lambda rank: executor.move(mesh[rank], every[rank], HERE, shuffled(1), write))

@@ -4,13 +4,13 @@ from contextlib import contextmanager
 
 from plugins.semi_auto_cpu.collectives import Collectives
 from plugins.semi_auto_cpu.ranks import Ranks, made_up_name
-from tests.plugins.cpu_backend.ranks import meshes, on_ranks
+from tests.plugins.cpu_backend.ranks import LONG, meshes, on_ranks
 
-__all__ = ["attributes", "collectives", "on_ranks"]
+__all__ = ["LONG", "attributes", "collectives", "on_ranks"]
 
 
 @contextmanager
-def collectives(size, timeout=20.0, test=""):
+def collectives(size, timeout=LONG, test=""):
     with meshes(size, timeout) as every:
         yield [Collectives(mesh, Ranks(size, mesh.rank), test) for mesh in every]
 

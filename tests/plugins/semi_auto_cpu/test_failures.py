@@ -4,6 +4,7 @@ Delays change nothing; faults are named, or change the result in the way that th
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from plugins.errors import ClusterError
 from plugins.semi_auto_cpu.collectives import Disturbance
 from plugins.semi_auto_cpu.ranks import made_up_name
-from tests.plugins.semi_auto_cpu.collecting import attributes, collectives, on_ranks
+from tests.plugins.cpu_backend.ranks import heard, stopped_clock, until, waits
+from tests.plugins.semi_auto_cpu.collecting import LONG, attributes, collectives, on_ranks
 
+SECONDS = 2.0  # for which a call waits whose end is not to come
 OF_TWO, OF_THREE = made_up_name((0, 1)), made_up_name((0, 1, 2))
 
 WORLD = attributes((0, 1, 2), op="sum")
@@ -24,8 +27,10 @@ def ones(*shape, dtype="float32"):
     return np.ones(shape, dtype)
 
 
-def messages(programs, timeout=2, test=""):
-    """Rank -> what its ClusterError says, "" where it ran through. programs: rank -> calls of `Collectives.run`."""
+def messages(programs, timeout=LONG, test="", meanwhile=lambda every: None):
+    """Rank -> what its ClusterError says, "" where it ran through. programs: rank -> calls of `Collectives.run`.
+    `meanwhile` is called with the meshes while the ranks run.
+    """
     with collectives(len(programs), timeout, test) as every:
 
         def work(rank):
@@ -38,7 +43,32 @@ def messages(programs, timeout=2, test=""):
             every[rank].mesh.close()
             return ""
 
-        return on_ranks(len(programs), work)
+        with ThreadPoolExecutor(len(programs)) as pool:
+            ends = [pool.submit(work, rank) for rank in range(len(programs))]
+            meanwhile([each.mesh for each in every])
+            return [each.result(LONG) for each in ends]
+
+
+def stuck(monkeypatch, programs, where, test=""):
+    """As `messages`, of ranks that wait for ever: their time is up once each has told the others that it waits in the
+    call whose name begins with `where[rank]`.
+    """
+    clock = stopped_clock(monkeypatch)
+
+    def is_there(mail):
+        return clock.places.get(mail, "").startswith(f"rank {mail.rank}, {where[mail.rank]}") and waits(mail)
+
+    def tells(mesh, peer):
+        return mesh.rank == peer or (heard(mesh, peer) or "").startswith(f"waits in {where[peer]}")
+
+    def meanwhile(every):
+        mails = [mesh._mail for mesh in every]
+        until(lambda: all(map(is_there, mails)))
+        clock.passes(SECONDS / 2, *mails)
+        until(lambda: all(tells(mesh, peer) for mesh in every for peer in range(len(every))))
+        clock.passes(SECONDS, *mails)
+
+    return messages(programs, SECONDS, test, meanwhile)
 
 
 def reduce(attrs=PAIR, size=4, dtype="float32"):
@@ -58,7 +88,7 @@ def receive(tag=3, size=4, **more):
 
 
 def test_another_operator_at_the_same_place_is_a_mismatch_not_a_hang():
-    told = messages([[reduce(), reduce()], [reduce(), gather()]], timeout=20)
+    told = messages([[reduce(), reduce()], [reduce(), gather()]])
     assert told[0] == (
         "rank 0 is at AllReduce, call 1 of ranks 0, 1: sum of float32 [4], "
         "but rank 1 is at AllGather, call 1 of ranks 0, 1: float32 [4]"
@@ -75,18 +105,18 @@ def test_another_operator_at_the_same_place_is_a_mismatch_not_a_hang():
     ],
 )
 def test_other_bytes_types_and_operations_are_named(other, what):
-    told = messages([[reduce()], [other]], timeout=20)
+    told = messages([[reduce()], [other]])
     assert re.search(rf"rank 0 is at AllReduce.*but rank 1 is at AllReduce, call 0 of ranks 0, 1: {what}", told[0])
 
 
 def test_another_order_of_the_group_is_named():
-    told = messages([[gather()], [gather(attributes((1, 0)))]], timeout=20)
+    told = messages([[gather()], [gather(attributes((1, 0)))]])
     assert told[0].startswith("rank 0 is at AllGather, call 0 of ranks 0, 1: float32 [4]")
     assert "but rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
 
 
 def test_a_missing_all_reduce_is_found_at_the_next_call():
-    told = messages([[reduce(), gather()], [gather()]], timeout=20)
+    told = messages([[reduce(), gather()], [gather()]])
     assert "rank 0 is at AllReduce, call 0" in told[0] and "rank 1 is at AllGather, call 0" in told[0]
 
 
@@ -94,28 +124,29 @@ def test_counts_that_do_not_meet_are_named():
     def swap(send, receive):
         return "AlltoAllV", attributes((0, 1), block_size=3), [ones(9), np.array(send), receive], [ones(12)]
 
-    told = messages([[swap([1, 2], [1, 1])], [swap([2, 1], [2, 1])]], timeout=20)
+    told = messages([[swap([1, 2], [1, 1])], [swap([2, 1], [2, 1])]])
     assert "rank 1 sends 6 elements, but the receive counts say 3 (a block has 3 elements)" in told[0]
     assert f"AlltoAllV, call 0 of ranks 0, 1 (group {OF_TWO!r})" in told[0]
-    told = messages([[swap([1, 3], [1, 1])], []], timeout=20)
+    told = messages([[swap([1, 3], [1, 1])], []])
     assert "the send counts add up to 12 elements, but the input has only 9" in told[0]
 
 
 def test_an_earlier_call_is_not_taken_for_the_one_that_is_due():
     """A member that left out a Broadcast of another's is told at its next call."""
     out = ones(4)
-    told = messages([[("Broadcast", PAIR | {"root_rank": "0"}, [out], [out])], [gather()]], timeout=20)
+    told = messages([[("Broadcast", PAIR | {"root_rank": "0"}, [out], [out])], [gather()]])
     assert "is at Broadcast, call 0" in told[0] and "rank 1 is at AllGather" in told[0]
 
 
 def test_a_receive_without_its_send_says_who_waits_for_what_and_who_ended():
-    told = messages([[], [receive(micro="2")]], timeout=20)
+    told = messages([[], [receive(micro="2")]])
     where = "rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1 of micro-batch 2: float32 [4]"
     assert told == ["", f"{where}: rank 0 closed its connection"]
 
 
-def test_a_time_out_names_operator_group_and_what_the_missing_one_waits_for():
-    told = messages([[reduce(WORLD)], [receive(), reduce(WORLD)], [reduce(WORLD)]])
+def test_a_time_out_names_operator_group_and_what_the_missing_one_waits_for(monkeypatch):
+    programs = [[reduce(WORLD)], [receive(), reduce(WORLD)], [reduce(WORLD)]]
+    told = stuck(monkeypatch, programs, ["AllReduce", "Receive", "AllReduce"])
     waits = "Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4]"
     ours = f"AllReduce, call 0 of ranks 0, 1, 2 (group {OF_THREE!r}): sum of float32 [4]: no end after 2 s"
     ours += f"; rank 1 has not come (it waits in {waits})"
@@ -125,14 +156,15 @@ def test_a_time_out_names_operator_group_and_what_the_missing_one_waits_for():
     assert all("AllReduce, call 0 of ranks 0, 1, 2" in line for line in told)
 
 
-def test_ranks_in_different_groups_name_both():
-    told = messages([[gather(), reduce(WORLD)], [reduce(WORLD), gather()], [reduce(WORLD)]])
+def test_ranks_in_different_groups_name_both(monkeypatch):
+    programs = [[gather(), reduce(WORLD)], [reduce(WORLD), gather()], [reduce(WORLD)]]
+    told = stuck(monkeypatch, programs, ["AllGather", "AllReduce", "AllReduce"])
     assert any("what it sent and nobody took: AllReduce, call 0 of ranks 0, 1, 2: sum of float32 [4]" in line
                for line in told)  # fmt: skip
 
 
 def test_another_tag_of_a_send_names_both_and_who_ended():
-    told = messages([[send(tag=4)], [receive(tag=3)]], timeout=20)
+    told = messages([[send(tag=4)], [receive(tag=3)]])
     assert told[1] == (
         "rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4]: rank 0 closed its connection "
         "(what it sent and nobody took: Send 0 of sr_tag 4 from rank 0 to rank 1: float32 [4])"
@@ -140,12 +172,12 @@ def test_another_tag_of_a_send_names_both_and_who_ended():
 
 
 def test_another_shape_of_a_send_is_named():
-    told = messages([[send(size=5)], [receive(size=4)]], timeout=20)
+    told = messages([[send(size=5)], [receive(size=4)]])
     assert told[1].endswith("was expected, but Send 0 of sr_tag 3 from rank 0 to rank 1: float32 [5] arrived")
 
 
 def test_three_ranks_at_three_operators_each_name_both_others():
-    told = messages([[reduce(WORLD | {"op": "median"})], [gather(WORLD, members=3)], [reduce(WORLD)]], timeout=20)
+    told = messages([[reduce(WORLD | {"op": "median"})], [gather(WORLD, members=3)], [reduce(WORLD)]])
     call = "call 0 of ranks 0, 1, 2:"
     median = f"rank 0 is at AllReduce, {call} median of float32 [4]"
     gathering = f"rank 1 is at AllGather, {call} float32 [4]"
@@ -200,15 +232,16 @@ def test_delays_differ_by_rank_and_repeat_by_seed(monkeypatch):
 
 
 def test_a_dropped_send_is_named_by_the_next_of_its_tag():
-    told = messages([[send(), send()], [receive(), receive()]], timeout=20, test="drop:Send:0@0")
+    told = messages([[send(), send()], [receive(), receive()]], test="drop:Send:0@0")
     assert told[1] == (
         "rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4] was expected, "
         "but Send 1 of sr_tag 3 from rank 0 to rank 1: float32 [4] arrived"
     )
 
 
-def test_a_dropped_last_send_is_named_when_its_rank_waits_elsewhere():
-    told = messages([[send(), reduce()], [receive(), reduce()]], test="drop:Send")
+def test_a_dropped_last_send_is_named_when_its_rank_waits_elsewhere(monkeypatch):
+    programs = [[send(), reduce()], [receive(), reduce()]]
+    told = stuck(monkeypatch, programs, ["AllReduce", "Receive"], test="drop:Send")
     assert any("rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4]" in line for line in told)
     assert any("AllReduce, call 0 of ranks 0, 1" in line for line in told)
 
@@ -231,7 +264,7 @@ def test_a_receive_that_is_left_out_shifts_those_behind_it_and_hangs_where_sends
 
 
 def test_the_wrong_order_of_a_group_is_named_on_one_rank_and_shows_in_the_result_on_all():
-    told = messages([[gather()], [gather()]], timeout=20, test="reverse:AllGather@1")
+    told = messages([[gather()], [gather()]], test="reverse:AllGather@1")
     assert "AllGather, call 0 of ranks 0, 1: float32 [4], but rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
     with collectives(2, test="reverse:AllGather:1") as every:
 
@@ -245,7 +278,7 @@ def test_the_wrong_order_of_a_group_is_named_on_one_rank_and_shows_in_the_result
 
 
 def test_a_missing_all_reduce_is_named_on_one_rank_and_gives_back_its_input_on_all():
-    told = messages([[reduce(), gather()], [reduce(), gather()]], timeout=20, test="skip:AllReduce:0@0")
+    told = messages([[reduce(), gather()], [reduce(), gather()]], test="skip:AllReduce:0@0")
     assert "rank 0 is at AllGather, call 0" in told[0] and "rank 1 is at AllReduce, call 0" in told[0]
     with collectives(2, test="skip:AllReduce") as every:
 
@@ -257,17 +290,17 @@ def test_a_missing_all_reduce_is_named_on_one_rank_and_gives_back_its_input_on_a
         assert on_ranks(2, work) == [[1, 1], [2, 2]]
 
 
-def test_crossing_sends_run_through_buffered_and_wait_for_ever_synchronous():
+def test_crossing_sends_run_through_buffered_and_wait_for_ever_synchronous(monkeypatch):
     """Two Sends that cross each other end if Sends are buffered and wait for ever if they are synchronous; the dry run
     refuses them, because on NPUs the result depends on how much a Send may buffer.
     """
     to, back = send(), ("Receive", LINK | {"src_rank": "1"}, [], [np.ones(4, "f4")])
     other = ("Send", LINK | {"dest_rank": "0"}, [np.ones(4, "f4")], [])
     programs = [[to, back], [other, receive()]]
-    assert messages(programs, timeout=20) == ["", ""]
-    told = messages(programs, test="synchronous")
+    assert messages(programs) == ["", ""]
+    assert messages([[to, back], [receive(), other]], test="synchronous") == ["", ""]
+    told = stuck(monkeypatch, programs, ["Send", "Send"], test="synchronous")
     assert all("Send 0 of sr_tag 3" in line for line in told)
-    assert messages([[to, back], [receive(), other]], timeout=20, test="synchronous") == ["", ""]
 
 
 def test_words_that_mean_nothing_are_refused():

@@ -29,7 +29,7 @@ def train(run: Path, steps: int, meanwhile: Callable[[list[int]], object] = lamb
         meanwhile([worker.pid or 0 for worker in workers])
         ready.set()
         for worker in workers:
-            worker.join(60)
+            worker.join(600)
         assert [worker.exitcode for worker in workers] == [0, 0]
     finally:
         for worker in workers:

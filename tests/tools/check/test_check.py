@@ -4,7 +4,6 @@ Numbers that no training can mean are refused wherever they stand.
 """
 
 import importlib.util
-import time
 from pathlib import Path
 
 import pytest
@@ -128,10 +127,8 @@ def test_a_number_that_no_table_knows_must_be_finite_too():
     ],
 )
 def test_out_of_range(path, value):
-    start = time.monotonic()
-    found = findings(put(SEMI, path, value))
+    found = findings(put(SEMI, path, value))  # who counted so far would never end
     assert any(key.startswith(dotted(path)) for key in found), found
-    assert time.monotonic() - start < 60
 
 
 def test_degrees_that_multiply_to_no_cluster():

@@ -124,7 +124,7 @@ def test_a_build_that_is_interrupted_leaves_no_process(monkeypatch):
     monkeypatch.setattr(build.subprocess.Popen, "communicate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         build.built_by_mindformers([])
-    assert started[0].wait(timeout=60) == -9
+    assert started[0].wait(timeout=300) == -9
 
 
 def test_checking_starts_nothing_heavy():

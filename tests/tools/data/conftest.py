@@ -47,7 +47,7 @@ def tc3(tmp_path: Path):
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [*CALL, "data", *map(str, arguments)]
-        return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
 
     return run
 

@@ -81,7 +81,7 @@ def test_only_one_run_publishes_at_a_time(tmp_path: Path) -> None:
         thread.join(timeout=0.2)
         assert thread.is_alive() and not (tmp_path / "out.bin").exists()
         os.close(descriptor)
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert contents(tmp_path) == {f"out{suffix}": "new" for suffix in outputs.SUFFIXES}
 
 

@@ -63,7 +63,7 @@ def seen(tmp_path_factory):
     places = [str(folder / "one"), str(folder / "two")]
     command = ["unshare", "--mount", sys.executable, "-c", SCRIPT, *places]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     return [found[place] for place in places]

@@ -16,9 +16,18 @@ import psutil
 import pytest
 
 from plugins.errors import DataError
-from tools.process.children import DEPTH, deaf_children, ordered_map, terminate_as_interrupt, uninterrupted
+from tools.process import children
+from tools.process.children import (
+    DEPTH,
+    deaf_children,
+    ordered_map,
+    run_child,
+    terminate_as_interrupt,
+    uninterrupted,
+)
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
+LONG = 300.0  # seconds: a bound against hangs
 
 
 @pytest.mark.parametrize("number", BOTH)
@@ -64,18 +73,33 @@ def test_ctrl_c_while_children_are_started_is_not_lost() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_before_anybody_knows_of_a_process_ends_it_too(number: signal.Signals, monkeypatch) -> None:
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(children.subprocess, "Popen", Popen)
+    with pytest.raises(KeyboardInterrupt):
+        run_child(["sleep", "3600"])
+    assert started[0].wait(LONG) == -signal.SIGTERM
+
+
 def interrupted_worker():
-    return lambda number: os.kill(os.getpid(), signal.SIGINT) or number
+    return lambda number: os.kill(os.getpid(), signal.SIGINT) or (number, os.getpid())
 
 
 def test_workers_do_not_hear_ctrl_c_and_end_by_sigterm() -> None:
-    before = set(psutil.Process().children())
     results = ordered_map(interrupted_worker, range(20), workers=2)
-    assert next(results) == 0
-    started = set(psutil.Process().children()) - before  # on a busy machine one may not have become Python's yet
-    workers = [each for each in started if "resource_tracker" not in " ".join(each.cmdline())]
-    assert list(results) == list(range(1, 20)) and len(workers) == 2
-    assert psutil.wait_procs(workers, timeout=60)[1] == []
+    first = [next(results) for _ in range(2)]
+    workers = [psutil.Process(pid) for _, pid in first]
+    rest = list(results)
+    assert [number for number, _ in [*first, *rest]] == list(range(20)) and len(set(workers)) == 2
+    assert psutil.wait_procs(workers, timeout=LONG)[1] == []
 
 
 HERE = Path(__file__).resolve()
@@ -150,7 +174,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=LONG)
     assert alive == []
 
 
@@ -172,7 +196,7 @@ def test_workers_of_a_pool_end_when_their_parent_is_killed() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=LONG)
     assert alive == []
 
 
@@ -197,7 +221,7 @@ def test_a_worker_that_cannot_answer_ends_without_a_word() -> None:
         "import test_children as t; from tools.process import children\n"
         "children._serve(t.Deserted(), t.echo)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

@@ -6,6 +6,7 @@ SOURCES.md beside the outputs says whose they are.
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 
 import psutil
@@ -48,16 +49,26 @@ def test_this_host():
 def test_a_tool_that_hangs_is_ended_and_not_asked_again(tmp_path, monkeypatch):
     """Its children, too: one that keeps the pipe would hold us up."""
     tool = tmp_path / "slow-smi"
-    tool.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nsleep 600 &\nsleep 600\n")
+    tool.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nsleep 3600 &\nsleep 3600\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("tools.process.host._PATIENCE", 0.5)
+    started = tmp_path / "started"
+
+    class Started(subprocess.Popen):
+        def communicate(self, *arguments, **options):
+            """Wait until the tool has begun to hang, which takes a busy machine longer than our patience."""
+            while not (started.exists() and started.read_text().endswith("\n")):
+                time.sleep(0.01)
+            return super().communicate(*arguments, **options)
+
+    monkeypatch.setattr("tools.process.host.Popen", Started)
+    monkeypatch.setattr("tools.process.host._PATIENCE", 0.1)
     host = Root()
     assert host.ask("slow-smi", "info") is None and host.ask("slow-smi", "info", "-t", "topo") is None
-    started = (tmp_path / "started").read_text().split()
-    assert len(started) == 1
-    until = time.monotonic() + 30  # the kernel ends what was killed when it gets to it
-    while left := [process for process in psutil.process_iter() if _session(process) == int(started[0])]:
+    numbers = started.read_text().split()
+    assert len(numbers) == 1
+    until = time.monotonic() + 300  # the kernel ends what was killed when it gets to it
+    while left := [process for process in psutil.process_iter() if _session(process) == int(numbers[0])]:
         assert time.monotonic() < until, left
         time.sleep(0.01)
 

@@ -5,7 +5,6 @@ Files that are not recipes (bombs, giants, pipes, knots) end in one line within 
 
 import os
 import re
-import time
 from pathlib import Path
 from textwrap import dedent
 
@@ -206,11 +205,7 @@ CHAIN = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1,
 MERGED_CHAIN = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: *a{i - 1}}}\n" for i in range(1, 3000))
 
 
-@pytest.fixture(autouse=True)
-def within_seconds():
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < 60  # under load; a second otherwise
+pytestmark = pytest.mark.timeout(300)  # a second is usual; what grows without bounds takes years
 
 
 def refusal(path):

@@ -5,9 +5,11 @@ usage: agent.py RUN_DIR HOST HOSTS NODES [PORT]      HOSTS with commas between t
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+from launch.agent import planning
 from launch.agent.decide import Rules
 from launch.agent.loop import Agent
 from launch.agent.phases import DEFAULTS, Limits
@@ -16,7 +18,8 @@ from launch.run import msrun
 from tools.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
-LIMIT = 6.0  # seconds of any phase
+LIMIT = 6.0  # seconds of any phase, unless $SMALL_LIMIT says otherwise
+LOST = 4.0  # seconds without a sign of life, unless $SMALL_LOST says otherwise
 
 
 def main() -> int:
@@ -36,11 +39,13 @@ def main() -> int:
         int(port[0]) if port else None,
         bind=False,
         rules=Rules(restarts=3, first=0.2, hosts=list(names)),
-        patience=30.0,
+        lost_after=float(os.environ.get("SMALL_LOST", LOST)),
+        patience=600.0,
         worker=HERE / "worker.py",
         watchful=True,
     )
-    every = dict.fromkeys(DEFAULTS, LIMIT)
+    planning.SETTLE = float(os.environ.get("SMALL_SETTLE", planning.SETTLE))
+    every = dict.fromkeys(DEFAULTS, float(os.environ.get("SMALL_LIMIT", LIMIT)))
     return Agent(job, limits=Limits(every, every)).run(first_number(job.run_dir)).code
 
 

@@ -3,6 +3,7 @@
 Started as launch/train.py is, by msrun or its stand-in, also as the scheduler, which here forms the sums. Without
 MindSpore, so that an attempt starts in a moment. As MindSpore's workers do, it complains about a lost connection late,
 $SMALL_COMPLAIN seconds after it broke. $SMALL_STEPS, $SMALL_PAUSE (seconds a step), $SMALL_EVERY (steps a checkpoint).
+Behind step $SMALL_HOLD it waits for a file RUN/go.
 SIGUSR1 makes its main thread hang; a file RUN/nan lets its next loss be none.
 """
 
@@ -100,7 +101,7 @@ def load(folder: Path) -> tuple[int, float]:
 def train(run_dir: Path, saves: Path, resume: Path | None, rank: int, world: int, port: int) -> None:
     """All steps that are left."""
     done, state = load(resume) if resume else (0, 1.0)
-    last, every = int(setting("STEPS", 40)), int(setting("EVERY", 10))
+    last, every, hold = int(setting("STEPS", 40)), int(setting("EVERY", 10)), setting("HOLD", math.inf)
     print(".........Starting Training Model..........", flush=True)  # as MindFormers says
     connection = connect(port, rank)
     metrics = run_dir / "metrics" / f"rank_{rank}.jsonl"
@@ -108,6 +109,8 @@ def train(run_dir: Path, saves: Path, resume: Path | None, rank: int, world: int
     with metrics.open("a") as file:
         print(json.dumps({"total_steps": last, "start_step": done, "world_size": world}), file=file, flush=True)
         for step in range(done + 1, last + 1):
+            while step > hold and not (run_dir / "go").exists():
+                time.sleep(0.02)
             began = time.time()
             time.sleep(setting("PAUSE", 0.05))
             own = contribution(state, step, rank)
