@@ -76,6 +76,6 @@ def groups(text: str) -> list[tuple[str, str]]:
 
 
 def upwards(path: str) -> list[str]:
-    """Return the prefixes of a path: ``/a/b`` -> ["/a/b/", "/a/", "/"]."""
+    """Return the prefixes of a path from the longest to the shortest: ``/a/b`` -> ["/a/b/", "/a/", "/"]."""
     parts = [part for part in path.split("/") if part]
     return ["/" + "".join(f"{part}/" for part in parts[:depth]) for depth in range(len(parts), -1, -1)]

@@ -274,7 +274,7 @@ def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) ->
 
 
 def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
-    """Return the entry of a card's `status` for a bundle.
+    """Return the entry that records a bundle under the key `status` of a model card.
 
     Raises:
         DataError: a simulated cluster made the bundle.

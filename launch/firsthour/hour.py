@@ -251,7 +251,7 @@ class Hour:
         write_learnable(self.corpus, vocabulary)
 
     def point(self, flat: dict[str, Any]) -> None:
-        """Change a recipe that a check trains in place, so that it reads the corpus and saves often."""
+        """Change in place a recipe that a check trains, so that it reads the corpus and saves checkpoints often."""
         loader = flat
         for key in LOADER:
             loader = loader[key]

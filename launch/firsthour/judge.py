@@ -61,7 +61,8 @@ def of_versions(name: str) -> bool:
 
 def judge_hosts(comparison: Comparison, hosts: Sequence[str], versions: bool) -> list[Finding]:
     """Return the findings of the check `versions` if `versions` is set, otherwise those of the check `hosts`. A
-    difference between hosts is reported for each host; clocks of a single host agree with themselves.
+    difference between hosts is reported for each host; the check of clocks is left out for a single host, because it
+    has no other clock to compare with.
     """
     alone = len(hosts) == 1
     found: list[Finding] = []

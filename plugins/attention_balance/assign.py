@@ -56,7 +56,9 @@ def falling_order(weights: np.ndarray) -> np.ndarray:
 
 
 def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return values [rows, n] at indices [rows, ...], row by row, in the shape of `indices`."""
+    """Return the elements of `values` [rows, n] at the positions `indices` [rows, ...], in the shape of `indices`; each
+    row of indices refers to the same row of values.
+    """
     rows, count = values.shape
     if rows == 1:
         return values[0].take(indices)

@@ -29,7 +29,9 @@ class ContextPlan:
 
     @property
     def imbalance(self) -> float:
-        """Return the largest number of attending pairs on a rank divided by the mean over the ranks; 1 is perfect."""
+        """Return the number of attending pairs of tokens on the rank that has most, divided by the mean over the ranks;
+        1 is perfect.
+        """
         return float(self.pairs.max() / self.pairs.mean())
 
 

@@ -137,7 +137,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Return W + scale x B A in float64, rounded once to the type of `weight` by the caller.
+    """Return W + scale x B A in float64; the caller rounds the sum once to the type of `weight`.
 
     Args:
         weight: [outputs, inputs]. a: [rank, inputs]. b: [outputs, rank].

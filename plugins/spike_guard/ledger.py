@@ -1,5 +1,5 @@
-"""This module handles the samples that a run leaves out: how they are counted, and `RUN/skipped.json`, which records
-the spikes. Pure.
+"""This module handles the samples that a run leaves out: it counts them, and reads and writes `RUN/skipped.json`, which
+records the spikes. Pure.
 
 Samples are counted in the order in which the loader would deliver them if none were left out: 0 is the first one of the
 first step. The left-out samples are ranges (first, stop) of that count. The samples after each range take its place,

@@ -184,7 +184,7 @@ class Verdict(NamedTuple):
 
 
 def by_stage(ranks: int, stages: int) -> dict[int, int]:
-    """Return rank -> its pipeline stage: MindSpore gives a stage consecutive ranks."""
+    """Return the pipeline stage of each rank, as rank -> stage; MindSpore gives consecutive ranks to a stage."""
     return {rank: rank * stages // ranks for rank in range(ranks)}
 
 
@@ -305,8 +305,8 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
 
 
 def above_others(values: np.ndarray) -> np.ndarray:
-    """Return `values` [K, N] minus, for each value, the median of the other values of its row; NaN where the value or
-    all others are missing.
+    """Return `values` [K, N] minus, for each value, the median of the other ranks' values at the same probe; NaN where
+    the value or all others are missing.
     """
     out = np.full(values.shape, np.nan)
     for place, row in enumerate(values):

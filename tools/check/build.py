@@ -95,9 +95,7 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
 
 
 def same(written: Any, arrived: Any) -> bool:
-    """Return whether two values are equal to a recipe's author: 1 equals 1.0, bf16 equals bfloat16, a tuple equals a
-    list.
-    """
+    """Return whether two values mean the same in a recipe: 1 equals 1.0, bf16 equals bfloat16, a tuple equals a list."""
     if isinstance(written, (list, tuple)) and isinstance(arrived, (list, tuple)):
         return len(written) == len(arrived) and all(same(*pair) for pair in zip(written, arrived, strict=True))
     if isinstance(written, str) and isinstance(arrived, str):
@@ -182,7 +180,7 @@ def main() -> None:
 
 def build(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. The function
-    imports mindformers.
+    imports mindformers, so it must run in a process of its own.
     """
     import copy
     import dataclasses

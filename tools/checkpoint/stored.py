@@ -182,8 +182,9 @@ class Stored:
             raise _gone(path, error) from None
 
     def others(self, *names: str) -> dict[str, bytes]:
-        """Return the contents of those of the named files that the checkpoint's folder has. A command that writes a
-        checkpoint reads these files before it begins, because a training run may remove the folder in the meantime.
+        """Return the contents of the named files; files that the checkpoint's folder does not have are left out. A
+        command that writes a checkpoint reads these files before it begins, because a training run may remove the
+        folder in the meantime.
 
         Raises:
             CheckpointError: a file, or the whole folder, cannot be read any more.

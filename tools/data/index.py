@@ -181,7 +181,8 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
 
 
 class IndexReader:
-    """An `IndexReader` reads a pair back without mapping it into memory, and checks that both files are complete.
+    """An `IndexReader` reads a pair of .bin and .idx without mapping it into memory, and checks that both files are
+    complete.
 
     Raises `DataError` when a file is missing, `BrokenIndexError` when it has another format or contradicts its counts.
     """

@@ -55,7 +55,7 @@ NO_SIZE = 2048
 
 
 class Way(NamedTuple):
-    """A `Way` is one path of a gradient from the operator that computes it to the optimizer.
+    """A `Way` is one path that a gradient takes in the graph, from the operator that computes it to the optimizer.
 
     Args:
         collectives: (operator, ranks), the last one first. start: the operator that computes the gradient, or the
@@ -245,8 +245,8 @@ class _Walk:
         return self.used[graph][number]
 
     def norm_of(self, name: str) -> list[dict[str, Any]]:
-        """Return the contribution of a weight to the global norm: for each square of its gradient, the "divisor" of the
-        sum, and the "ranks" over which this sum is then added, group by group.
+        """Return the contribution of a weight to the global norm: for each squared gradient, the "divisor" of its sum,
+        and the "ranks" over which this sum is then added, group by group.
         """
         found = []
         for graph, number in self.squares(name):

@@ -178,8 +178,8 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 
 def even_rows(view: View) -> int:
-    """Return the number of tokens of a rank in one micro-batch, times the number of experts to which each token
-    goes.
+    """Return the number of token copies of a rank in one micro-batch: its tokens times the number of experts to which
+    each token goes.
     """
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)

@@ -379,7 +379,7 @@ class TimeModel(GradientTimes):
 
     def mfu(self, config: Configuration, seconds: float) -> float:
         """Return the model FLOPs (without recomputation, with causal attention) of a step that takes the given seconds,
-        divided by the devices' peak.
+        divided by the FLOPs that the devices could compute in these seconds at their peak.
         """
         rate = flops_per_token(config.model, config.sequence) * config.tokens / seconds / config.devices
         return rate / self._peak(config.dtype)

@@ -202,7 +202,7 @@ class Hardware:
     file: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
-        """Return the cluster with the bandwidth of "intra_node" or "inter_node" times `factor`."""
+        """Return the cluster with the bandwidth of "intra_node" or "inter_node" multiplied by `factor`."""
         old: Link = getattr(self, link)
         changed: dict[str, Any] = {link: replace(old, bytes_per_s=old.bytes_per_s * factor)}
         return replace(self, **changed)

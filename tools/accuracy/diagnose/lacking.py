@@ -160,7 +160,8 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
-    """Yield (0 for A and 1 for B, sentence) for each line that lacks names which the same line of the other run has.
+    """Yield (0 for run A or 1 for run B, sentence) for each line of a run that lacks names which the same line of the
+    other run has.
 
     The two runs must be of the same configuration and layout.
     """

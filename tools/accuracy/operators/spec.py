@@ -1,4 +1,5 @@
-"""This module defines the test of one operator, and how many terms each element of the operator's result is the sum of.
+"""This module defines the test of one operator, and counts how many terms are summed in each element of the operator's
+result.
 
 Specs are data: small functions over NumPy arrays and one MindSpore call. The counts, which choose the row of Table 2,
 follow from an operator's shapes and indices: each function that counts takes the operator's input arrays.

@@ -87,7 +87,7 @@ def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, 
 
 
 def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
-    """Return [steps] bytes of the fullest device of a stage at its peak.
+    """Return the bytes [steps] that the fullest device of a stage needs at the peak of each step.
 
     Args:
         shares: [steps, micro-batches, layers, devices], the loads divided by their mean, as in `Loads`.

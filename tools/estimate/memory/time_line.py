@@ -293,7 +293,7 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
-    """Return (label, colour, [moments] bytes) for each layer of the picture, from the bottom: constant parts, kept
+    """Return (label, colour, bytes [moments]) for each layer of the picture, from the bottom: constant parts, kept
     activations by module, the running pass.
 
     Of the kept modules the largest have a band each and the rest share one, so that the bands add up to the line.
