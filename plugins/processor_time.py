@@ -70,7 +70,9 @@ def text_of(path: str) -> str | None:
 
 
 def groups(text: str) -> list[tuple[str, str]]:
-    """Return (controller, group) from /proc/self/cgroup; in version 2 the controller has no name."""
+    """Return the pairs (controller, group) in /proc/self/cgroup; in version 2 of control groups the controller has no
+    name.
+    """
     rows = [line.split(":", 2) for line in text.splitlines() if line.count(":") >= 2]
     return [(name, path) for _, names, path in rows for name in names.split(",")]
 

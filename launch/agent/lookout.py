@@ -159,7 +159,7 @@ class Place:
 
 
 def workers() -> dict[int, psutil.Process]:
-    """Return rank -> process for the workers that descend from this process."""
+    """Return a dictionary rank -> process with the workers that descend from this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):

@@ -56,8 +56,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A `Watch` records for how long each observed value has not changed. `most` is the largest number of seconds that
-    one observation can add.
+    """A `Watch` records for how long each observed value has not changed. `most` is the limit, in seconds, on the time
+    that one observation can add.
 
     A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
     about the others: the same cause may have held them up, and they must get the time to write. So a look never adds

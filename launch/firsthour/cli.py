@@ -56,7 +56,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Budget(click.ParamType):
-    """This is a click type: seconds, or a number with s, m or h, such as 60m."""
+    """A `Budget` is a click type for a time: a number of seconds, or a number with s, m or h, such as 60m."""
 
     name = "budget"
 

@@ -244,7 +244,9 @@ def _golden(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def results_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return operator, type, shape and phase -> status, error and detail, from the rows of tc3 accuracy ops."""
+    """Return a dictionary (operator, type, shape, phase) -> (status, error, detail), made from the rows of tc3 accuracy
+    ops.
+    """
     return {
         f"{row['op']} {row['dtype']} {tuple(row['shape'])} {row['phase']} {row['tensor']}": [
             row["status"], float(row["error"]), row["detail"]

@@ -163,7 +163,7 @@ class NpuHour(Hour):
                 raise ClusterError(f"{name}: `bash {shlex.quote(str(script))}` failed: {told.words}; {told.mend}")
 
     def losses(self, run: str, devices: int) -> dict[str, float]:
-        """Return step -> loss of a run of a small recipe."""
+        """Return the losses of a run of a small recipe as step -> loss."""
         return self.read_losses(run, self.of(devices), LOSS)
 
     # The check `stage`: one stage at the recipe's own sizes.

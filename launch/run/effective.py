@@ -120,7 +120,7 @@ def checked_recipe(
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """Return the recipe with values instead of `auto`; `make_layout` is as in `effective_recipe`."""
+    """Return the recipe with values instead of `auto`; `make_layout` has the same meaning as for `effective_recipe`."""
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 

@@ -314,7 +314,7 @@ def in_checkout(path: Path) -> str:
 
 
 def reference_scripts() -> dict[Path, str]:
-    """Return file name -> text for each script in launch/scripts/."""
+    """Return a dictionary file name -> text of the scripts in launch/scripts/."""
     scripts = {}
     for pattern in REFERENCES:
         for path in sorted((ROOT / "recipes").glob(pattern)):

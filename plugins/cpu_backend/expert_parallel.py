@@ -179,7 +179,9 @@ class Net:
 
 
 class Rows(nn.Cell):
-    """A `Rows` holds the dispatcher's row operations (sort, gather, add) with static shapes, as a CPU graph needs them."""
+    """A `Rows` holds the dispatcher's row operations (sort, gather, add) with static shapes, as a CPU graph needs
+    them.
+    """
 
     limit = 2**31  # of int32
     spare = 0  # buffers of a fixed size may arrive with no row in use

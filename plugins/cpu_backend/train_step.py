@@ -103,7 +103,7 @@ def losses_of_this_rank() -> np.ndarray:
 
 
 def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
-    """Return a dictionary rank -> parameter name -> [layout, dtype, full shape], as
+    """Return a nested dictionary rank -> parameter name -> [layout, dtype, full shape], as
     `mindspore.parallel.get_strategy_metadata` does.
 
     The parameters come from the train step, because `network` may lack the optimizer's. Parameters marked

@@ -209,7 +209,8 @@ def candidates(batch: int, sequence: int) -> list[Chunks]:
 
 
 def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int = 1) -> list[tuple[int, str]]:
-    """Return the one order in which every rank issues the steps of all chunks: (chunk, step) pairs.
+    """Return as (chunk, step) pairs the order in which every rank issues the steps of all chunks; all ranks have the
+    same order.
 
     Step i of chunk c stands at place stride * c + i, the earlier chunk first: a chunk starts `stride` steps after the
     one before it.

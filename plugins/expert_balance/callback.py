@@ -258,7 +258,7 @@ def _moments(states, weight):
 
 
 def take_copies(cell, slots, copies):
-    """Let a layer's experts use the given copies of experts from now on, see `plugins.expert_balance.copied`."""
+    """Let a layer's experts use the given copies of experts from now on (see `plugins.expert_balance.copied`)."""
     cell.take_copies(slots, copies)
 
 

@@ -284,7 +284,9 @@ class Prediction:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether a new placement has to be planned after this step; if `every` is 0, no placement is ever planned."""
+    """Return whether a new placement has to be planned after this step; if `every` is 0, no placement is ever
+    planned.
+    """
     return every > 0 and step % every == 0
 
 

@@ -147,7 +147,9 @@ class Batches:
         )
 
     def share_of(self, rank: int, ranks: int) -> float:
-        """Return the weight of a rank's loss in the mean over the ranks; 0 where the rank does not compute the loss."""
+        """Return the weight of a rank's loss in the mean over the ranks; 0 for a rank that does not compute the
+        loss.
+        """
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
 
 

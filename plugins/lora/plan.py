@@ -146,7 +146,9 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
 
 
 def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:
-    """Return name -> shape of the adapters' parameters of a model whose own parameters have these names and shapes."""
+    """Return a dictionary name -> shape of the adapters' parameters, for a model whose own parameters have these names
+    and shapes.
+    """
     found: dict[str, tuple[int, int]] = {}
     for name, shape in shapes.items():
         layer = layer_of(name)

@@ -84,7 +84,7 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 class Level(NamedTuple):
     """A `Level` is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share
-    of a healthy rank's probes that lies above the limit, and `slow` is the share for a slow rank.
+    of its probes for which a healthy rank lies above the limit, and `slow` is this share for a slow rank.
     """
 
     limit: float

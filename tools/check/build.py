@@ -180,7 +180,7 @@ def main() -> None:
 
 def build(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. The function
-    imports mindformers, so it must run in a process of its own.
+    imports mindformers.
     """
     import copy
     import dataclasses

@@ -123,7 +123,9 @@ class Stored:
 
     @cached_property
     def unlisted(self) -> dict[str, dict[int, str]]:
-        """Return name -> rank -> file for the tensors whose layout the checkpoint does not list, such as counters."""
+        """Return a nested dictionary name -> rank -> file of the tensors whose layout the checkpoint does not list,
+        such as counters.
+        """
         found: dict[str, dict[int, str]] = {}
         for file, headers in self.files.items():
             for name in headers.keys() - self.tensors.keys():

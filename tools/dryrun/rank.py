@@ -298,7 +298,8 @@ def _stop_at_training() -> Iterator[list[Any]]:
 
 
 def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return column -> (shape, NumPy type) of the data that one rank reads for one step, in the order of the arguments.
+    """Return a dictionary column -> (shape, NumPy type) of the data that one rank reads for one step, in the order of
+    the arguments.
 
     All micro-batches of the step come at once: the first dimension is batch size x micro-batches x accumulated steps,
     and with full_batch those of all data-parallel ranks. MindFormers gives every column as int32, masks as well

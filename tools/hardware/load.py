@@ -67,7 +67,9 @@ class _Loader(SmallLoader):
     """A `_Loader` refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a mapping as the parent class does; later, merge keys (`<<`) have become keys that may stand twice."""
+        """Return a mapping as the parent class does, and refuse a key that occurs twice; a later step merges the keys
+        of `<<`, after which double keys are allowed.
+        """
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:

@@ -42,8 +42,8 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 @dataclass(frozen=True)
 class Stage:
     """A `Stage` holds the N patterns of one stage: ways to distribute layers to its V chunks and to recompute these
-    layers. After the patterns follows a row for each number of layers, from 0 to the largest. In each column, this row
-    has the least value of all patterns with at least that number of layers.
+    layers. The patterns are followed by a row for each number of layers, from 0 to the largest number. In each column,
+    this row has the least value of all patterns with at least that number of layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]

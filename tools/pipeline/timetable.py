@@ -121,8 +121,8 @@ def _rows(
     split[here[weights]] = True
 
     def beside(neighbours: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each operation the number that stands for the forward result of a neighbouring chunk (-1 without a
-        neighbour), and whether the neighbour is on another stage.
+        """Return for each operation the number of the forward result of a neighbouring chunk (-1 without a neighbour),
+        and whether the neighbour is on another stage.
         """
         found = [neighbours.get((index, stage)) for index in range(chunks)]
         first = np.array([-1 if place is None else place[0] * span + place[1] for place in found])[chunk]

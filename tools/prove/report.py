@@ -278,8 +278,8 @@ def _told(axes: frozenset[str]) -> str:
 
 
 def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
-    """Return rank -> weight -> the reason why `tc3 dryrun` calls the divisors of this weight's gradient wrong or
-    unknown.
+    """Return a nested dictionary rank -> weight -> the reason why `tc3 dryrun` calls the divisors of this weight's
+    gradient wrong or unknown.
 
     Args:
         micro_batches, devices: as in `tools.dryrun.report.scale_report`.

@@ -57,8 +57,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Beat:
-    """A `Beat` is a node's sign of life: the phase that its workers are in, the time since when, and the newest step
-    that any of its workers has made.
+    """A `Beat` is a node's sign of life: the phase that its workers are in, the time at which this phase began, and the
+    newest step that any of its workers has made.
     """
 
     host: str

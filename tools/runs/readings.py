@@ -41,8 +41,8 @@ _MOST_LOSS = 700.0  # whose exponential a number can hold
 
 
 def loss_rank(recipe: Recipe) -> int:
-    """Return a rank that has the loss of the run; with several pipeline stages it is a rank of the last stage, as in
-    MFLossMonitor.
+    """Return a rank that records the loss of the run; with several pipeline stages it is a rank of the last stage, as
+    in MFLossMonitor.
 
     Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
     """
@@ -415,8 +415,8 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return (number of steps done before, time at which training began, total number of steps) from the header that a
-    start of the workers writes into a metrics file.
+    """Return the number of steps done before, the time at which training began and the total number of steps, from the
+    header that each start of the workers writes into a metrics file.
     """
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None

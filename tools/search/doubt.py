@@ -69,8 +69,8 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return the change of ln(step seconds) if one term is off, by the closed form of the pipeline, [configs,
-    TERMS].
+    """Return by how much ln(step seconds) changes if a term is off by its usual deviation, by the closed form of the
+    pipeline, as [configs, TERMS].
     """
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):

@@ -90,8 +90,8 @@ class Plan:
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """Return (rank, kind of tensors) for every file that the resharding writes. Each rank has a file of weights,
-        and also a file of optimizer state if any rank has one.
+        """Return the pair (rank, kind of tensors) of every file that the resharding writes. Each rank has a file of
+        weights, and also a file of optimizer state if any rank has one.
         """
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]

@@ -75,8 +75,8 @@ def _some(keys: list[str]) -> str:
 
 
 def of_states(starts: list[Any], states: Mapping[int, Any]) -> dict[tuple[str, int], str]:
-    """Return (kind of line, step) -> sentence for each recorded state in which the line of a rank lacks a key; the kind
-    is "start" or "step".
+    """Return a dictionary (kind of line, step) -> sentence about each recorded state in which the line of a rank lacks
+    a key; the kind is "start" or "step".
     """
     found: dict[tuple[str, int], str] = {}
     names: dict[tuple[int, int, str], set[str]] = defaultdict(set)  # of a rank's lines since the same start

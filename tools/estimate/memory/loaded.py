@@ -154,7 +154,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
-    """Return the memory that a stage needs under the loads `shares` (as in `peaks`).
+    """Return the memory that a stage needs under the loads `shares`, which have the same form as for `peaks`.
 
     Args:
         even: the bytes at even loads that a compile has counted. Only the bytes that the loads add are then modelled,

@@ -242,7 +242,7 @@ def check_form(path: Path) -> None:
 
 
 def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
-    """Write a time line as numbers (.json) or as a picture, completely or not at all; see `draw`."""
+    """Write a time line as numbers (.json) or as a picture (see `draw`), completely or not at all."""
     if path.suffix == ".json":
         write_atomically(path, json.dumps(line.as_json()) + "\n")
     else:
