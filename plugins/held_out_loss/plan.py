@@ -249,7 +249,9 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
 
 
 def check_files(recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the held-out data is a list of files for HFDataLoader, which would read all of them as one."""
+    """Raise RecipeError if the held-out data is a list of files for HFDataLoader, which would read all of them as
+    one.
+    """
     written = value_at(recipe, f"{KEY}.data_path")
     if of_instructions(value_at(recipe, "train_dataset.data_loader", {})) and not isinstance(written, str | None):
         wrong = f"HFDataLoader reads its held-out data from one file, not from {written!r}; write the file's path"

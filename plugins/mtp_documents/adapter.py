@@ -53,7 +53,9 @@ def layers_of(model_config) -> int:
 
 
 def keep_within(model, end_of_document: int) -> None:
-    """Make the MTP block of a built GPTModel predict only within documents, which end with the token `end_of_document`."""
+    """Make the MTP block of a built GPTModel predict only within documents, which end with the token
+    `end_of_document`.
+    """
     block, ranks = model.mtp, model.config.data_parallel_size
     block.__class__ = BlockWithinDocuments
     block.end_of_document = end_of_document

@@ -95,7 +95,9 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
 
 
 def same(written: Any, arrived: Any) -> bool:
-    """Return whether two values mean the same in a recipe: 1 equals 1.0, bf16 equals bfloat16, a tuple equals a list."""
+    """Return whether two values mean the same in a recipe: 1 equals 1.0, bf16 equals bfloat16, a tuple equals a
+    list.
+    """
     if isinstance(written, (list, tuple)) and isinstance(arrived, (list, tuple)):
         return len(written) == len(arrived) and all(same(*pair) for pair in zip(written, arrived, strict=True))
     if isinstance(written, str) and isinstance(arrived, str):

@@ -71,7 +71,9 @@ def EmbeddingDenseBackward(
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
 ) -> np.ndarray:
-    """Return the gradient of a table: for each row of the table, the sum of the gradients of all lookups of this row."""
+    """Return the gradient of a table: for each row of the table, the sum of the gradients of all lookups of this
+    row.
+    """
     if scale_grad_by_freq:
         raise NotImplementedError("EmbeddingDenseBackward: scale_grad_by_freq True is not supported by this CPU kernel")
     out = np.zeros((num_weights, grad.shape[-1]), grad.dtype)
@@ -111,7 +113,9 @@ def InplaceScatterSrc(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray, 
 def OneHotExt(
     attrs: Attrs, x: np.ndarray, num_classes: int, on_value: Any, off_value: Any, axis: int = -1
 ) -> np.ndarray:
-    """Return a tensor with a new dimension, which holds `on_value` at the index that x names and `off_value` elsewhere."""
+    """Return a tensor with a new dimension, which holds `on_value` at the index that x names and `off_value`
+    elsewhere.
+    """
     if num_classes < 0:
         num_classes = int(x.max()) + 1
     out = np.where(x[..., None] == np.arange(num_classes), on_value, off_value)
