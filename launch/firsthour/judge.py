@@ -1,5 +1,5 @@
-"""This module turns the measurements of a check of `tc3 firsthour` into findings that name the host and the device. Its
-functions are pure, so that a simulated cluster is judged by the same rules as a real one.
+"""This module turns the measurements of a check of `tc3 firsthour` into findings that name the host and the device. The
+functions of this module are pure, so that a simulated cluster is judged by the same rules as a real one.
 
 Hosts are judged by `tools.doctor.compare`, workers and disks by `tools.doctor.outliers`; this module adds what those
 do not see: the memory of devices, links between devices of different hosts, and operators that differ between devices.

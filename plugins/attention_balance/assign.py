@@ -244,8 +244,8 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
 
 
 def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
-    """Return the total cost of each rank's micro-batches, [..., ranks, micro-batches]. `costs` is [..., samples], and
-    `plan` has the shape that `assign` returns.
+    """Return the total cost of each rank's micro-batches, [..., ranks, micro-batches]. The argument `costs` holds the
+    cost of each sample, [..., samples]; `plan` has the shape that `assign` returns.
     """
     rows = int(np.prod(plan.shape[:-3]))
     return taken(costs.reshape(rows, -1), plan.reshape(rows, -1)).reshape(plan.shape).sum(-1)

@@ -36,15 +36,16 @@ class ContextPlan:
 
 
 def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Cut the sample into `ranks` equal consecutive parts and give rank r the r-th part. `segments` is int64
-    [documents], the tokens of each document; their sum is a multiple of `ranks`.
+    """Cut the sample into `ranks` equal consecutive parts and give rank r the r-th part. The argument `segments` is
+    int64 [documents], the number of tokens of each document; their sum is a multiple of `ranks`.
     """
     return _strided(segments, ranks, np.arange(ranks))
 
 
 def head_tail(segments: np.ndarray, ranks: int) -> ContextPlan:
     """Cut the sample into 2 * ranks equal consecutive parts and give rank r the r-th part and the r-th from the end.
-    `segments` is int64 [documents], the tokens of each document; their sum is a multiple of 2 * ranks.
+    The argument `segments` is int64 [documents], the number of tokens of each document; their sum is a multiple of 2 *
+    ranks.
     """
     return _strided(segments, ranks, np.concatenate((np.arange(ranks), np.arange(ranks)[::-1])))
 

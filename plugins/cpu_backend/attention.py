@@ -160,8 +160,8 @@ def compute_unrounded(network):
 
 class CoreAttention(nn.Cell):
     """A `CoreAttention` replaces `training_graph.transformer.flash_attention.FlashAttention` as the submodule
-    `core_attention`. Softmax runs in float32. Its memory grows with S squared, so it is meant for mini recipes (small
-    versions for CPU).
+    `core_attention`. Softmax runs in float32. The memory of this attention grows with the square of the sequence length
+    S, so it is meant for mini recipes (small versions for CPU).
 
         Inputs:
             query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv

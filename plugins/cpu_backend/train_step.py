@@ -56,9 +56,9 @@ class TokensOfARank(nn.Cell):
         self.sum = ops.AllReduce()
 
     def construct(self, tokens, least):
-        """Return the divisor [1]: the counted tokens of all ranks divided by the number of ranks, plus `least`.
-        `tokens` is float32 [], the counted tokens of this rank; `least` [1] is a small number that avoids a division by
-        0.
+        """Return the divisor [1]: the counted tokens of all ranks divided by the number of ranks, plus `least`. The
+        argument `tokens` is float32 [], the counted tokens of this rank; `least` [1] is a small number that avoids a
+        division by 0.
         """
         return self.sum(ops.reshape(ops.stop_gradient(tokens), (1,))) / self.ranks + least
 

@@ -124,7 +124,7 @@ class Layer:
 @dataclass(frozen=True)
 class Choice:
     """A `Choice` holds the division into chunks and the order of issue that were chosen for an MoE layer, with the
-    predicted times. The times are in seconds, for one layer and one micro-batch.
+    predicted times. All times of a `Choice` are in seconds, for one layer and one micro-batch.
 
     Args:
         chunks: (b, s), the numbers of parts of batch and sequence.

@@ -25,8 +25,8 @@ class AllToAllV(nn.Cell):
             self.move.recompute(False)
 
     def construct(self, rows, send, receive, room):
-        """Return the received rows [sum(receive), width] for `rows` [C, width]. `send` and `receive` are counts in host
-        memory; `room` is not used.
+        """Return the received rows [sum(receive), width] for `rows` [C, width]. The arguments `send` and `receive` are
+        counts in host memory; `room` is not used.
         """
         return ops.reshape(self.move(ops.reshape(rows, (-1,)), send, receive), (-1, self.width))
 

@@ -116,8 +116,8 @@ class Meeting:
         return f"{self.operator}, call {self.number} of {name_ranks(self.members)}"
 
     def swap(self, parts: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
-        """Give part j to member j; return the parts that the members gave to this one, in the order of the group. This
-        rank's own part is not copied.
+        """Give part j to member j; return the parts that the members gave to this one, in the order of the group. A
+        member's own part is not copied.
 
         Args:
             parts: [size] arrays of one dtype and one axis.
@@ -160,8 +160,8 @@ def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further inputs, which
-    `_MicroStepAllGather` has, are ignored.
+    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further input tensors, which the
+    operator `_MicroStepAllGather` has, are ignored.
     """
     for x, out in zip(inputs, outputs, strict=False):
         _fits(meeting, out, x.size * meeting.size)

@@ -61,8 +61,8 @@ class Settings(Section):
 @dataclass(frozen=True)
 class Adam:
     """An `Adam` holds the optimizer's values for one step: the learning rate, and `count`, the number of updates that
-    the optimizer has made. `momentum` is the momentum of the matrices that Muon updates; Muon leaves the other weights
-    to AdamW.
+    the optimizer has made. The field `momentum` is the momentum of the matrices that Muon updates; Muon leaves the
+    other weights to AdamW.
     """
 
     lr: float

@@ -116,8 +116,8 @@ def ratios(values: np.ndarray, limit: float, level: Level) -> np.ndarray:
 
 
 def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
-    """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. R is the mean of the
-    likelihood ratios over `LEVELS`; `limits` has the limit of each level.
+    """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. The evidence R is the
+    mean of the likelihood ratios over `LEVELS`; `limits` has the limit of each level.
     """
     parts = []
     for level, limit in zip(LEVELS, limits, strict=True):

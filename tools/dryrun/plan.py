@@ -158,7 +158,7 @@ class Plan:
 
 
 def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batches: int | None = None) -> Plan:
-    """Return the plan of the compiles for a recipe.
+    """Return the plan of a dry run of a recipe: its jobs, and the stages that each of them represents.
 
     Args:
         ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last

@@ -69,8 +69,8 @@ class After:
 def pattern_bound(
     instance: Instance, goal: float, budget: Budget, after: After | None = None
 ) -> tuple[float, np.ndarray | None]:
-    """Return (a lower bound in ms, at most `goal`, on the step time of every plan; a plan [K, C] with this time, if one
-    was found).
+    """Return a lower bound in ms, at most `goal`, on the step time of every plan, and a plan [K, C] with this time if
+    one was found.
 
     The bound is 0 if nothing is known: for schedules other than 1F1B, for more than two types of layers, and if the
     budget does not pay for one stage.

@@ -34,7 +34,7 @@ PAIR = 3  # in `Timetable.paired`
 @dataclass(frozen=True)
 class Timetable:
     """A `Timetable` holds operations by level and stage. Places of the timetable without an operation take no time. In
-    the shapes of a timetable's arrays, C is parts x chunks x stages.
+    the shapes of a timetable's arrays, C stands for parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 

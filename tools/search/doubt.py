@@ -32,7 +32,9 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """A `Term` is one term of the predicted step time."""
+    """A `Term` is one summand of the predicted step time, such as matmul or communication, with the uncertainty of its
+    prediction.
+    """
 
     name: str  # in a few words
     keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor

@@ -86,7 +86,7 @@ def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
 
 
 def busiest(index: np.ndarray) -> int:
-    """Return the number of times that the most frequent value occurs in an array of indices."""
+    """Return how often the most frequent value occurs in an array of indices."""
     return int(np.unique(index, return_counts=True)[1].max())
 
 
