@@ -162,7 +162,7 @@ class Memory:
         return max(self.exact + self.saved + self.working, updated)
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json`."""
+        """Return the memory as values for `--json`."""
         return asdict(self) | {"exact": self.exact, "total": self.total}
 
 

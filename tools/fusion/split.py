@@ -40,7 +40,7 @@ _PATTERNS = {"ReduceSum": Pattern.REDUCE, "Transpose": Pattern.OPAQUE, "Broadcas
 
 @dataclass
 class Area:
-    """An `Area` holds operators that are to become one kernel, as far as they have been joined.
+    """An `Area` holds operators that have been joined so far and that are to become one kernel.
 
     Args:
         place: the position of its first operator, which identifies the area.

@@ -155,7 +155,9 @@ def _places(rank: int, mesh: Mesh) -> dict[str, int]:
 
 
 def neighbours(rank: int, mesh: Mesh) -> dict[str, int]:
-    """Return for each axis of the mesh the next rank along it, or the one before if the rank is the last one."""
+    """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis or, if there is none, the
+    rank before it.
+    """
     places = _places(rank, mesh)
     return {
         axis: rank + far if places[axis] < mesh.sizes[axis] - 1 else rank - far for axis, far in mesh.strides.items()
