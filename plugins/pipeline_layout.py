@@ -45,8 +45,8 @@ def fewest_to_fill(stages: int, schedule: str = "") -> int:
 
 
 def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndarray:
-    """Return the operations of a 1F1B stage in order: `warm_up` forwards, then one forward and one backward by turns,
-    then the remaining backwards.
+    """Return the operations of a 1F1B stage in order: `warm_up` forwards, then alternately one forward and one
+    backward, then the remaining backwards.
 
     Args:
         forward, backward: [operations, columns], each in its own order, with the same number of operations.

@@ -70,12 +70,14 @@ def text_of(path: str) -> str | None:
 
 
 def groups(text: str) -> list[tuple[str, str]]:
-    """Return (controller, group) from /proc/self/cgroup; in version 2 the controller has no name."""
+    """Return the pairs (controller, group) in /proc/self/cgroup; in version 2 of control groups the controller has no
+    name.
+    """
     rows = [line.split(":", 2) for line in text.splitlines() if line.count(":") >= 2]
     return [(name, path) for _, names, path in rows for name in names.split(",")]
 
 
 def upwards(path: str) -> list[str]:
-    """Return the prefixes of a path: ``/a/b`` -> ["/a/b/", "/a/", "/"]."""
+    """Return the prefixes of a path from the longest to the shortest: ``/a/b`` -> ["/a/b/", "/a/", "/"]."""
     parts = [part for part in path.split("/") if part]
     return ["/" + "".join(f"{part}/" for part in parts[:depth]) for depth in range(len(parts), -1, -1)]

@@ -21,7 +21,7 @@ TO_SIGMA = 1.4826  # of normal noise: standard deviation over median absolute de
 
 
 def deviation(values: np.ndarray, centre: float | np.ndarray = 0.0, axis: int | None = None) -> np.ndarray:
-    """Return the robust standard deviation of `values` from `centre`, of all values or along `axis`.
+    """Return the robust standard deviation of `values` around `centre`, over all values or along `axis`.
 
     NaN counts as missing; of no value at all it is NaN.
     """

@@ -60,8 +60,8 @@ class Section:
 
     @classmethod
     def look(cls: type[S], written: Any) -> tuple[S | None, list[RecipeError]]:
-        """Return (the section's settings, no errors), or (None, every error for which `read` would refuse the
-        section).
+        """Return the section's settings and no errors, or None and every error for which `read` would refuse the
+        section.
         """
         known = {each.name: each for each in fields(cls)}
         needed = [name for name, each in known.items() if each.default is MISSING]

@@ -98,7 +98,7 @@ def software() -> dict[str, str]:
 
 
 def recipe_digest(recipe: Path) -> str:
-    """Return the digest of a recipe, flat, so that a change of its bases counts too."""
+    """Return the digest of a recipe with its bases merged in, so that a change of a base also changes the digest."""
     return hashlib.sha256(recipe_text(load_recipe(recipe)).encode()).hexdigest()[:_DIGITS]
 
 
@@ -332,8 +332,9 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 
 def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
-    """Return the memory of a stage with the measured factors; the reserve is subtracted from the
-    device's memory elsewhere."""
+    """Return the memory of a stage, multiplied by the measured factors; the reserve is subtracted elsewhere, from the
+    device's memory.
+    """
     return replace(
         stage,
         activations=stage.activations * terms.activations,

@@ -207,7 +207,7 @@ class Tokens(Number):
         self.name = "tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
-        """Read the unit, then parse as `Number`; ``1.5B`` is exactly 1,500,000,000.
+        """Read the unit in a text, and parse the number as `Number` does; ``1.5B`` is exactly 1,500,000,000.
 
         Raises:
             click.BadParameter: not of that form, no whole number, or out of range.

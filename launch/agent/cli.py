@@ -1,5 +1,5 @@
-"""This module is the command `tc3 agent`: one process on each node, which starts the node's workers, and starts the
-workers again after a failure.
+"""This module is the command `tc3 agent`: it runs as one process on each node, starts the node's workers, and starts
+them again after a failure.
 
 The agents of all nodes start the workers together, and start them anew when a node or a worker fails.
 """

@@ -275,8 +275,8 @@ def verdict(
 def next_hosts(
     attempt: Attempt, verdict: Verdict, there: list[str], earlier: Sequence[Attempt] = (), rules: Rules | None = None
 ) -> list[str]:
-    """Return the hosts of the next attempt by node rank, chosen from the hosts that are `there`: as many as `attempt`
-    had.
+    """Return the hosts of the next attempt by node rank: as many hosts as `attempt` had, chosen from the hosts that are
+    `there`.
 
     Hosts that took part and are not left out come first, in the same order; then the plan's spares, then other hosts.
     Hosts that are left out because of the failures that they caused come last, if there are no others. After a smaller

@@ -122,8 +122,8 @@ class Disk:
         self._bounded(path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def now(self, folder: Path) -> float:
-        """Return the disk's clock, in seconds since 1970: the time of the last write plus the time that has passed
-        since.
+        """Return the time by the disk's clock, in seconds since 1970: the time of the last write plus the time that has
+        passed since.
         """
         if self._clock is None or self.ticks() - self._clock[1] > FRESH:
             part = folder / f".clock.{self.name}"

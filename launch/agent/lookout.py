@@ -159,7 +159,7 @@ class Place:
 
 
 def workers() -> dict[int, psutil.Process]:
-    """Return rank -> process for the workers that descend from this process."""
+    """Return a dictionary rank -> process with the workers that descend from this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):
@@ -215,7 +215,7 @@ def _can_say_stacks(pid: int) -> bool:
 
 
 class Lookout(threading.Thread):
-    """A lookout watches one attempt from this node while it is used as a context.
+    """A `Lookout` is a context manager that watches one attempt from this node.
 
     Attributes:
         told: whether the workers end because of another node.
@@ -268,8 +268,8 @@ class Lookout(threading.Thread):
         return self._reason
 
     def run(self) -> None:
-        """Watch until the workers have ended, because a host that gives no sign of life while it ends them would be
-        taken for lost.
+        """Keep watching until the workers have ended, because other nodes would take a host that gives no sign of life
+        while it ends its workers for lost.
         """
         looked = 0.0
         while not self._over.wait(POLL):

@@ -58,8 +58,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A `Watch` records for how long each observed value has not changed. `most` is the largest number of seconds that
-    one observation can add.
+    """A `Watch` records for how long each observed value has not changed. `most` is the limit, in seconds, on the time
+    that one observation can add.
 
     A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
     about the others: the same cause may have held them up, and they must get the time to write. So a look never adds
@@ -105,7 +105,7 @@ class Meeting:
         self._next: dict[tuple[int, str], float] = {}  # when something is due again
 
     def now(self) -> float:
-        """Return the disk's clock, in seconds since 1970."""
+        """Return the time by the disk's clock, in seconds since 1970."""
         return self.disk.now(self.run_dir / FOLDER)
 
     def come(self, number: int) -> None:
@@ -181,8 +181,8 @@ class Meeting:
         self.disk.replace(file_of(folder_of(self.run_dir, number), BEAT, self.host), text_of(beat))
 
     def stale(self, number: int, host: str) -> bool:
-        """Return whether `host`, which is in the plan, has given no sign of life for `lost_after` seconds in which this
-        agent looked.
+        """Return whether `host`, which is in the plan, has given no sign of life for `lost_after` seconds; only time in
+        which this agent was watching counts.
         """
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))

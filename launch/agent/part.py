@@ -207,7 +207,9 @@ class Part:
 
 
 def last_words(failure: Failure) -> str:
-    """Return a failure's message, and the error at the end of its log; a killed worker has no such error."""
+    """Return a failure's message, and the last error in the log of the failed worker; a killed worker has no such
+    error.
+    """
     said = failure.error or " ".join(line.strip() for line in failure.lines[-3:])
     silent = failure.user_error or failure.stopped or not said
     return (failure.message if silent else f"{failure.message}: {said}")[:WORDS]

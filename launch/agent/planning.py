@@ -65,7 +65,7 @@ def own_name() -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """The agent of one node holds these facts about a run.
+    """A `Job` holds what the agent of one node knows about a run.
 
     Attributes:
         recipe: effective; a plan may override more of it.

@@ -29,8 +29,9 @@ _ALIKE = 1e-6  # of the largest singular value: columns of the fit that cannot b
 
 
 def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, float]:
-    """Return the predicted memory of one stage of a run and the measured peak of this stage, in bytes. If the fullest
-    moment is the update after all passes, no activations are held, and all bytes except the buffers are static.
+    """Return the predicted memory of one stage of a run and the measured peak of this stage, in bytes. If memory is
+    fullest during the optimizer's update, after all passes, no activations are held, and all bytes except the buffers
+    are static.
     """
     memory = all_stages(config)[stage]
     updates = memory.in_update > memory.in_passes

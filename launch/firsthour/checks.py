@@ -143,7 +143,7 @@ class Outcome:
 
 
 def outcome_of(content: Mapping[str, Any]) -> Outcome:
-    """Return the outcome that `Outcome.as_json` wrote."""
+    """Return the outcome whose plain values `Outcome.as_json` returned."""
     findings = tuple(Finding(**one) for one in content["findings"])
     return Outcome(**{**content, "findings": findings})
 

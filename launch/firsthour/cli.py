@@ -56,7 +56,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Budget(click.ParamType):
-    """This is a click type: seconds, or a number with s, m or h, such as 60m."""
+    """A `Budget` is a click type for a time: a number of seconds, or a number with s, m or h, such as 60m."""
 
     name = "budget"
 
@@ -275,7 +275,7 @@ def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) ->
 
 
 def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
-    """Return the entry of a card's `status` for a bundle.
+    """Return the entry that records a bundle under the key `status` of a model card.
 
     Raises:
         DataError: a simulated cluster made the bundle.

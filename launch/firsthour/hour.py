@@ -252,7 +252,7 @@ class Hour:
         write_learnable(self.corpus, vocabulary)
 
     def point(self, flat: dict[str, Any]) -> None:
-        """Change a recipe that a check trains in place, so that it reads the corpus and saves often."""
+        """Change in place a recipe that a check trains, so that it reads the corpus and saves checkpoints often."""
         loader = flat
         for key in LOADER:
             loader = loader[key]
@@ -282,7 +282,7 @@ class Hour:
         dump_recipe({**flat, "callbacks": [*flat["callbacks"], monitor]}, self.work / "profiled.yaml")
 
     def stage(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train with a profile, compare the measured seconds of each term of the step with the predicted seconds, and
+        """Train with profiling, compare the measured seconds of each term of the step with the predicted seconds, and
         measure the variants of the recipe.
         """
         self.write_measured()
@@ -337,7 +337,9 @@ class Hour:
         return judge_variants(variants, seconds, file), seconds
 
     def resume(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train once without and once with a kill, and compare every loss bit by bit."""
+        """Train once undisturbed and once with a kill and a resume, and compare every loss of the two runs bit by
+        bit.
+        """
         self.write_small()
         whole, cut, again = self.commands()["resume"]
         until = time.monotonic() + seconds
@@ -352,7 +354,7 @@ class Hour:
         return self.read_losses(run, self.small, "loss")
 
     def read_losses(self, run: str, recipe: Path, key: str) -> dict[str, float]:
-        """Return step -> a loss of a run in the work folder."""
+        """Return the losses of a run in the work folder as step -> loss; `key` names the kind of loss."""
         file = self.work / run / "metrics" / f"rank_{loss_rank(View(load_recipe(recipe)))}.jsonl"
         return {str(step): record[key] for step, record in sorted(read_metrics(file).steps.items())}
 

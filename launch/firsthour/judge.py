@@ -1,5 +1,5 @@
-"""This module turns the measurements of a check of `tc3 firsthour` into findings that name the host and the device. Its
-functions are pure, so that a simulated cluster is judged by the same rules as a real one.
+"""This module turns the measurements of a check of `tc3 firsthour` into findings that name the host and the device. The
+functions of this module are pure, so that a simulated cluster is judged by the same rules as a real one.
 
 Hosts are judged by `tools.doctor.compare`, workers and disks by `tools.doctor.outliers`; this module adds what those
 do not see: the memory of devices, links between devices of different hosts, and operators that differ between devices.
@@ -61,7 +61,8 @@ def of_versions(name: str) -> bool:
 
 def judge_hosts(comparison: Comparison, hosts: Sequence[str], versions: bool) -> list[Finding]:
     """Return the findings of the check `versions` if `versions` is set, otherwise those of the check `hosts`. A
-    difference between hosts is reported for each host; clocks of a single host agree with themselves.
+    difference between hosts is reported for each host; the check of clocks is left out for a single host, because it
+    has no other clock to compare with.
     """
     alone = len(hosts) == 1
     found: list[Finding] = []
@@ -243,7 +244,9 @@ def _golden(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def results_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return operator, type, shape and phase -> status, error and detail, from the rows of tc3 accuracy ops."""
+    """Return a dictionary (operator, type, shape, phase) -> (status, error, detail), made from the rows of tc3 accuracy
+    ops.
+    """
     return {
         f"{row['op']} {row['dtype']} {tuple(row['shape'])} {row['phase']} {row['tensor']}": [
             row["status"], float(row["error"]), row["detail"]

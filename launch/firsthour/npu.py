@@ -1,5 +1,5 @@
-"""This module runs the checks that train on a host with NPUs. None of it has run on an NPU: the small recipes were
-checked and compiled for virtual devices, and the judging was tested on recorded losses.
+"""This module runs the checks that train on a host with NPUs. None of this module's checks has run on an NPU: the small
+recipes were checked and compiled for virtual devices, and the judging was tested on recorded losses.
 
 The small recipes are a family (`tools.recipe.mini_ascend`): one CPU process, one device, two devices, those of a node,
 and at most `MOST` of several nodes, all with the same weights, batch and samples.
@@ -163,7 +163,7 @@ class NpuHour(Hour):
                 raise ClusterError(f"{name}: `bash {shlex.quote(str(script))}` failed: {told.words}; {told.mend}")
 
     def losses(self, run: str, devices: int) -> dict[str, float]:
-        """Return step -> loss of a run of a small recipe."""
+        """Return the losses of a run of a small recipe as step -> loss."""
         return self.read_losses(run, self.of(devices), LOSS)
 
     # The check `stage`: one stage at the recipe's own sizes.

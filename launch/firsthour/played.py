@@ -81,7 +81,9 @@ def start(seed: int = 0) -> State:
 
 
 def tokens_of(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (tokens, next tokens) of a step, int64 [TOKENS]: a seeded walk that a model can learn."""
+    """Return the tokens and the next tokens of a step, each int64 [TOKENS]: a seeded random walk, which a model can
+    learn.
+    """
     random = np.random.default_rng([11, step])
     walk = np.cumsum(random.choice([1, 2, 3, 17], TOKENS + 1)) % VOCABULARY
     return walk[:-1], walk[1:]

@@ -1,6 +1,6 @@
 """This module judges the trainings of `tc3 firsthour`: it compares losses with golden losses, kinds of parallelism with
-one device, and a resumed run with one that was not killed. Its functions are pure: they judge the trainings of a
-simulated cluster (`launch.firsthour.played`) by the same rules as real ones.
+one device, and a resumed run with one that was not killed. The functions of this module are pure: they judge the
+trainings of a simulated cluster (`launch.firsthour.played`) by the same rules as real ones.
 """
 
 from __future__ import annotations

@@ -169,7 +169,9 @@ def forward_recipe(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Text:
-    """This is the text generated for a prompt: `ended` is `document` if the model ended it, else `tokens`."""
+    """A `Text` is the text generated for a prompt: `ended` is `document` if the model ended the text itself, else
+    `tokens`.
+    """
 
     prompt: str
     text: str

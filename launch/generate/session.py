@@ -45,7 +45,8 @@ class Refused:
 def continuation(
     logits: Logits, choose: Callable[[np.ndarray], int], prompt: Sequence[int], window: int, most: int, end: int | None
 ) -> Iterator[int]:
-    """Yield the ids that follow `prompt`: at most `most` ids, up to and including `end`.
+    """Yield the ids that follow `prompt`, one by one: at most `most` ids; the id `end` is yielded too, and is then the
+    last one.
 
     Args:
         logits: returns the logits, float [V], of the token after ids [n], 1 <= n <= `window`.

@@ -326,7 +326,9 @@ def step_in(folder: Path) -> int:
 
 
 def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
-    """Return the folder that `resume` names; raise CheckpointError if it is not exactly one checkpoint."""
+    """The step is taken from the folder's name or, if somebody renamed the folder (as `set_aside` does), from the files
+    in it; the result is -1 if neither states the step.
+    """
     folder = Path(resume).absolute()
     try:
         if not folder.is_dir():

@@ -101,7 +101,7 @@ def check_folder(out: Path) -> None:
 
 def full(out: Path) -> Failure | None:
     """Return a failure if a dump has to end because the disk has less free space left than a run needs; otherwise None.
-    (A dump of values may be larger than any estimate.)
+    A dump of values may be larger than any estimate, so the free space is checked while the dump is written.
     """
     free = shutil.disk_usage(out).free
     if free >= preflight.MIN_FREE:

@@ -59,8 +59,8 @@ class Size:
         return load_mini(path, workers=self.workers) if self.mini else load_recipe(path)
 
     def run_dir(self, recipe: Path) -> Path:
-        """Return ``output/<recipe's folder>-<recipe>`` below the working folder; a small version of the recipe gets the
-        ending ``-mini`` or ``-mini-parallel``.
+        """Return the default folder of a run, ``output/<recipe's folder>-<recipe>`` below the working folder; for a
+        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``.
         """
         kind = "-mini" * self.mini + "-parallel" * bool(self.workers)
         return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{kind}"
@@ -120,7 +120,7 @@ def checked_recipe(
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """Return the recipe with values instead of `auto`; `make_layout` is as in `effective_recipe`."""
+    """Return the recipe with values instead of `auto`; `make_layout` has the same meaning as for `effective_recipe`."""
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 

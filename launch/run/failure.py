@@ -143,8 +143,8 @@ def error_of(shown: Sequence[str]) -> str:
 
 
 def ends_in_msrun_log(log: Path) -> dict[int, int]:
-    """Return pid -> exit code of the workers that msrun has logged as failed (msrun logs only the first failure that it
-    sees).
+    """Return a dictionary pid -> exit code of the workers that msrun has logged as failed (msrun logs only the first
+    failure that it sees).
     """
     found = (_MSRUN_END.search(line) for line in last_lines(log))
     return {int(match[1]): int(match[2]) for match in found if match}

@@ -165,8 +165,8 @@ def held_out(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def data_prefixes(data_path: Any) -> list[str]:
-    """Return the prefixes in a `data_path`: a list of prefixes, or weights and prefixes by turns (MindFormers
-    distinguishes these two forms in the same way).
+    """Return the prefixes in a `data_path`: a list of prefixes, or a list in which weights and prefixes alternate
+    (MindFormers distinguishes these two forms in the same way).
     """
     try:
         return read_blend(data_path).prefixes

@@ -92,8 +92,8 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Make the checks that are the same for all workers; return a function that makes the checks of one worker and is
-    called with the worker's rank.
+    """Make the checks that are the same for all workers, and return a function that makes the checks of the worker
+    whose rank it gets.
 
     The rest waits until all ranks are connected, because it may fail on only some ranks: each rank reads its share of a
     sealed checkpoint; rank 0, the only one that may have to read an index, compares the data and its order, and writes
@@ -294,12 +294,14 @@ def _hosts(cluster: Cluster) -> list[str]:
 
 
 def default(name: str, value: str) -> str:
-    """Return an assignment of bash that an environment variable of the same name overrides."""
+    """Return a bash assignment of a default value, which an environment variable of the same name overrides."""
     return f'[ -n "${{{name}:-}}" ] || {name}={shlex.quote(value)}'
 
 
 def body(path: Path) -> str:
-    """Return the text of a bash file that scripts share, without the line that tells linters its language."""
+    """Return the text of a bash file that scripts share, without its first line, which tells linters that the file is
+    bash.
+    """
     return path.read_text(encoding="utf-8").split("\n", 1)[1]
 
 
@@ -312,7 +314,7 @@ def in_checkout(path: Path) -> str:
 
 
 def reference_scripts() -> dict[Path, str]:
-    """Return file name -> text for each script in launch/scripts/."""
+    """Return a dictionary file name -> text of the scripts in launch/scripts/."""
     scripts = {}
     for pattern in REFERENCES:
         for path in sorted((ROOT / "recipes").glob(pattern)):

@@ -117,8 +117,8 @@ class TrainingProgress:
 def draw_loss_curve(
     steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, Evaluation]
 ) -> Path:
-    """Draw the loss over `steps` (step -> its record), and `evaluations` (step -> held-out losses) as points: if there
-    are several corpora, a line for each of them.
+    """Draw the loss over `steps` (step -> its record), and as points the losses in `evaluations` (step -> held-out
+    losses); if there are several corpora, each has a line of its own.
 
     Matplotlib is imported only here; its Agg backend needs no display. Returns `out_path`.
     """
@@ -276,7 +276,7 @@ def gentler(recipe: Recipe) -> str:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """Print the end of a successful run on stdout."""
+    """Print on stdout how a successful run has ended."""
     rows = [("steps", f"{summary['steps']}")]
     first, final = summary["first_loss"], summary["final_loss"]
     if summary["steps"]:

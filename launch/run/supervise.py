@@ -43,7 +43,9 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """Return whether the process has ended with an exit code that is known and not 0."""
+        """Raise ClusterError if `port` cannot be the scheduler's port, because msrun would report this only after 44 s
+        and in vague words.
+        """
         return self.ended and self.code not in (0, None)
 
 
@@ -241,8 +243,8 @@ class _Watch:
     all_done: float = 0.0
 
     def until_the_end(self) -> tuple[int, Failure | None]:
-        """Return (exit code, failure) when the run has succeeded, when the first failure occurs, or when a signal
-        arrives.
+        """Return the exit code and the failure (or None) as soon as the run has succeeded, the first failure occurs, or
+        a signal arrives.
         """
         while True:
             while self.received:

@@ -1,4 +1,4 @@
-"""Keep a worker on the cores that its host's plan gives it; `launch/run/cores.py` makes the plan.
+"""This module keeps a worker on the cores that its host's plan gives it; `launch/run/cores.py` makes the plan.
 
 The module uses only the standard library, because it runs before NumPy, OpenMP and MindSpore start threads, which stay
 on their parent's cores.

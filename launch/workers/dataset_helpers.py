@@ -20,7 +20,7 @@ from plugins.errors import ClusterError
 
 
 def use_this_python() -> None:
-    """Point the Makefile at this interpreter, through the environment of this process."""
+    """Make MindFormers' Makefile use this Python interpreter, through environment variables of this process."""
     os.environ["CPPFLAGS"] = f"-I{sysconfig.get_paths()['include']} -I{pybind11.get_include()}"
     os.environ["MAKEFLAGS"] = f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
 

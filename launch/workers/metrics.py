@@ -99,7 +99,7 @@ class RecordingLossMonitor(MFLossMonitor):
             self.first_step.begin()
 
     def on_train_step_end(self, run_context):
-        """Write the collectives before any callback communicates with other ranks."""
+        """Write the first step's recorded collectives, before any callback communicates with other ranks."""
         if self.first_step:
             self.first_step.end(run_context.original_args().cur_step_num)
         super().on_train_step_end(run_context)

@@ -56,7 +56,9 @@ def falling_order(weights: np.ndarray) -> np.ndarray:
 
 
 def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return values [rows, n] at indices [rows, ...], row by row, in the shape of `indices`."""
+    """Return the elements of `values` [rows, n] at the positions `indices` [rows, ...], in the shape of `indices`; each
+    row of indices refers to the same row of values.
+    """
     rows, count = values.shape
     if rows == 1:
         return values[0].take(indices)
@@ -242,8 +244,8 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
 
 
 def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
-    """Return the total cost of each rank's micro-batches, [..., ranks, micro-batches]. `costs` is [..., samples], and
-    `plan` has the shape that `assign` returns.
+    """Return the total cost of each rank's micro-batches, [..., ranks, micro-batches]. The argument `costs` holds the
+    cost of each sample, [..., samples]; `plan` has the shape that `assign` returns.
     """
     rows = int(np.prod(plan.shape[:-3]))
     return taken(costs.reshape(rows, -1), plan.reshape(rows, -1)).reshape(plan.shape).sum(-1)

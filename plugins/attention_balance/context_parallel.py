@@ -20,8 +20,8 @@ _ROUNDS = 16  # strips that a rank gets of what is not cut head-tail
 @dataclass(frozen=True)
 class ContextPlan:
     """This is the division of a sample over context-parallel ranks. `ranges` holds for each rank int64 [n, 2]: the
-    first token and the end of each of its ranges, in rising order and not adjacent. `pairs` is int64 [cp]: the pairs of
-    tokens whose attention each rank computes.
+    first token of each of its ranges and the token after the last one; the ranges are in rising order and not adjacent.
+    `pairs` is int64 [cp]: the pairs of tokens whose attention each rank computes.
     """
 
     ranges: list[np.ndarray]
@@ -29,20 +29,23 @@ class ContextPlan:
 
     @property
     def imbalance(self) -> float:
-        """Return the largest number of attending pairs on a rank divided by the mean over the ranks; 1 is perfect."""
+        """Return the number of attending pairs of tokens on the rank that has most, divided by the mean over the ranks;
+        1 is perfect.
+        """
         return float(self.pairs.max() / self.pairs.mean())
 
 
 def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Cut the sample into `ranks` equal consecutive parts and give rank r the r-th part. `segments` is int64
-    [documents], the tokens of each document; their sum is a multiple of `ranks`.
+    """Cut the sample into `ranks` equal consecutive parts and give rank r the r-th part. The argument `segments` is
+    int64 [documents], the number of tokens of each document; their sum is a multiple of `ranks`.
     """
     return _strided(segments, ranks, np.arange(ranks))
 
 
 def head_tail(segments: np.ndarray, ranks: int) -> ContextPlan:
     """Cut the sample into 2 * ranks equal consecutive parts and give rank r the r-th part and the r-th from the end.
-    `segments` is int64 [documents], the tokens of each document; their sum is a multiple of 2 * ranks.
+    The argument `segments` is int64 [documents], the number of tokens of each document; their sum is a multiple of 2 *
+    ranks.
     """
     return _strided(segments, ranks, np.concatenate((np.arange(ranks), np.arange(ranks)[::-1])))
 

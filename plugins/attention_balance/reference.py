@@ -44,7 +44,9 @@ def sample_tokens(index: GPTIndex, documents: list[list[int]], item: int) -> lis
 
 
 def pairs_of_tokens(tokens: list[int], end_of_document: int) -> int:
-    """Return the number of attending pairs of one sample, from its block-diagonal causal mask."""
+    """Return the number of pairs of tokens that attend to each other in one sample, counted in its block-diagonal
+    causal mask.
+    """
     document = np.cumsum([0] + [token == end_of_document for token in tokens[:-1]])
     position = np.arange(len(tokens))
     return int(((document[:, None] == document) & (position[:, None] >= position)).sum())
@@ -113,7 +115,7 @@ def shortest_pipeline(times: list[float], stages: int, forward_share: float) -> 
 
 
 def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Return the tokens and attending pairs of each context-parallel rank, counted token by token.
+    """Return the tokens and the pairs of attending tokens of each context-parallel rank, counted token by token.
 
     segments: tokens of each document; ranges: for each rank [n, 2] as in `ContextPlan`.
     """

@@ -87,7 +87,7 @@ class Ramp:
     full: int
 
     def batch_at(self, step: int) -> int:
-        """Return the samples of step number `step`, from 1 on."""
+        """Return the number of samples in step number `step`; steps count from 1."""
         return next((batch for end, batch in self.stages if step <= end), self.full)
 
     def samples_until(self, step: int) -> int:
@@ -109,7 +109,7 @@ class Ramp:
         return begin + samples // self.full
 
     def rows_at(self, step: int, rank: int, ranks: int) -> range:
-        """Return the samples of step number `step` that data-parallel rank `rank` of `ranks` trains."""
+        """Return the range of the samples that data-parallel rank `rank` of `ranks` trains in step number `step`."""
         return range(self.samples_until(step - 1) + rank, self.samples_until(step), ranks)
 
     def end_at(self, step: int) -> int | None:
@@ -185,7 +185,7 @@ class Division:
         return f"leave the stage out, because the recipe's own batch of {self.full} is not larger than {samples}"
 
     def micro_batches_at(self, samples: int) -> int:
-        """Return the micro-batches of a step of `samples` samples."""
+        """Return the number of micro-batches in a step of `samples` samples."""
         return 1 if self.whole else samples // self.unit
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 
 def batches(stages: Sequence[tuple[int, int]], full: int, samples: int) -> list[list[int]]:
-    """Return the samples of each step of a run over `samples` samples; a last part of a step is not trained.
+    """Return the indices of the samples that each step of a run over `samples` samples trains; samples at the end that
+    do not fill a step are not trained.
 
     Args:
         stages: (last step, samples of a step) of each stage. full: samples of a step after the last stage.

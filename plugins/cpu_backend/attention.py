@@ -160,8 +160,8 @@ def compute_unrounded(network):
 
 class CoreAttention(nn.Cell):
     """A `CoreAttention` replaces `training_graph.transformer.flash_attention.FlashAttention` as the submodule
-    `core_attention`. Softmax runs in float32. Its memory grows with S squared, so it is meant for mini recipes (small
-    versions for CPU).
+    `core_attention`. Softmax runs in float32. The memory of this attention grows with the square of the sequence length
+    S, so it is meant for mini recipes (small versions for CPU).
 
         Inputs:
             query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv
@@ -213,11 +213,11 @@ class CoreAttention(nn.Cell):
         actual_seq_qlen=None,
         actual_seq_kvlen=None,
     ):
-        """Return the attention; the class's docstring gives the shapes."""
+        """Return the attention; the class's docstring gives the shapes of arguments and result."""
         return self.attend(query, key, value, attention_mask)
 
     def attend(self, query, key, value, attention_mask):
-        """Return the attention [S, B, N * Dv]; the arguments are the inputs of the class's docstring."""
+        """Return the attention [S, B, N * Dv]; the class's docstring gives the shapes of the arguments."""
         length, batch = query.shape[0], query.shape[1]
         query = self._heads_first(query, self.heads)
         key = self._heads_first(key, self.groups)
@@ -283,7 +283,7 @@ class WithinDocuments(nn.Cell):
         self.attend, self.gradients = _operators(scale)
 
     def construct(self, query, key, value, breaks):
-        """Return the attention; the class's docstring gives the shapes."""
+        """Return the attention; the class's docstring gives the shapes of arguments and result."""
         return self.attend(query, key, value, breaks)
 
     def bprop(self, query, key, value, breaks, out, dout):

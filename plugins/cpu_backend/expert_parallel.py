@@ -89,8 +89,8 @@ class AllToAllV(nn.Cell):
         self.there, self.back = _moving(group), _moving(group)
 
     def construct(self, rows, send, receive, room):
-        """Return the received rows [room, w] for the sent rows [C, w]; send and receive are int32 [n], and room is the
-        number of rows of the result.
+        """Return the received rows [room, w] for the sent rows [C, w]; send and receive are int32 [n], and `room` is
+        the number of rows that the result has.
         """
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
@@ -179,15 +179,17 @@ class Net:
 
 
 class Rows(nn.Cell):
-    """These are the dispatcher's row operations (sort, gather, add) with static shapes, as a CPU graph needs them."""
+    """A `Rows` holds the dispatcher's row operations (sort, gather, add) with static shapes, as a CPU graph needs
+    them.
+    """
 
     limit = 2**31  # of int32
     spare = 0  # buffers of a fixed size may arrive with no row in use
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values the keys inside `sort` can have, for `count` elements of `kinds` values; the
-        keys are unique.
+        """Return how many different values the keys may have that `sort` makes from `count` elements of `kinds` values;
+        each key is unique.
         """
         return kinds * count
 
@@ -211,17 +213,17 @@ class Rows(nn.Cell):
         return inverse
 
     def keep(self, values, mask):
-        """Return `values` unchanged: buffers have a fixed size, so unused rows stay, at the end, and no rank sends
-        them.
+        """Return `values` unchanged: buffers have a fixed size on CPU, so unused rows stay at the end of the buffer,
+        and no rank sends them.
         """
         return values
 
     def take(self, values, index):
-        """Return the rows of [n, ...] at the indices int32 [m], as [m, ...]."""
+        """Return the rows of a tensor [n, ...] at the indices int32 [m], as a tensor [m, ...]."""
         return self.gather(values, index, 0)
 
     def add(self, values, index, count):
-        """Return the sums [count, ...] of those rows [m, ...] that have the same index."""
+        """Return the sums [count, ...] of those rows of a tensor [m, ...] that have the same index."""
         return self.scatter(values, index, count)
 
     def cumulate(self, counts, padded):

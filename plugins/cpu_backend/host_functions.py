@@ -77,7 +77,7 @@ def register(function: Callable[..., Any]) -> int:
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return the name of a function: its module, its qualified name, and the values that it has captured or has as
-    defaults.
+    defaults of its arguments.
 
     Raises:
         TypeError: the function was not made by `def`, or one of its captured values is mutable or has no exact text.
@@ -94,8 +94,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number by which graphs call the function of this name: 62 bits of the name's digest, plus 2 ** 62,
-    because no memory address is that large.
+    """Return the number by which graphs call the function of this name: 62 bits of the name's digest, plus 2 ** 62, so
+    that the number is larger than any memory address.
     """
     return 1 << 62 | int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 

@@ -72,7 +72,7 @@ class EmbeddingLookup(PrimitiveLike):
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """This is `MoEAlltoAllTokenDispatcher` for expert_parallel 1, computed without the operators `SortExt`,
+    """This is `MoEAlltoAllTokenDispatcher` for `expert_parallel: 1`, computed without the operators `SortExt`,
     `IndexSelect` and `MoveTo`.
 
     Nothing is dropped, so no pad tokens are needed (`use_pad_tokens` keeps Ascend's GroupedMatmul from an
@@ -146,7 +146,7 @@ class GroupedMatMul(PrimitiveLike):
         return expert_of_block, source, slot_of_row
 
     def pack(self, x, source):
-        """Return the rows [rows, h] in padded blocks, [blocks, block, h]."""
+        """Return the rows [rows, h], copied into padded blocks [blocks, block, h]."""
         return self.gather(x, source, 0)
 
     def construct(self, packed, weight, expert_of_block):
@@ -156,7 +156,7 @@ class GroupedMatMul(PrimitiveLike):
         return self.matmul(packed, self.gather(weight, expert_of_block, 0))
 
     def unpack(self, packed, slot_of_row):
-        """Return the rows [rows, H] of the padded blocks [blocks, block, H]."""
+        """Return the rows [rows, H] without the padding of the blocks [blocks, block, H]."""
         return self.gather(ops.reshape(packed, (-1, packed.shape[-1])), slot_of_row, 0)
 
 

@@ -103,7 +103,7 @@ def set_rows(model, rows):
 
 @contextmanager
 def of_rows(model, rows):
-    """While the block runs, let each router expect `rows` samples, see `set_rows`."""
+    """While the block runs, let each router expect `rows` samples (see `set_rows`)."""
     before = {router.dp for router in cells_of(model, TopKRouter)}
     set_rows(model, rows)
     try:
@@ -119,8 +119,8 @@ def cells_of(model, kind):
 
 
 def build(model, parent, config, latent):
-    """Build a training model in place, instead of the `__init__` of its MindFormers class, which would make a GPTModel
-    for Ascend.
+    """Build a training model in place; this replaces the `__init__` of its MindFormers class, which would make a
+    GPTModel for Ascend.
 
     Args:
         parent: MindFormers' class of pre-trained models from which the class inherits.

@@ -13,7 +13,8 @@ import numpy as np
 
 
 def refused_dtype(compute_dtype: object) -> str:
-    """Return why the CPU backend does not compute in a data type (`compute_dtype`); "" for float32.
+    """Return why the CPU backend does not compute in a data type (`compute_dtype`); return "" for float32, in which it
+    computes.
 
     Of MindSpore 2.9.0's kernels on CPU, those of float16 train a mini recipe; those of bfloat16 lack the matmul.
     """

@@ -65,7 +65,7 @@ def _shared_experts(self, hidden_states):
 
 @contextmanager
 def pynative():
-    """Switch to PyNative mode for a while, and replace code that works only in graphs."""
+    """Switch to PyNative mode until the block ends, and replace code that works only in graphs."""
     with ExitStack() as stack:
         for hook in stand_ins():
             stack.enter_context(replaced(*hook))
@@ -76,8 +76,8 @@ def pynative():
 
 @contextmanager
 def counters_kept(network):
-    """Restore afterwards the parameters that a forward pass changes without training, such as the counters of experts'
-    loads.
+    """Save the parameters that a forward pass changes without training, such as the counters of experts' loads, and
+    restore them when the block ends.
     """
     counters = [(param, param.asnumpy().copy()) for param in network.get_parameters() if not param.requires_grad]
     try:
@@ -103,7 +103,8 @@ def without_recomputation(network):
 
 
 def module_outputs(network, batch):
-    """Return the logits of a batch, and module -> its output as [B, S, ...], in the order in which they are computed.
+    """Return the logits of a batch, and a dictionary from each module to its output [B, S, ...], in the order in which
+    the modules compute.
 
     The network is in evaluation mode; the modules are those of tools/accuracy/reference/forward.py.
     """

@@ -56,8 +56,9 @@ class TokensOfARank(nn.Cell):
         self.sum = ops.AllReduce()
 
     def construct(self, tokens, least):
-        """Return [1], the divisor: the counted tokens of all ranks divided by the ranks, plus `least`. `tokens` is
-        float32 [], the counted tokens of this rank; `least` [1] is a small number that avoids a division by 0.
+        """Return the divisor [1]: the counted tokens of all ranks divided by the number of ranks, plus `least`. The
+        argument `tokens` is float32 [], the counted tokens of this rank; `least` [1] is a small number that avoids a
+        division by 0.
         """
         return self.sum(ops.reshape(ops.stop_gradient(tokens), (1,))) / self.ranks + least
 
@@ -102,7 +103,7 @@ def losses_of_this_rank() -> np.ndarray:
 
 
 def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
-    """Return a dictionary rank -> parameter name -> [layout, dtype, full shape], as
+    """Return a nested dictionary rank -> parameter name -> [layout, dtype, full shape], as
     `mindspore.parallel.get_strategy_metadata` does.
 
     The parameters come from the train step, because `network` may lack the optimizer's. Parameters marked

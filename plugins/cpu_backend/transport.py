@@ -152,8 +152,8 @@ class Mesh:
         return results
 
     def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:
-        """Send each peer its part of `parts`; return peer -> the frame that this peer sent, without checking what the
-        frame contains.
+        """Send each peer its part of `parts`; return a dictionary peer -> the frame that this peer sent, without
+        checking what the frame contains.
 
         As `all_to_all_v`, but nothing of a frame is checked. Returns after the kernel took every part.
 

@@ -124,7 +124,7 @@ class Layer:
 @dataclass(frozen=True)
 class Choice:
     """A `Choice` holds the division into chunks and the order of issue that were chosen for an MoE layer, with the
-    predicted times. The times are in seconds, for one layer and one micro-batch.
+    predicted times. All times of a `Choice` are in seconds, for one layer and one micro-batch.
 
     Args:
         chunks: (b, s), the numbers of parts of batch and sequence.
@@ -209,7 +209,8 @@ def candidates(batch: int, sequence: int) -> list[Chunks]:
 
 
 def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int = 1) -> list[tuple[int, str]]:
-    """Return the one order in which every rank issues the steps of all chunks: (chunk, step) pairs.
+    """Return as (chunk, step) pairs the order in which every rank issues the steps of all chunks; all ranks have the
+    same order.
 
     Step i of chunk c stands at place stride * c + i, the earlier chunk first: a chunk starts `stride` steps after the
     one before it.

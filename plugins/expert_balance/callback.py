@@ -53,7 +53,7 @@ class Experts:
 
 
 class Alone:
-    """An `Alone` takes the place of communication between ranks in a run that consists of only one rank."""
+    """An `Alone` replaces the communication between ranks in a run that consists of only one rank."""
 
     rank, size = 0, 1
 
@@ -137,7 +137,7 @@ class ExpertBalance(ExpertMigrateCallback):
         return total(self.ranks, np.rint(shares * self.copies).astype(np.int64)), slots, batches
 
     def hand_out(self, own):
-        """Return on every rank the array that rank 0 passes as `own` (see `from_first`)."""
+        """Return rank 0's array `own` on every rank (see `from_first`)."""
         return from_first(self.ranks, own)
 
     def movable(self):
@@ -258,7 +258,7 @@ def _moments(states, weight):
 
 
 def take_copies(cell, slots, copies):
-    """Let a layer's experts use the given copies of experts from now on, see `plugins.expert_balance.copied`."""
+    """Let a layer's experts use the given copies of experts from now on (see `plugins.expert_balance.copied`)."""
     cell.take_copies(slots, copies)
 
 

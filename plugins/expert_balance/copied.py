@@ -97,8 +97,8 @@ class Choose(nn.Cell):
         self.slots = host_functions.operator(choose, same, _first)
 
     def construct(self, homes):
-        """Return the chosen slots, int32, for the own slots (those that are not copies) of the tokens' experts, int32,
-        in the same shape.
+        """Return the slots, int32, that compute the tokens; the argument holds the own slots (those that are not
+        copies) of the tokens' experts, int32, in the same shape.
         """
         return self.slots(homes)
 

@@ -198,9 +198,9 @@ def next_state(
 
 
 def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
-    """Return the tokens that stay in each expert's own slot, integers [E], after D x spare copies were made one by
-    one. Each copy is one of the expert whose own slot has the most tokens at that moment. This is EPLB's rule, except
-    that an expert gets at most one slot on each device.
+    """Return integers [E], the tokens that stay in each expert's own slot, after D x spare copies of experts were made
+    one by one. Each copy is made of the expert whose own slot has the most tokens at that moment. This is EPLB's rule,
+    except that an expert gets at most one slot on each device.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):
@@ -285,8 +285,8 @@ class Table:
 
 
 def with_copies(own: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int], tag: int) -> np.ndarray:
-    """Return the weights [(E / D + spare) x rows, width] of a rank's slots: first the weights of its experts, then the
-    weights of its copies.
+    """Return the weights [(E / D + spare) x rows, width] of a rank's slots: first the weights of its own experts, then
+    those of the copies that it holds.
 
     Args:
         own: [E / D x rows, width]. ranks: the connection to all ranks of the EP group, in its order. group: the numbers

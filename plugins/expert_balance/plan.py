@@ -29,8 +29,8 @@ PARTS = 256  # of a token: a prediction is rounded to them
 
 
 def near_enough(each: int) -> float:
-    """Return the share by which a device with `each` experts may stay above the best possible load. Smaller gains are
-    not worth a move, because they are lost when loads change.
+    """Return by which share of the best possible load a device with `each` experts may exceed that load. Smaller gains
+    are not worth a move, because they are lost when loads change.
 
     A swap has `each` squared pairs to choose from, so a single swap can close a gap of that order; smaller gaps take
     many. The factor is from the drifting loads of benchmarks/expert_balance_plan.py.
@@ -163,8 +163,9 @@ def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
 
 
 def bound(loads: np.ndarray, devices: int) -> float:
-    """Return a lower bound on the tokens of the fullest device for any placement of experts with `loads` [E]: the mean
-    over the devices, or the load of a device that holds the largest expert and otherwise the smallest experts.
+    """Return a lower bound on the tokens of the fullest device for any placement of experts with `loads` [E]: the
+    larger of the mean over the devices, and the load of a device that holds the largest expert and otherwise the
+    smallest experts.
     """
     ordered = np.sort(loads)
     beside = len(loads) // devices - 1
@@ -283,7 +284,9 @@ class Prediction:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether a new placement is planned after this step; if `every` is 0, no placement is ever planned."""
+    """Return whether a new placement has to be planned after this step; if `every` is 0, no placement is ever
+    planned.
+    """
     return every > 0 and step % every == 0
 
 

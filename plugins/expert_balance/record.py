@@ -83,8 +83,8 @@ class Record:
 
     @property
     def after(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the placement [layers, E] and the copies [layers, D x spare] after the step; the copies are [layers,
-        0] if there are no spare slots.
+        """Return the placement [layers, E] and the copies [layers, D x spare] that are in use after the step; the
+        copies are [layers, 0] if there are no spare slots.
         """
         copies = self.copies if self.moved is None else self.moved.copies
         slots = self.slots if self.moved is None else self.moved.slots
@@ -286,7 +286,8 @@ def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str |
 
 def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -> tuple[list[Record], str]:
     """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
-    another layout or cannot be read. If `source` is the file `own`, that one is then put aside.
+    another layout or cannot be read. If `source` is the file `own` itself and its records cannot be used, the file is
+    put aside.
 
     Args:
         form: devices, layers and experts of this run.

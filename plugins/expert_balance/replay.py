@@ -108,8 +108,9 @@ def differences(records: Sequence[Record], found: Replay) -> list[int]:
 
 
 def eplb(loads: np.ndarray, devices: int) -> np.ndarray:
-    """Return EPLB's placement int64 [E] without replicas, by the description of its global policy in its README:
-    experts are packed to devices. The step before, copies of hot experts, is left out; `eplb_with_copies` has it.
+    """Return EPLB's placement int64 [E] without replicas, by the description of the global policy in EPLB's README:
+    experts are packed to devices. The policy's earlier step, which makes copies of hot experts, is left out;
+    `eplb_with_copies` includes it.
     """
     return _slots(_packed(loads, devices))
 
@@ -130,8 +131,8 @@ def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
 
 
 def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int) -> np.ndarray:
-    """Return for each step and layer the tokens of the fullest device divided by the mean, if `eplb_with_copies` plans
-    at every step at which a plan is due.
+    """Return for each step and layer the tokens of the fullest device divided by the mean, for a run in which
+    `eplb_with_copies` plans whenever a plan is due.
     """
     devices, prediction, ratios = records[0].devices, Prediction(decay), []
     held: np.ndarray | None = None  # [layers, D, slots], after the first plan

@@ -68,7 +68,7 @@ class Alarm:
 @dataclass(frozen=True)
 class Measures:
     """A `Measures` holds the measures of the routers in one step, which the table of this module lists: arrays with one
-    value for each layer. `similarity` is NaN if the step before is not known.
+    value for each layer. The field `similarity` is NaN if the step before is not known.
     """
 
     step: int

@@ -60,7 +60,7 @@ def undefined_of(config) -> tuple[str, ...]:
 
 
 def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
-    """Let `watch` judge the steps of a run of `config`, and save no checkpoint of a step that `watch` refuses.
+    """Let `watch` judge the steps of a run of `config`, and let no checkpoint be saved of a step that `watch` refuses.
 
     Args:
         end: a function that raises the error which ends the run; it is called with the monitor that saves (or None),
@@ -130,8 +130,8 @@ def end(saver, step, wrong):
 
 
 def way_on(saver):
-    """Return the end of the error message: from which checkpoint to resume, or to start over, and what to change
-    first.
+    """Return the end of the error message: the checkpoint from which to resume (or that the run has to start over), and
+    what to change first.
     """
     change = "with a lower learning rate or other data: as it was, it would come to the same"
     newest = newest_of_rank(Path(saver.directory), get_real_rank()) if saver and not saver.use_legacy_format else None

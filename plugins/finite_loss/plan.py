@@ -34,7 +34,7 @@ _CHUNK = 1 << 22  # numbers looked at together
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This setting says after how many steps that are not finite a run ends."""
+    """This setting is the number of steps in a row that are not finite after which a run ends."""
 
     KEY = KEY
     RIGHT = f"write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is"

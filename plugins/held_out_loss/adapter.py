@@ -52,8 +52,8 @@ _LOSS = "lm_loss"
 
 
 class SwitchedStep(MFPipelineWithLossScaleCell):
-    """This is MindFormers' train step for micro-batches, with a switch that keeps it from updating weights and
-    optimizer.
+    """This is MindFormers' train step for micro-batches with a switch; when it is set, the step updates neither weights
+    nor optimizer.
     """
 
     def __init__(self, *args, **kwargs):
@@ -66,7 +66,7 @@ class SwitchedStep(MFPipelineWithLossScaleCell):
 
 
 class Forward(nn.Cell):
-    """This cell wraps the network for the evaluation, so that not the network itself is compiled.
+    """This cell wraps the network for the evaluation, so that the wrapper is compiled and not the network itself.
 
     A compile notes the layouts of weights in the cell that it was asked for. MindSpore looks for them in the cell that
     it saves, which is the network, and would write whole weights where a rank's slices belong.

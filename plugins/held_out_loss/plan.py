@@ -1,4 +1,6 @@
-"""This module holds the settings of `plugins.held_out_loss`, how its samples lie on the ranks, and where results go."""
+"""This module holds the settings of `plugins.held_out_loss`, and says how the held-out samples are divided over the
+ranks, and to which file the results are written.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ class Settings(Section):
 
 
 def paths_of(data_path: Any) -> tuple[str, ...]:
-    """Return the paths in a `data_path`; entries that are not paths are left out."""
+    """Return the paths in a `data_path`, without the entries that are not paths, such as weights."""
     entries = [data_path] if isinstance(data_path, str) else data_path if isinstance(data_path, list | tuple) else []
     return tuple(entry for entry in entries if isinstance(entry, str))
 
@@ -145,7 +147,9 @@ class Batches:
         )
 
     def share_of(self, rank: int, ranks: int) -> float:
-        """Return the weight of a rank's loss in the mean over the ranks; 0 where the rank does not compute the loss."""
+        """Return the weight of a rank's loss in the mean over the ranks; 0 for a rank that does not compute the
+        loss.
+        """
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
 
 
@@ -245,7 +249,9 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
 
 
 def check_files(recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError for a list of files with HFDataLoader, which would read all of them as one."""
+    """Raise RecipeError if the held-out data is a list of files for HFDataLoader, which would read all of them as
+    one.
+    """
     written = value_at(recipe, f"{KEY}.data_path")
     if of_instructions(value_at(recipe, "train_dataset.data_loader", {})) and not isinstance(written, str | None):
         wrong = f"HFDataLoader reads its held-out data from one file, not from {written!r}; write the file's path"
@@ -283,5 +289,7 @@ def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> d
 
 
 def of_instructions(loader: Any) -> bool:
-    """Return whether a data loader reads conversation files, of which one is held out, instead of Megatron prefixes."""
+    """Return whether a data loader is an HFDataLoader, which reads files of conversations; the held-out data is then
+    one such file and not a list of Megatron prefixes.
+    """
     return isinstance(loader, Mapping) and loader.get("type") == "HFDataLoader"

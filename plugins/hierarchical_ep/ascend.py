@@ -25,8 +25,8 @@ class AllToAllV(nn.Cell):
             self.move.recompute(False)
 
     def construct(self, rows, send, receive, room):
-        """Return the received rows [sum(receive), width] for `rows` [C, width]. `send` and `receive` are counts in host
-        memory; `room` is not used.
+        """Return the received rows [sum(receive), width] for `rows` [C, width]. The arguments `send` and `receive` are
+        counts in host memory; `room` is not used.
         """
         return ops.reshape(self.move(ops.reshape(rows, (-1,)), send, receive), (-1, self.width))
 
@@ -101,7 +101,7 @@ class Net:
 
 
 class Rows(nn.Cell):
-    """These are the dispatcher's row operations (sort, gather, add), whose output shapes depend on the data."""
+    """A `Rows` holds the dispatcher's row operations (sort, gather, add), whose output shapes depend on the data."""
 
     limit = 2**24  # of whole numbers in float32
     spare = 1  # row to oneself in each exchange: AlltoAllV of no rows returns a scalar
@@ -133,15 +133,15 @@ class Rows(nn.Cell):
         return inverse
 
     def keep(self, values, mask):
-        """Return the elements of [n] for which the mask, bool [n], is True."""
+        """Return the elements of a tensor [n] for which the mask, bool [n], is True."""
         return self.select(values, 0, ops.reshape(self.where(mask), (-1,)))
 
     def take(self, values, index):
-        """Return the rows of [n, ...] at the indices int [m], as [m, ...]."""
+        """Return the rows of a tensor [n, ...] at the indices int [m], as a tensor [m, ...]."""
         return self.select(values, 0, index)
 
     def add(self, values, index, count):
-        """Return the sums [count, h] of those rows [m, h] that have the same index, computed in float32."""
+        """Return the sums [count, h] of those rows of a tensor [m, h] that have the same index, computed in float32."""
         zeros = ops.zeros((count, values.shape[1]), ms.float32)
         return ops.cast(self.add_at(zeros, index, ops.cast(values, ms.float32)), values.dtype)
 

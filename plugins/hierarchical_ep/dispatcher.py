@@ -86,8 +86,8 @@ class _Pass(nn.Cell):
 
 
 class InTurn(nn.Cell):
-    """An `InTurn` wraps a collective so that, in the forward and in the backward pass, it starts only after the
-    collective before it.
+    """An `InTurn` wraps a collective so that it starts only after the collective before it has run, in the forward and
+    in the backward pass.
     """
 
     def __init__(self, collective):
@@ -135,7 +135,7 @@ class Stay(nn.Cell):
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
-        """Return the rows [N, h] unchanged."""
+        """Return the rows [N, h] unchanged on the way back from the experts."""
         return rows, turn
 
 
@@ -212,7 +212,7 @@ class Select(nn.Cell):
 
 
 class Beside(nn.Cell):
-    """A `Beside` joins two vectors [n] as the columns of [n, 2]; the first vector has no gradient.
+    """A `Beside` joins two vectors [n] as the two columns of a matrix [n, 2]; the first vector has no gradient.
 
     Its gradient is written out because MindSpore's recompute pass takes a slice or reshape behind the gradient of a CPU
     collective for the cell's first one, lets what is recomputed wait for it, and has built a cycle.
@@ -222,7 +222,7 @@ class Beside(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, first, second):
-        """Return two vectors [n] as the columns of [n, 2]."""
+        """Return a matrix [n, 2] with the two vectors [n] as its columns."""
         return ops.concat((ops.reshape(first, (-1, 1)), ops.reshape(second, (-1, 1))), 1)
 
     def bprop(self, first, second, out, dout):
@@ -431,6 +431,6 @@ class RoutedLayer(nn.Cell):
 
 
 def cut(slices):
-    """Return (pieces, whole), as `RoutedLayer` takes them, for the token indices of the chunks."""
+    """Return (pieces, whole) for the token indices of the chunks, in the form in which `RoutedLayer` takes them."""
     whole = np.argsort(np.concatenate(slices))
     return tuple(Tensor(piece, mstype.int32) for piece in slices), Tensor(whole, mstype.int32)

@@ -10,7 +10,8 @@ from plugins.hierarchical_ep.settings import Part, check_room
 
 
 class RoutedExperts(FFNGroupedGEMM):
-    """This is MindFormers' `FFNGroupedGEMM`, except that its Morph runs this plugin's `RoutedLayer`.
+    """This is MindFormers' `FFNGroupedGEMM`, except that the function in its operator `Morph` runs this plugin's
+    `RoutedLayer`.
 
     Args:
         config: TransformerConfig.
@@ -44,7 +45,7 @@ class RoutedExperts(FFNGroupedGEMM):
         self.layer = RoutedLayer(dispatchers, pieces, whole, order, self.experts_forward, rows, streams)
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """This is the body of the Morph: it returns the experts' output for the tokens of one rank.
+        """Return the experts' output for the tokens of one rank; the operator `Morph` runs this function.
 
         Args:
             tokens: [1, N, h]; probs: [1, N, k]; routing_map: int [1, N, k], the chosen experts.

@@ -8,13 +8,15 @@ import numpy as np
 
 
 def swiglu(gate_up: np.ndarray) -> np.ndarray:
-    """Return silu(gate) * up for [..., 2H], gate first, as [..., H]."""
+    """Return silu(gate) * up, [..., H], for a tensor [..., 2H] that holds gate, then up."""
     gate, up = np.split(gate_up, 2, -1)
     return gate / (1 + np.exp(-gate)) * up
 
 
 def swiglu_backward(gate_up: np.ndarray, d_out: np.ndarray) -> np.ndarray:
-    """Return the gradient of `swiglu`: d_out [..., H] -> [..., 2H]."""
+    """Return the gradient [..., 2H] of `swiglu` with respect to its argument, for the gradient d_out [..., H] of its
+    result.
+    """
     gate, up = np.split(gate_up, 2, -1)
     sigmoid = 1 / (1 + np.exp(-gate))
     return np.concatenate([d_out * up * sigmoid * (1 + gate * (1 - sigmoid)), d_out * gate * sigmoid], -1)
@@ -28,7 +30,7 @@ def expert(rows: np.ndarray, w1: np.ndarray, w2: np.ndarray) -> np.ndarray:
 def expert_backward(
     rows: np.ndarray, w1: np.ndarray, w2: np.ndarray, d_out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of `expert` with respect to rows, w1 and w2; d_out: [M, h]."""
+    """Return the gradients of `expert` with respect to rows, w1 and w2, for the gradient d_out [M, h] of its result."""
     gate_up = rows @ w1
     d_gate_up = swiglu_backward(gate_up, d_out @ w2.T)
     return d_gate_up @ w1.T, rows.T @ d_gate_up, swiglu(gate_up).T @ d_out
@@ -54,7 +56,9 @@ def moe(tokens: np.ndarray, probs: np.ndarray, ids: np.ndarray, w1: np.ndarray, 
 def moe_backward(
     tokens: np.ndarray, probs: np.ndarray, ids: np.ndarray, w1: np.ndarray, w2: np.ndarray, d_out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of `moe` with respect to tokens, probs, w1 and w2; d_out: [N, h]."""
+    """Return the gradients of `moe` with respect to tokens, probs, w1 and w2, for the gradient d_out [N, h] of its
+    result.
+    """
     d_tokens, d_probs, d_w1, d_w2 = (np.zeros_like(value) for value in (tokens, probs, w1, w2))
     for e in range(len(w1)):
         for j in range(ids.shape[1]):

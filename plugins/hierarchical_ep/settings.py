@@ -23,7 +23,7 @@ DEFAULT_DISPATCHER = "alltoall"  # which leaves its place to this plugin
 
 
 def uncut(batch: int, config: Any) -> list[np.ndarray]:
-    """Return the indices of all tokens of a rank as one chunk; the arguments are those of
+    """Return the indices of all tokens of a rank as one chunk; the function takes the same arguments as
     `plugins.ep_overlap.plan.slices`.
     """
     return [np.arange(batch * config.seq_length // (config.tensor_model_parallel_size * config.context_parallel_size))]
@@ -75,7 +75,7 @@ def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: in
 
 
 def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare: int = 0) -> list[tuple[int, int]]:
-    """Return (kinds, count) for each sort of `dispatcher.py` at its largest: it sorts `count` keys that have `kinds`
+    """Return (kinds, count) for the largest case of each sort in `dispatcher.py`, which sorts `count` keys of `kinds`
     different values.
 
     Args:

@@ -44,7 +44,7 @@ class Topology:
 
     @property
     def expert_bounds(self) -> np.ndarray:
-        """Return bounds, [ep + 1]: rank r owns experts bounds[r] to bounds[r + 1] - 1.
+        """Return the bounds [ep + 1] of each rank's experts: rank r owns experts bounds[r] to bounds[r + 1] - 1.
 
         Blocks are contiguous. The first `experts % ep` ranks own one expert more; with fewer experts than ranks the
         last ranks own none.
@@ -100,7 +100,7 @@ class Topology:
         return tuple(self.intra_group(node * self.devices_per_node) for node in range(self.nodes))
 
     def experts_of_node(self, node: int) -> tuple[int, int]:
-        """Return (first, last): the node owns experts first .. last - 1."""
+        """Return (first, end): the node owns the experts from `first` to `end` - 1."""
         bounds = self.expert_bounds
         return int(bounds[node * self.devices_per_node]), int(bounds[(node + 1) * self.devices_per_node])
 

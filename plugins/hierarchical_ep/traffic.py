@@ -232,8 +232,8 @@ class BreakEven:
 
     @property
     def deduplicated_over_global(self) -> float:
-        """Return the inter-node bytes of deduplicated dispatch and combine divided by those of the global
-        All-to-All.
+        """Return the inter-node bytes of deduplicated dispatch and combine, divided by the inter-node bytes of the
+        global All-to-All.
         """
         return self.hierarchical_over_global * self.deduplicated_over_hierarchical
 

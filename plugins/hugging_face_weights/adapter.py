@@ -40,7 +40,7 @@ for _line in (
 
 
 class Halves(ConcatConvertOp):
-    """Concatenate gate and up by rows; MindFormers' own operator would alternate their rows."""
+    """This operation concatenates gate and up along the rows; MindFormers' own operation would alternate their rows."""
 
     def _hf_to_mf(self, weights: list) -> list:
         return [np.concatenate([np.asarray(weight) for weight in weights])]

@@ -48,8 +48,8 @@ class Row:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Return `parts`, in which the tensors of all experts of a kind are replaced by one name without the expert's
-        number.
+        """Return `parts` with one common name, without the expert's number, in place of the tensors of one kind of all
+        experts.
         """
         if self.how != "experts":
             return self.parts

@@ -118,7 +118,7 @@ class HyperConnection(nn.Cell):
         self.write = _on_tokens(self.compute_write, lambda x, *_: [x[0], x[1], wide], None, weights=0, along=along)
 
     def construct(self, streams):
-        """Return the gates [S, B, 2n + n n] of the streams [S, B, n h], float32: H_pre, H_post, H_res by rows."""
+        """Return the gates float32 [S, B, 2n + n n] of the streams [S, B, n h]: H_pre, H_post, and H_res row by row."""
         return self.gates_of(streams, self.hc_fn, self.hc_base, self.hc_scale)
 
     def compute_gates(self, streams, fn, base, scale):
@@ -161,7 +161,7 @@ class HyperConnection(nn.Cell):
 
 
 class HyperConnectedLayer(TransformerLayer):
-    """This is a transformer layer between n residual streams.
+    """This is a transformer layer that reads from and writes to n residual streams.
 
     Args:
         settings: the settings of the plugin. The other arguments are those of TransformerLayer.
@@ -180,7 +180,7 @@ class HyperConnectedLayer(TransformerLayer):
         self.contract = _on_tokens(self.mean, lambda x: [x[0], x[1], self.hidden], None, weights=0, along=along)
 
     def copies(self, x):
-        """Return [S, B, n h]: each stream is x [S, B, h]."""
+        """Return n equal residual streams [S, B, n h], each of which is x [S, B, h]."""
         return ops.concat([x] * self.streams, -1)
 
     def mean(self, x):
@@ -202,7 +202,7 @@ class HyperConnectedLayer(TransformerLayer):
         sharded_value=None,
         attention_loss=0.0,
     ):
-        """Return the streams [S, B, n h] behind the layer (behind the last one their mean, [S, B, h]), and the other
+        """Return the streams [S, B, n h] after the layer (after the last layer their mean, [S, B, h]), and the other
         values that TransformerLayer returns.
         """
         if self.in_turn:

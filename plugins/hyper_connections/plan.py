@@ -38,7 +38,7 @@ OFF = f"or {KEY}: False"
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings describe the streams of a model and how its gates begin."""
+    """These settings say how many residual streams a model has, and with which values its gates begin."""
 
     KEY = KEY
     RIGHT = f"write {{streams: 4}}, or {KEY}: False"

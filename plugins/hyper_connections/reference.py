@@ -14,7 +14,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Weights:
-    """These are the weights of one sublayer's hyper-connections with n streams of width h.
+    """A `Weights` holds the weights of one sublayer's hyper-connections with n streams of width h.
 
     Args:
         fn: [2n + n n, n h]. base: [2n + n n]. scale: [3], of H_pre, H_post and H_res.

@@ -109,7 +109,9 @@ class Adapted:
         add_adapter(self, lora_rank, lora_scale)
 
     def construct(self, input_):
-        """Return the layer's result with the adapter's, [S, B, outputs], and the bias that the layer did not add."""
+        """Return the sum of the layer's result and the adapter's result, [S, B, outputs], and the bias that the layer
+        did not add.
+        """
         output, bias = self.plain(input_)
         thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
         return self.lora_plus(output, self.lora_B(thin)[0]), bias
@@ -197,8 +199,8 @@ def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
 
 
 def freeze(model: Any) -> None:
-    """Leave only the adapters of `model` (a GPTModel) for the optimizer, which is built next, and let the routers'
-    biases stay.
+    """Freeze all weights of `model` (a GPTModel) except the adapters, so that the optimizer, which is built next, gets
+    only these, and keep the routers' biases unchanged.
     """
     if hasattr(model, RATE):  # the biases have no gradient to freeze: a callback moves them, at a rate by default
         setattr(model, RATE, 0.0)

@@ -137,7 +137,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Return W + scale x B A in float64, rounded once to the type of `weight` by the caller.
+    """Return W + scale x B A in float64; the caller rounds the sum once to the type of `weight`.
 
     Args:
         weight: [outputs, inputs]. a: [rank, inputs]. b: [outputs, rank].
@@ -146,7 +146,9 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
 
 
 def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:
-    """Return name -> shape of the adapters' parameters of a model whose own parameters have these names and shapes."""
+    """Return a dictionary name -> shape of the adapters' parameters, for a model whose own parameters have these names
+    and shapes.
+    """
     found: dict[str, tuple[int, int]] = {}
     for name, shape in shapes.items():
         layer = layer_of(name)

@@ -1,4 +1,4 @@
-"""This module computes a linear layer with an adapter, forward and backward, number by number in float64."""
+"""This module computes a linear layer with an adapter, forward and backward, element by element in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def forward(x: np.ndarray, weight: np.ndarray, a: np.ndarray, b: np.ndarray, sca
 def backward(
     x: np.ndarray, weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, dy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of sum(dy * y) with respect to x, A and B; W is frozen and has none."""
+    """Return the gradients of sum(dy * y) with respect to x, A and B; W is frozen, so no gradient is returned for
+    it.
+    """
     dx, da, db = np.zeros(x.shape), np.zeros(a.shape), np.zeros(b.shape)
     for token, row in enumerate(x):
         for out in range(len(weight)):

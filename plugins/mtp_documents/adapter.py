@@ -34,7 +34,7 @@ for _line in (
 
 
 def enable(config, settings) -> None:
-    """Keep the MTP layer of models that are built later within documents.
+    """Make the MTP layer of models that are built later predict only within documents.
 
     Raises:
         RecipeError: the plugin does not support the recipe.
@@ -53,7 +53,9 @@ def layers_of(model_config) -> int:
 
 
 def keep_within(model, end_of_document: int) -> None:
-    """Keep the MTP block of a built GPTModel within documents, which end with the token `end_of_document`."""
+    """Make the MTP block of a built GPTModel predict only within documents, which end with the token
+    `end_of_document`.
+    """
     block, ranks = model.mtp, model.config.data_parallel_size
     block.__class__ = BlockWithinDocuments
     block.end_of_document = end_of_document
@@ -67,7 +69,9 @@ class BlockWithinDocuments(MultiTokenPredictionBlock):
     """
 
     def continues(self, tokens):
-        """Return `plan.continues` of token ids [B, S], in their type; its first column may be 0 as well."""
+        """Return the result of `plan.continues` for token ids [B, S], in the type of the ids; the first column may be 0
+        as well.
+        """
         batch, length = self.shape(tokens)
         before = self.slice(tokens, (0, 0), (batch, length - 1), (1, 1))
         before = self.concat_2d((self.cast(self.zeros_op((batch, 1)), tokens.dtype), before))

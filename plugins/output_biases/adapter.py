@@ -40,7 +40,7 @@ def enable(config, settings) -> None:
 
 
 def without_input_biases(model) -> None:
-    """Take the biases from `linear_qkv` and `linear_fc1` of each layer of `model` (a GPTModel of dense layers)."""
+    """Remove the biases of `linear_qkv` and `linear_fc1` in each layer of `model` (a GPTModel of dense layers)."""
     for layer in model.decoder.layers:
         for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
             del linear.bias

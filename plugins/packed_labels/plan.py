@@ -117,7 +117,7 @@ def pack(
 
 
 def enough(wanted: int, made: int) -> None:
-    """Refuse a recipe that takes more samples than its conversations make.
+    """Refuse a recipe that takes more packed samples than its conversations fill.
 
     Raises:
         DataError: `wanted` samples are requested, `made` samples exist.

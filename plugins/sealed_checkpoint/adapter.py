@@ -42,7 +42,7 @@ from plugins.sealed_checkpoint.plan import (
 
 
 def forget_logits(network: Any) -> None:
-    """Set the largest attention logits of a step, by which Muon's QK-clip scales heads, to zero.
+    """Set the largest attention logits of a step to zero; Muon's QK-clip scales attention heads by these values.
 
     MindFormers saves them before its callback resets them. One process would load those of the last step before the
     save, and clip its heads once more; with several ranks no metadata list them, so they are not loaded.
@@ -127,7 +127,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         self._note(began, self.common_info.step_num)
 
     def on_train_step_begin(self, run_context):
-        """Seal a save in the background that has finished meanwhile."""
+        """Seal a checkpoint that was saved in the background, if the saving has finished since the last step."""
         super().on_train_step_begin(run_context)
         if self._config.async_save and self.async_save_manager.is_finalized:
             self._seal_and_note()
@@ -194,7 +194,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         return folder
 
     def write_seal(self, folder, expected):
-        """Seal this rank's part of `folder`, whose files have the names `expected`."""
+        """Seal this rank's part of the checkpoint `folder`; `expected` are the names of the part's files."""
         made = {"attempt": self.attempt} if self.attempt else {}
         if self.skipped is not None:
             made["skipped"] = self.skipped

@@ -38,19 +38,19 @@ TRACKER = "latest_checkpointed_iteration.txt"  # MindFormers': which iteration o
 
 
 def iteration(folder: Path) -> int:
-    """Return the number in MindFormers' folder name, -1 for a name that has none."""
+    """Return the iteration number in the name of a checkpoint folder of MindFormers; return -1 if the name has none."""
     number = folder.name.removeprefix("iteration_")
     return int(number) if number.isdecimal() else -1
 
 
 def iterations(root: Path) -> list[Path]:
-    """Return the iterations under `root`, newest first, complete or not."""
+    """Return the checkpoint folders (iterations) under `root`, newest first, including incomplete ones."""
     return sorted(root.glob("iteration_*"), key=iteration, reverse=True)
 
 
 def unfinished(root: Path) -> list[Path]:
-    """Return the folders of iterations that attempts have begun to save for the checkpoints of `root` but not yet moved
-    there, newest first.
+    """Return the folders of iterations that attempts have begun to save but not yet moved to the checkpoints in `root`,
+    newest first.
     """
     return sorted(root.glob(f"{SAVING}*/iteration_*"), key=iteration, reverse=True)
 
@@ -63,7 +63,7 @@ def saving_folder(root: Path, attempt: str | None) -> Path:
 
 
 def number_of(attempt: str | None) -> int:
-    """Return the number in an attempt's name; -1 if the name has none."""
+    """Return the attempt's number from its name; return -1 if the name has no number."""
     number = (attempt or "").partition("-")[0]
     return int(number) if number.isdecimal() else -1
 
@@ -147,8 +147,8 @@ def write_seal(
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
-    """Write atomically, instead of a seal, why no run may go on from this checkpoint. Return the path of the written
-    file.
+    """Write atomically a file that takes the place of a seal and says why no run may go on from this checkpoint. Return
+    the path of the written file.
     """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
     return _write({"rank": rank, "refused": reason}, folder, rank)
@@ -277,8 +277,8 @@ def _complete(folder: Path) -> bool:
 
 
 def made(folder: Path) -> dict[str, Any]:
-    """Return which attempt saved a checkpoint and which samples the run had left out (see `write_seal`); the result is
-    empty if no readable seal states them.
+    """Return from a checkpoint's seal which attempt saved the checkpoint and which samples the run had left out (see
+    `write_seal`); the result is empty if no readable seal states them.
     """
     try:
         seal = _read_seal(folder, 0)

@@ -1,4 +1,4 @@
-"""With this module the stages of a pipeline tell rank 0 which tensors they save, because each rank knows only its own
+"""This module lets the stages of a pipeline tell rank 0 which tensors they save, because each rank knows only its own
 stage.
 
 Rank 0 writes a checkpoint's metadata.json from what MindSpore tells it of all ranks. With AdamW each rank's optimizer

@@ -161,7 +161,7 @@ def before_mindformers(recipe: Mapping[str, Any]) -> Host:
 
 
 def after_import() -> None:
-    """Replace lines of MindFormers itself; call this after importing it, before `build_context`."""
+    """Replace lines of MindFormers itself; call this function after importing MindFormers, before `build_context`."""
     from mindformers.core.callback import callback
     from mindformers.core.context import parallel
 
@@ -176,7 +176,7 @@ def after_import() -> None:
 
 
 def after_context() -> None:
-    """Set the rank in MindSpore's Python, which would ask only a communication library; call this after
+    """Set the rank in MindSpore's Python code, which would ask only a communication library for it; call this after
     `build_context`.
     """
     from mindspore._c_expression import AutoParallelContext

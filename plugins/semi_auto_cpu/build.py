@@ -48,8 +48,8 @@ WITHOUT = "until then recipes with `device_target: CPU` and `parallel_mode: semi
 
 
 def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
-    """Return the library, which is compiled now if it does not exist; if several processes call this function at once,
-    only one of them compiles it.
+    """Return the path of the plugin's library, and compile the library first if it does not exist; if several processes
+    call this function at once, only one of them compiles it.
 
     Args:
         sources: the folder `csrc` of the plugin whose library is built; by default this plugin's.

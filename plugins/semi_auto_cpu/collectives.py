@@ -241,7 +241,7 @@ class PointToPoint:
         self._numbers: defaultdict[int, int] = defaultdict(int)
 
     def send(self, attrs: Attrs, peer: int, members: tuple[int, ...], x: np.ndarray, dropped: bool = False) -> None:
-        """Send `x` to a peer; with `dropped`, which is for tests, it is never sent.
+        """Send `x` to a peer; if `dropped` is true, which only tests set, send nothing.
 
         Raises:
             ClusterError: the peer is lost or late (only if Sends are synchronous).

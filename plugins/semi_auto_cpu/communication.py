@@ -1,4 +1,4 @@
-"""This module gives MindSpore's front end what it needs to shard a graph for Ascend: the rank and the device target.
+"""This module tells MindSpore's front end the rank and the device target, which it needs to shard a graph for Ascend.
 
 The front end for Ascend needs its rank and the sizes of groups. There is no communication library for this, so a rank's
 `Ranks` answers instead of MindSpore's C++. The front end also shards a graph only for Ascend: `target_ascend` and
@@ -62,8 +62,8 @@ class CollectiveManager:
 
 
 def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
-    """Answer MindSpore's questions about communication from `ranks` until `stack` closes, or permanently without a
-    stack.
+    """Let `ranks` answer MindSpore's questions about communication until `stack` closes, or permanently if no stack is
+    given.
 
     Raises:
         ClusterError: another `Ranks` already answers these calls.

@@ -77,7 +77,7 @@ def describe(array: np.ndarray) -> str:
 
 
 def name_ranks(members: Sequence[int]) -> str:
-    """Return the members in the order of their group."""
+    """Return the members as text, in the order of their group: "ranks 0, 2, 4"."""
     return f"ranks {', '.join(map(str, members))}"
 
 
@@ -103,12 +103,12 @@ class Meeting:
 
     @property
     def me(self) -> int:
-        """Return this rank's index in the group."""
+        """Return this rank's index in the group of the collective."""
         return self.members.index(self.mesh.rank)
 
     @property
     def where(self) -> str:
-        """Return the place of this call as a text, for messages."""
+        """Return a text for messages that says in which call of which collective the members meet."""
         return f"rank {self.mesh.rank}, {self._name} (group {self.group!r})"
 
     @property
@@ -116,8 +116,8 @@ class Meeting:
         return f"{self.operator}, call {self.number} of {name_ranks(self.members)}"
 
     def swap(self, parts: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
-        """Give part j to member j; return the parts that the members gave to this one, in the order of the group. This
-        rank's own part is not copied.
+        """Give part j to member j; return the parts that the members gave to this one, in the order of the group. A
+        member's own part is not copied.
 
         Args:
             parts: [size] arrays of one dtype and one axis.
@@ -160,8 +160,8 @@ def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further inputs, which
-    `_MicroStepAllGather` has, are ignored.
+    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further input tensors, which the
+    operator `_MicroStepAllGather` has, are ignored.
     """
     for x, out in zip(inputs, outputs, strict=False):
         _fits(meeting, out, x.size * meeting.size)
@@ -171,7 +171,9 @@ def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Return this member's part along axis 0 of the sum (max, ...)."""
+    """Write into `outputs` this member's part, along axis 0, of the sum (max, ...) of each input tensor over all
+    members.
+    """
     operation = attrs.get("op", "sum")
     for x, out in zip(inputs, outputs, strict=True):
         _fits(meeting, x, out.size * meeting.size)
@@ -199,8 +201,8 @@ def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Send each member the number of blocks in the second input, and receive the number of blocks in the third input.
-    The unused end of the output is filled with zeros.
+    """Send to each member as many blocks as the second input states for it, and receive from each as many blocks as the
+    third input states. The unused end of the output is filled with zeros.
     """
     block = int(attrs.get("block_size", 1))
     x, out = _flat(inputs[0]), _result(outputs[0])
@@ -222,8 +224,8 @@ def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays
 
 
 def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Return the tensors of root_rank, which is a global rank or, if it is not the rank of a member, an index in the
-    group.
+    """Write into `outputs` the tensors of root_rank, which is a global rank or, if it is not the rank of a member, an
+    index in the group.
     """
     root = int(attrs.get("root_rank", 0))
     place = meeting.members.index(root) if root in meeting.members else root
@@ -238,7 +240,7 @@ def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -
 
 
 def barrier(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Wait until all members of the group have called this."""
+    """Wait until all members of the group have called this function."""
     meeting.swap([np.empty(0, np.uint8)] * meeting.size, "nothing")
     if inputs and outputs:
         _result(outputs[0])[...] = _flat(inputs[0])

@@ -180,7 +180,7 @@ class Skipping:
 
 
 def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
-    """Return up to `wanted` samples that follow the last sample of a blend, int64 [n, 2] of (number of the data set,
+    """Return up to `wanted` samples that follow the last sample of a blend, as int64 [n, 2] of (number of the data set,
     item), and the list of the blend's data sets.
 
     A single data set has no more samples than it says.

@@ -1,5 +1,5 @@
-"""This module handles the samples that a run leaves out: how they are counted, and `RUN/skipped.json`, which records
-the spikes. Pure.
+"""This module handles the samples that a run leaves out: it counts them, and reads and writes `RUN/skipped.json`, which
+records the spikes. Pure.
 
 Samples are counted in the order in which the loader would deliver them if none were left out: 0 is the first one of the
 first step. The left-out samples are ranges (first, stop) of that count. The samples after each range take its place,
@@ -48,8 +48,8 @@ def count(skipped: Ranges) -> int:
 
 
 def original(position: int, skipped: Ranges) -> int:
-    """Return the number of the sample that the run trains at `position`, counted without the skipped samples. `skipped`
-    must be a list of ranges that `normal` has returned.
+    """Return the number of the sample that the run trains at `position`, counted without the skipped samples. The
+    argument `skipped` must be a list of ranges that `normal` has returned.
     """
     for first, stop in skipped:
         if position < first:
@@ -105,8 +105,9 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. `step` is the step of the spike,
-    `first` the first step whose samples are left out, and `samples` are the ranges that `skip` returns.
+    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. In an entry, `step` is the step
+    of the spike, `first` is the first step whose samples are left out, and `samples` are the ranges that `skip`
+    returns.
     """
 
     step: int

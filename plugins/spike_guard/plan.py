@@ -191,8 +191,9 @@ class Window:
 
 
 def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
-    """Return the values of the last steps up to step `done`, for a `Window` of `size` steps, from the lines of
-    RUN/metrics/rank_N.jsonl: as many as hold `size` values of the loss and of the norm, but at most `_MOST` windows.
+    """Return the values of the last steps up to step `done`, from the lines of RUN/metrics/rank_N.jsonl, with which a
+    `Window` of `size` steps is filled: the fewest steps that hold `size` values of the loss and of the norm, but at
+    most `_MOST` windows.
 
     A part of the run that repeats steps has a header, and replaces them. Steps that overflowed are left out, as a
     `Guard` leaves them out while it trains.

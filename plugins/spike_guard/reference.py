@@ -1,4 +1,4 @@
-"""This module computes the results of the plugin in a slow and obvious way: sample by sample, step by step."""
+"""This module computes the plugin's results sample by sample and step by step, in a slow and obvious way."""
 
 from __future__ import annotations
 

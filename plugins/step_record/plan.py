@@ -60,9 +60,9 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Adam:
-    """An `Adam` holds the optimizer's numbers for one step: the learning rate, and `count`, the number of updates that
-    the optimizer has made. `momentum` is the momentum of the matrices that Muon updates; Muon leaves the other weights
-    to AdamW.
+    """An `Adam` holds the optimizer's values for one step: the learning rate, and `count`, the number of updates that
+    the optimizer has made. The field `momentum` is the momentum of the matrices that Muon updates; Muon leaves the
+    other weights to AdamW.
     """
 
     lr: float
@@ -74,7 +74,7 @@ class Adam:
 
 
 def adam_of(optimizer: Mapping[str, Any], lr: float = 0.0, count: int = 0) -> Adam:
-    """Return the optimizer's numbers (`Adam`) that a recipe's section `optimizer` states, for a step with this learning
+    """Return the optimizer's values (`Adam`) that a recipe's section `optimizer` states, for a step with this learning
     rate and number of updates.
     """
     muon = "adamw_" if optimizer.get("type") == "Muon" else ""
@@ -97,7 +97,8 @@ def digest(array: np.ndarray) -> str:
 
 
 def samples_of(columns: Iterable[str], batch: Iterable[np.ndarray]) -> dict[str, list[str] | str]:
-    """Return, for each column of a batch, the digest of each row in order, or one digest if all rows are the same.
+    """Return, for each column of a batch, the digest of each sample's entry in order, or one digest if all samples have
+    the same entry.
 
     Rows of `input_ids` are the samples.
     """
@@ -115,7 +116,7 @@ def sum_of_squares(array: np.ndarray) -> float:
 
 
 def state_of(arrays: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Return name -> [digest, sum of squares, shape] of each tensor."""
+    """Return for the name of each tensor [digest, sum of squares, shape]."""
     return {name: [digest(array), sum_of_squares(array), list(array.shape)] for name, array in arrays.items()}
 
 

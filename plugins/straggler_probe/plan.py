@@ -84,7 +84,7 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 class Level(NamedTuple):
     """A `Level` is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share
-    of a healthy rank's probes that lies above the limit, and `slow` is the share for a slow rank.
+    of its probes for which a healthy rank lies above the limit, and `slow` is this share for a slow rank.
     """
 
     limit: float
@@ -116,8 +116,8 @@ def ratios(values: np.ndarray, limit: float, level: Level) -> np.ndarray:
 
 
 def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
-    """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. R is the mean of the
-    likelihood ratios over `LEVELS`; `limits` has the limit of each level.
+    """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. The evidence R is the
+    mean of the likelihood ratios over `LEVELS`; `limits` has the limit of each level.
     """
     parts = []
     for level, limit in zip(LEVELS, limits, strict=True):
@@ -184,7 +184,7 @@ class Verdict(NamedTuple):
 
 
 def by_stage(ranks: int, stages: int) -> dict[int, int]:
-    """Return rank -> its pipeline stage: MindSpore gives a stage consecutive ranks."""
+    """Return the pipeline stage of each rank, as rank -> stage; MindSpore gives consecutive ranks to a stage."""
     return {rank: rank * stages // ranks for rank in range(ranks)}
 
 
@@ -305,8 +305,8 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
 
 
 def above_others(values: np.ndarray) -> np.ndarray:
-    """Return `values` [K, N] minus, for each value, the median of the other values of its row; NaN where the value or
-    all others are missing.
+    """Return `values` [K, N] minus, for each value, the median of the other ranks' values at the same probe; NaN where
+    the value or all others are missing.
     """
     out = np.full(values.shape, np.nan)
     for place, row in enumerate(values):

@@ -21,8 +21,8 @@ _LARGEST = 1e15  # of any number in these files
 
 @dataclass(frozen=True)
 class Record:
-    """A `Record` is one probe of one rank, with the rank's waiting times since the previous probe. All times are in
-    seconds.
+    """A `Record` is one probe of one rank, with the rank's waiting times since the previous probe. All times in a
+    `Record` are in seconds.
 
     Args:
         step: the step after which the probe ran. device: the type of device, as in `context.device_target`.

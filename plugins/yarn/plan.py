@@ -44,7 +44,7 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Yarn:
-    """This holds the values of `model.model_config.rope_scaling` and of the plugin's setting.
+    """A `Yarn` holds the values of `model.model_config.rope_scaling` and of the plugin's setting.
 
     Args:
         factor: the new sequence length divided by the old one, at least 1.

@@ -96,7 +96,7 @@ class Kernel:
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the nodes at `places` as one kernel, whose results at `outputs` are used outside the kernel.
+    """Return the nodes at `places` as one kernel; the results at `outputs` are used outside the kernel.
 
     Raises:
         UnreadableError: the text does not show a constant, or an input is not a tensor.
@@ -164,7 +164,7 @@ def _plain(word: str) -> float | int:
 
 
 def numpy_type(dtype: str) -> str:
-    """Return NumPy's type for a type of MindSpore; bfloat16 is held as float32."""
+    """Return the NumPy type for a type of MindSpore; bfloat16 values are stored as float32."""
     return {"BFloat16": "float32"}.get(dtype, dtype.lower())
 
 
@@ -181,8 +181,8 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """Return the result of an operator in the type that NumPy derives from its operands; a Cast between floats does
-    nothing.
+    """Return the result of an operator in the type that NumPy derives from its operands; a Cast between floating-point
+    types changes nothing.
 
     Args:
         values: arrays, and plain numbers and tuples where the graph has constants.
@@ -309,8 +309,8 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the values of MindSpore's `dtype` nearest to floats, 16-bit types as float32; other types are
-    unchanged.
+    """Return floats rounded to MindSpore's type `dtype`, where 16-bit values are stored as float32; return values of
+    other types unchanged.
     """
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values

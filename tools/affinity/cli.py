@@ -48,7 +48,9 @@ def isolation(plan: Plan) -> list[tuple[str, str]]:
 
 
 def picture(plan: Plan) -> str:
-    """Return one row for each NUMA node, like ``node 6  144-167  IS00000000000111...  <- NPU 0, 1``, and a legend."""
+    """Return one line of text for each NUMA node, like ``node 6 144-167 IS00000000000111... <- NPU 0, 1``, and a
+    legend.
+    """
     marks = {core: _MARKS[worker.rank % len(_MARKS)] for worker in plan.workers for core in worker.cores}
     marks.update(dict.fromkeys(plan.system, "S"))
     marks.update({core: "I" for cores in plan.interrupts.values() for core in cores})

@@ -31,8 +31,8 @@ DATA = 4  # of a worker's cores, at most, for the threads of the dataset
 
 
 def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple[int, int], int]) -> np.ndarray:
-    """Return the number of cores [W, N] that each worker takes from each node, in the order of `free`. Every worker
-    gets the same number of cores.
+    """Return the number of cores [W, N] that each of W workers takes from each of N nodes; the nodes are in the order
+    of `free`. Every worker gets the same number of cores.
 
     Args:
         near: [W] the node nearest to each worker's NPU.

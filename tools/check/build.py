@@ -117,7 +117,7 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
 
 
 def same(written: Any, arrived: Any) -> bool:
-    """Return whether two values are equal to a recipe's author: 1 equals 1.0, bf16 equals bfloat16, a tuple equals a
+    """Return whether two values mean the same in a recipe: 1 equals 1.0, bf16 equals bfloat16, a tuple equals a
     list.
     """
     if isinstance(written, (list, tuple)) and isinstance(arrived, (list, tuple)):

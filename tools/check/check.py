@@ -174,7 +174,8 @@ def _sections(view: View, schema: Schema, found: Findings) -> None:
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
-    """Return the sizes of the recipe; None if its model is invalid, and no stages if its offset is invalid.
+    """Return the sizes of the recipe as a table; return None if its model is invalid, and a table without stages if its
+    pipeline offset is invalid.
 
     Keys in units: parameters, layers, tokens, FLOPs; lists are per pipeline stage.
     """

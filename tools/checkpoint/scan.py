@@ -81,7 +81,8 @@ def saved_step(folder: Path) -> int | None:
 
 def carried(folder: Path) -> dict[str, Any]:
     """Return the facts of a checkpoint's seals that also hold for a copy of it in another layout: the samples that its
-    run had left out. (The attempt that saved it is none: attempts of another run have numbers of their own.)
+    run had left out. (The number of the attempt that saved the checkpoint does not hold for the copy, because another
+    run numbers its own attempts.)
     """
     return {key: value for key, value in plan.made(folder).items() if key == "skipped"}
 

@@ -123,7 +123,9 @@ class Stored:
 
     @cached_property
     def unlisted(self) -> dict[str, dict[int, str]]:
-        """Return name -> rank -> file for the tensors whose layout the checkpoint does not list, such as counters."""
+        """Return a nested dictionary name -> rank -> file of the tensors whose layout the checkpoint does not list,
+        such as counters.
+        """
         found: dict[str, dict[int, str]] = {}
         for file, headers in self.files.items():
             for name in headers.keys() - self.tensors.keys():
@@ -182,8 +184,9 @@ class Stored:
             raise _gone(path, error) from None
 
     def others(self, *names: str) -> dict[str, bytes]:
-        """Return the contents of those of the named files that the checkpoint's folder has. A command that writes a
-        checkpoint reads these files before it begins, because a training run may remove the folder in the meantime.
+        """Return the contents of the named files; files that the checkpoint's folder does not have are left out. A
+        command that writes a checkpoint reads these files before it begins, because a training run may remove the
+        folder in the meantime.
 
         Raises:
             CheckpointError: a file, or the whole folder, cannot be read any more.

@@ -78,8 +78,8 @@ class IndexWriter:
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append whole documents to `.bin`. `lengths` is int32 [documents], the tokens of each document; `tokens` has
-        the type of the ids and is [sum of lengths].
+        """Append whole documents to `.bin`. The argument `lengths` is int32 [documents], the number of tokens of each
+        document; `tokens` is [sum of lengths] and has the type of the ids.
         """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)
@@ -181,7 +181,8 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
 
 
 class IndexReader:
-    """An `IndexReader` reads a pair back without mapping it into memory, and checks that both files are complete.
+    """An `IndexReader` reads a pair of .bin and .idx without mapping it into memory, and checks that both files are
+    complete.
 
     Raises `DataError` when a file is missing, `BrokenIndexError` when it has another format or contradicts its counts.
     """

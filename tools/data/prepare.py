@@ -1,5 +1,5 @@
-"""This module is the pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` of each split -> check ->
-publish.
+"""This module runs the steps of `tc3 data prepare`: it reads the corpus, trains or loads the tokenizer, writes the
+`.bin/.idx` of each split, checks them and publishes them.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ _Meaning = Callable[[str, int, bytes, str], Any]  # (host, exit code, output, er
 
 
 def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) -> dict[str, Answer]:
-    """Ask every host by ssh for its report, and return host -> answer, in the order of `hosts`. `words` are the
-    arguments that follow ``tc3 doctor --json``.
+    """Ask every host by ssh for its report, and return a dictionary host -> answer, in the order of `hosts`. The
+    argument `words` holds the command-line arguments that follow ``tc3 doctor --json``.
 
     The checkout, Python and the working folder are expected where they are here, as the launch scripts do.
 

@@ -71,8 +71,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """A `Check` is a function that examines a host, with the texts that are reported about it. `npu` marks a check that
-    a recipe on CPU does not need.
+    """A `Check` is a function that examines a host, with the texts that are reported about it. The field `npu` marks a
+    check that a recipe on CPU does not need.
     """
 
     name: str

@@ -72,7 +72,7 @@ class Comparison:
 
 
 def compare(answers: Mapping[str, Answer]) -> Comparison:
-    """Return the respects in which the hosts of a cluster differ."""
+    """Return the differences between the hosts of a cluster."""
     reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
     names = dict.fromkeys(name for report in reports.values() for name in report.facts)
     facts = [item for name in names for item in _fact(name, reports)]

@@ -325,7 +325,9 @@ def checkpoint_room(patient: Patient) -> Answer:
     mend="use fewer workers, or end other processes that use memory",
 )
 def memory(patient: Patient) -> Answer:
-    """Check that the host has enough memory for the workers. The memory of a worker with an NPU is unknown."""
+    """Check that the host has enough memory for the workers. The check does not know how much memory a worker with an
+    NPU needs.
+    """
     row = patient.find(r"^MemAvailable:\s+(\d+) kB", "/proc/meminfo", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
     seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"

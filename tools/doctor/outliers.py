@@ -153,8 +153,8 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return for each slow worker, link or disk (its time divided by the median time of all, the limit of this ratio).
-    A worker, link or disk counts as slow if both its median time and its best time are above the limit.
+    """Return a pair for each slow worker, link or disk: its time divided by the median time of all, and the limit of
+    this ratio. A worker, link or disk counts as slow if both its median time and its best time are above the limit.
 
     Args:
         floors: for each worker, link or disk the smallest difference that counts as slow, as a share of the median

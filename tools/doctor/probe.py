@@ -149,8 +149,8 @@ class Team:
                         stream.close()
 
     def ask(self, commands: Mapping[int, Mapping[str, Any]], patience: float = PATIENCE) -> dict[int, Any]:
-        """Send a command to each of some workers at the same time; return index -> answer for the workers that
-        answered.
+        """Send a command to each of some workers at the same time; return a dictionary index -> answer of the workers
+        that answered.
 
         Who gives an error, ends, or takes longer than `patience` seconds has failed; it is ended and asked no more.
         """
@@ -248,7 +248,7 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
 
 
 class Course:
-    """A `Course` lets the workers of the probe measure round by round, and collects their results."""
+    """A `Course` runs the rounds in which the workers of the probe measure, and collects the results."""
 
     def __init__(self, team: Team, folder: str):
         self.team = team

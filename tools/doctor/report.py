@@ -122,7 +122,7 @@ def _data_fact(prefix: str) -> str | None:
 
 class ReportError(ValueError):
     """This error means that a text is not a report of `tc3 doctor --json`, or that another version wrote the report.
-    The message of this error is printed after the host's name.
+    When a command prints this error, the host's name stands before the message.
     """
 
 

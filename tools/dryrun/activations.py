@@ -1,5 +1,5 @@
-"""This module estimates activation memory from the graph, layer by layer: the tensors that the forward keeps for the
-backward, and the tensors in memory at one moment.
+"""This module estimates activation memory from the graph, layer by layer: it finds the tensors that the forward pass
+keeps for the backward pass, and the tensors that are in memory at one moment.
 
 MindSpore's forward subgraph passes a list of tensors to its backward: the tensors that are kept after recomputation and
 all other changes. Their bytes are exact, except for tensors that share memory. Tensors that are alive inside a subgraph
@@ -239,7 +239,9 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
-    """Return part -> module -> bytes that the part keeps from forward to backward, without parameters."""
+    """Return a nested dictionary part -> module -> bytes that the part keeps from forward to backward, without
+    parameters.
+    """
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -262,7 +264,8 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Coun
 
 
 def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
-    """Return part -> bytes that a chunk receives from the previous stage and keeps unchanged for its backward.
+    """Return a dictionary part -> bytes that a chunk receives from the previous stage and keeps unchanged for its
+    backward.
 
     They are parameters of the forward subgraph, one of their own for each micro-batch: a layer that is recomputed
     starts from them.

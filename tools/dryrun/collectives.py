@@ -256,7 +256,7 @@ def _size(item: TensorType, rows: int) -> int:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, such as `4 ranks 0, 2, 4, 6`; of many ranks only some are listed."""
+    """Return ranks as text, such as `4 ranks 0, 2, 4, 6`; if there are many ranks, the text lists only some of them."""
     ordered = sorted(ranks)
     if len(ordered) == 1:
         return f"rank {ordered[0]} only"

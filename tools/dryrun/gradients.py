@@ -55,7 +55,7 @@ NO_SIZE = 2048
 
 
 class Way(NamedTuple):
-    """A `Way` is one path of a gradient from the operator that computes it to the optimizer.
+    """A `Way` is one path that a gradient takes in the graph, from the operator that computes it to the optimizer.
 
     Args:
         collectives: (operator, ranks), the last one first. start: the operator that computes the gradient, or the
@@ -245,8 +245,8 @@ class _Walk:
         return self.used[graph][number]
 
     def norm_of(self, name: str) -> list[dict[str, Any]]:
-        """Return the contribution of a weight to the global norm: for each square of its gradient, the "divisor" of the
-        sum, and the "ranks" over which this sum is then added, group by group.
+        """Return the contribution of a weight to the global norm: for each squared gradient, the "divisor" of its sum,
+        and the "ranks" over which this sum is then added, group by group.
         """
         found = []
         for graph, number in self.squares(name):
@@ -276,7 +276,7 @@ class _Walk:
         return [peer for peer, way in self.transfers("Receive") if way.start == name]
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
-        """Return (peer, path) for each Send or Receive of a parameter in the root graph."""
+        """Return pairs (peer, path), one for each Send or Receive of a parameter in the root graph."""
         nodes = self.graph.graphs[self.graph.root]
         found = []
         for node in nodes:
@@ -402,8 +402,8 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the gradient's paths through a sum, or through a product with a number, that end in arguments as large
-        as the result.
+        """Return the gradient's paths through a sum, or through a product with a constant, that end in arguments with
+        as many elements as the result.
         """
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
@@ -419,7 +419,9 @@ class _Walk:
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
-        """Return the arguments that are as large as the result; of several such arguments, leave out constants."""
+        """Return the arguments that have as many elements as the result; if there are several such arguments, leave out
+        constants.
+        """
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
         sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]

@@ -262,7 +262,8 @@ def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
-    """Return for each pass the bytes of activations that are kept for later backward passes when this pass begins.
+    """Return for each pass the bytes of activations that are kept for later backward passes at the moment when this
+    pass begins.
 
     If weight gradients are a separate pass ("W"), the activations are kept until that pass.
     """

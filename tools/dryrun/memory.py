@@ -162,7 +162,7 @@ class Memory:
         return max(self.exact + self.saved + self.working, updated)
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json`."""
+        """Return the memory as values for `--json`."""
         return asdict(self) | {"exact": self.exact, "total": self.total}
 
 
@@ -276,8 +276,8 @@ def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[s
 
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
-    """Return a line for each pipeline stage whose memory is so close to the limit that the error of the number decides
-    whether the stage fits.
+    """Return a line for each pipeline stage whose memory is so close to the limit that the known error of the
+    prediction decides whether the stage fits.
     """
     where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
     return [

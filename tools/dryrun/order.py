@@ -52,7 +52,7 @@ class Call:
 
 
 def programs_of(reports: Sequence[Mapping]) -> dict[int, list[Call]]:
-    """Return rank -> its calls, from the results of the compiles."""
+    """Return a dictionary rank -> its calls of collectives, made from the results of the compiles."""
     return {report["rank"]: [_call(report, item) for item in report["graph"]["collectives"]] for report in reports}
 
 

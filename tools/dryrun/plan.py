@@ -26,7 +26,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` is one compile, which one process makes: a recipe and a rank.
+    """A `Job` is one compile, which runs in a process of its own: a recipe and a rank.
 
     Args:
         recipe: the flat recipe, with the number of micro-batches (and in a quick run the layers) to compile.
@@ -158,7 +158,7 @@ class Plan:
 
 
 def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batches: int | None = None) -> Plan:
-    """Return the plan of the compiles for a recipe.
+    """Return the plan of a dry run of a recipe: its jobs, and the stages that each of them represents.
 
     Args:
         ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last

@@ -238,7 +238,7 @@ def _set_layers(small: Recipe, groups: Sequence[Sequence[Kind]]) -> None:
 def compose(
     recipe: Recipe, stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[Held], dict[str, Any]]]:
-    """Return for each stage of the real pipeline its memory, and a graph's summary without traffic.
+    """Return for each stage of the real pipeline its memory, and a summary of its graph without the traffic.
 
     Args:
         recipe: the real recipe.

@@ -178,8 +178,8 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 
 def even_rows(view: View) -> int:
-    """Return the number of tokens of a rank in one micro-batch, times the number of experts to which each token
-    goes.
+    """Return the number of token copies of a rank in one micro-batch: its tokens times the number of experts to which
+    each token goes.
     """
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
@@ -298,7 +298,8 @@ def _stop_at_training() -> Iterator[list[Any]]:
 
 
 def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return column -> (shape, NumPy type) of the data that one rank reads for one step, in the order of the arguments.
+    """Return a dictionary column -> (shape, NumPy type) of the data that one rank reads for one step, in the order of
+    the arguments.
 
     All micro-batches of the step come at once: the first dimension is batch size x micro-batches x accumulated steps,
     and with full_batch those of all data-parallel ranks. MindFormers gives every column as int32, masks as well

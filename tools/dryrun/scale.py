@@ -50,7 +50,7 @@ class Scale(NamedTuple):
         return Scale(self.by * other.by, self.senses + other.senses, self.unread or other.unread)
 
     def over(self, other: Scale) -> Scale:
-        """Return this factor divided by another one."""
+        """Return the quotient of this factor and another factor."""
         by = self.by / other.by if other.by else math.inf
         return Scale(by, self.senses - other.senses, self.unread or other.unread)
 

@@ -138,7 +138,7 @@ class Newer:
         )
 
     def as_json(self) -> dict[str, float]:
-        """Return the numbers as plain values."""
+        """Return the errors and the numbers of runs as plain values."""
         return {"rows": self.rows, "mean": self.mean, "worst": self.worst}
 
 

@@ -262,7 +262,8 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
 
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
-    """Return the work of the busiest device's routed experts, including the sorting of token copies by expert and back.
+    """Return the work of the routed experts on the busiest device, including sorting the token copies by expert and
+    sorting them back.
 
     Args:
         share: the share of a micro-batch's tokens for which the work is counted, such as that of one chunk.

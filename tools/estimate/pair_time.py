@@ -27,7 +27,8 @@ _SENDS = ("dispatch", "combine")
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """A `LayerSeconds` holds the seconds of one micro-batch's forward, or backward, through one MoE layer.
+    """A `LayerSeconds` holds the seconds that the forward pass, or the backward pass, of one micro-batch takes in one
+    MoE layer.
 
     Args:
         attention: all computation before dispatch, including the router; for a backward pass, its input gradients.

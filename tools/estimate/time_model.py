@@ -221,8 +221,8 @@ class TimeModel(GradientTimes):
     """A `TimeModel` predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and, for each part of
-        a step, the seconds of their sum that belong to this part, part -> [stages].
+        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and a dictionary that
+        gives for each part of a step the seconds [stages] of their sum that belong to this part.
 
         Args:
             ratios: the max/mean of each MoE layer (`tools.estimate.loads.Loads`); without it, the configuration's skew.
@@ -318,8 +318,8 @@ class TimeModel(GradientTimes):
         )
 
     def under(self, config: Configuration, loads: Loads, simulated: bool = False) -> StepTime:
-        """Return the predicted step under uneven loads: the mean over the steps that `loads` holds; `simulated` is as
-        in `step`.
+        """Return the predicted step under uneven loads, which is the mean over the steps that `loads` holds;
+        `simulated` has the same meaning as for `step`.
 
         If there are many steps, `_SAMPLED` of them are used, at equal distances in the order of their max/mean. Each
         max/mean is rounded to a `_GRAIN`th, which is less than the error of counted tokens, so that many layers take
@@ -334,8 +334,8 @@ class TimeModel(GradientTimes):
         return _mean([self.step(config, simulated, one) for one in taken])
 
     def weight_gradients(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
-        """Return the seconds [chunks, stages] that the weight gradients of a micro-batch's backward take, which are
-        half of the time of its matmuls; `ratios` are as in `chunks`.
+        """Return the seconds [chunks, stages] of the weight gradients in the backward pass of a micro-batch, which are
+        half of the seconds of its matmuls; `ratios` has the same meaning as for `chunks`.
         """
         found = np.zeros((config.chunks, config.pp))
         for (kind, ratio), options in _census(config, ratios).items():
@@ -379,7 +379,7 @@ class TimeModel(GradientTimes):
 
     def mfu(self, config: Configuration, seconds: float) -> float:
         """Return the model FLOPs (without recomputation, with causal attention) of a step that takes the given seconds,
-        divided by the devices' peak.
+        divided by the FLOPs that the devices could compute in these seconds at their peak.
         """
         rate = flops_per_token(config.model, config.sequence) * config.tokens / seconds / config.devices
         return rate / self._peak(config.dtype)

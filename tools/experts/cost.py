@@ -173,8 +173,8 @@ def assumptions(advice: Advice) -> str:
 
 
 def draw(advice: Advice, path: Path) -> Path:
-    """Draw one layer in the recommended mode, without chunks above and with chunks below, forward and then backward;
-    return `path`.
+    """Draw the time line of one layer, forward and then backward, in the recommended mode: without chunks above, with
+    chunks below; return `path`.
 
     Raises:
         DataError: as in `save_figure`.

@@ -156,7 +156,7 @@ class Merged:
         self.last = list(range(len(operators)))
 
     def find(self, place: int) -> int:
-        """Return the group to which an operator belongs, as the position of the group's first operator."""
+        """Return the group to which an operator belongs, given as the position of the group's first operator."""
         while self._head[place] != place:
             self._head[place] = self._head[self._head[place]]
             place = self._head[place]

@@ -40,7 +40,7 @@ _PATTERNS = {"ReduceSum": Pattern.REDUCE, "Transpose": Pattern.OPAQUE, "Broadcas
 
 @dataclass
 class Area:
-    """An `Area` holds operators that are to become one kernel, as far as they have been joined.
+    """An `Area` holds operators that have been joined so far and that are to become one kernel.
 
     Args:
         place: the position of its first operator, which identifies the area.
@@ -83,7 +83,7 @@ class Areas:
                 self.alive[place].users.add(area.place)
 
     def circle(self, one: Area, other: Area) -> bool:
-        """Return whether joining two areas into one would make a circle: a path between the two areas goes through a
+        """Return whether joining two areas would make a circle, because a path between the two areas goes through a
         third area.
         """
         before, behind = (one, other) if self._reaches(one.place, other.place) else (other, one)

@@ -82,7 +82,7 @@ class Tally:
 
     @property
     def launches(self) -> float:
-        """Return the number of kernel launches that fusion saves: the number of operators minus the number of
+        """Return the number of kernel launches that fusion saves, which is the number of operators minus the number of
         kernels.
         """
         return self.operators - self.kernels

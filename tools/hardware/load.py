@@ -67,7 +67,9 @@ class _Loader(SmallLoader):
     """A `_Loader` refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a mapping as the parent class does; later, merge keys (`<<`) have become keys that may stand twice."""
+        """Return a mapping as the parent class does, and refuse a key that occurs twice; a later step merges the keys
+        of `<<`, after which double keys are allowed.
+        """
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -202,7 +204,7 @@ class Hardware:
     file: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
-        """Return the cluster with the bandwidth of "intra_node" or "inter_node" times `factor`."""
+        """Return the cluster with the bandwidth of "intra_node" or "inter_node" multiplied by `factor`."""
         old: Link = getattr(self, link)
         changed: dict[str, Any] = {link: replace(old, bytes_per_s=old.bytes_per_s * factor)}
         return replace(self, **changed)

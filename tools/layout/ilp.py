@@ -249,8 +249,8 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time, the relative gap that the bound leaves. The gap is infinite if there is no plan
-        yet.
+        """Return the relative gap between the best plan's time and the lower bound, (time - bound) / time. The gap is
+        infinite if there is no plan yet.
         """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 

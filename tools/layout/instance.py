@@ -64,7 +64,8 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the instance's file uses.
+    """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the file of the instance
+    uses.
 
     static      [stages] memory of a stage that no layer causes
     head, tail  (forward, backward) added to the first and the last chunk
@@ -217,7 +218,7 @@ class Instance:
         return time, self.by_stage(visits)
 
     def peak_memory(self, plans: np.ndarray) -> np.ndarray:
-        """Return [N, stages] peak memory of plans [N, K, C]."""
+        """Return the peak memory [N, stages] of plans [N, K, C]."""
         shape = (len(plans), self.chunks, self.stages)
         every, kept = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in self.costs[2:])
         parameters = every.reshape(shape).sum(axis=1) + self.static

@@ -42,8 +42,8 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 @dataclass(frozen=True)
 class Stage:
     """A `Stage` holds the N patterns of one stage: ways to distribute layers to its V chunks and to recompute these
-    layers. After the patterns follows a row for each number of layers, from 0 to the largest. In each column, this row
-    has the least value of all patterns with at least that number of layers.
+    layers. The patterns are followed by a row for each number of layers, from 0 to the largest number. In each column,
+    this row has the least value of all patterns with at least that number of layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]
@@ -69,8 +69,8 @@ class After:
 def pattern_bound(
     instance: Instance, goal: float, budget: Budget, after: After | None = None
 ) -> tuple[float, np.ndarray | None]:
-    """Return (a lower bound in ms, at most `goal`, on the step time of every plan; a plan [K, C] with this time, if one
-    was found).
+    """Return a lower bound in ms, at most `goal`, on the step time of every plan, and a plan [K, C] with this time if
+    one was found.
 
     The bound is 0 if nothing is known: for schedules other than 1F1B, for more than two types of layers, and if the
     budget does not pay for one stage.

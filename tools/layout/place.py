@@ -294,9 +294,9 @@ def _closer(
 def floor_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> float:
-    """Return, within milliseconds, a lower bound on the seconds of a step for all placements of `config`. The bound
-    holds for everything that `place` and `screen` return for `config` and that is under `beat`; the bound is 0 if no
-    layer can move, and infinite if no placement fits.
+    """Return a lower bound on the seconds of a step for all placements of `config`; computing this bound takes only
+    milliseconds. The bound holds for everything that `place` and `screen` return for `config` and that is under `beat`;
+    the bound is 0 if no layer can move, and infinite if no placement fits.
     """
     every = all_ways(config, model, groups)
     if not every or pairs_up(config.schedule):

@@ -174,7 +174,8 @@ def _weights(times: list) -> float:
 
 
 def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
-    """Return norms and the known groups of operators. The group that costs the least time per byte comes first.
+    """Return the names of the groups of operators that can be recomputed, and of the norms. The group that costs the
+    least time per freed byte comes first.
 
     MindFormers counts every group from a chunk's first layer, so that of two layers one has all that the other has.
     Options that add group after group in this order are the lower convex hull of time over memory, here of the kind

@@ -122,7 +122,7 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """No layout of the recipe's layers keeps within the memory limit."""
+    """This error means that no layout of the recipe's layers stays within the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
@@ -193,7 +193,9 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """The value at `path` stays open because of `why`, which may name another key."""
+    """This error means that the `auto` at `path` cannot be replaced by a value; `why` says the reason, which may name
+    another key.
+    """
 
     def __init__(self, source: str, path: KeyPath, why: str):
         super().__init__(why if why.startswith(f"{source}:") else f"{source}: {why}")

@@ -58,8 +58,8 @@ class StageCosts:
         return tuple(int(n) for n in self._prefix[first + count] - self._prefix[first])
 
     def least(self, stage: int, layers: Stage) -> tuple[float, np.ndarray] | None:
-        """Return (work, [chunks, K] layers of each column) of a stage with `layers`; None if these layers do not
-        fit.
+        """Return the least work of a stage with `layers`, and the number of layers of each column in each of its
+        chunks, [chunks, K]; return None if these layers do not fit.
         """
         key = stage, layers
         if key not in self._known:
@@ -208,8 +208,8 @@ class StageCosts:
         return [tuple(row) for row in rows]
 
     def works(self, counts: Iterable[int]) -> np.ndarray | None:
-        """Return the least work of each stage, [stages], if the chunks have [C] layers; None if a stage's layers do not
-        fit.
+        """Return the least work of each stage, [stages], for chunks with these numbers of layers, [C]; return None if a
+        stage's layers do not fit.
         """
         found = [self.least(stage, layers) for stage, layers in enumerate(self.split(counts))]
         works = [one[0] for one in found if one]

@@ -157,7 +157,7 @@ def scheduler_of(schedule: str) -> str:
 
 
 def shape_of(schedule: str) -> str:
-    """Return how a micro-batch goes through a schedule's chunks: `LOOP`, `V` or `BOTH_WAYS`."""
+    """Return in which order a micro-batch goes through the chunks of a schedule: `LOOP`, `V` or `BOTH_WAYS`."""
     return _ORDERS[schedule].shape
 
 

@@ -250,8 +250,8 @@ def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 def memory_over_time(
     simulation: Simulation, stage: int, static: float, activation: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times, memory): how much memory a stage holds over a step. The stage holds memory[i] from times[i] to
-    times[i + 1], or to the end of the step for the last i.
+    """Return (times, memory), which say how much memory a stage holds at each time of a step. The stage holds memory[i]
+    from times[i] to times[i + 1], or to the end of the step for the last i.
 
     `activation` is what one micro-batch of each chunk holds; the peak is ``memory.max()``.
     """

@@ -34,7 +34,7 @@ PAIR = 3  # in `Timetable.paired`
 @dataclass(frozen=True)
 class Timetable:
     """A `Timetable` holds operations by level and stage. Places of the timetable without an operation take no time. In
-    the shapes of a timetable's arrays, C is parts x chunks x stages.
+    the shapes of a timetable's arrays, C stands for parts x chunks x stages.
 
     A pair, a forward and a backward that run together, is one place.
 
@@ -121,8 +121,8 @@ def _rows(
     split[here[weights]] = True
 
     def beside(neighbours: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each operation the number that stands for the forward result of a neighbouring chunk (-1 without a
-        neighbour), and whether the neighbour is on another stage.
+        """Return for each operation the number of the forward result of a neighbouring chunk (-1 without a neighbour),
+        and whether the neighbour is on another stage.
         """
         found = [neighbours.get((index, stage)) for index in range(chunks)]
         first = np.array([-1 if place is None else place[0] * span + place[1] for place in found])[chunk]

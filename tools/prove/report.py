@@ -155,7 +155,9 @@ def _places(rank: int, mesh: Mesh) -> dict[str, int]:
 
 
 def neighbours(rank: int, mesh: Mesh) -> dict[str, int]:
-    """Return for each axis of the mesh the next rank along it, or the one before if the rank is the last one."""
+    """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis or, if there is none, the
+    rank before it.
+    """
     places = _places(rank, mesh)
     return {
         axis: rank + far if places[axis] < mesh.sizes[axis] - 1 else rank - far for axis, far in mesh.strides.items()
@@ -278,8 +280,8 @@ def _told(axes: frozenset[str]) -> str:
 
 
 def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
-    """Return rank -> weight -> the reason why `tc3 dryrun` calls the divisors of this weight's gradient wrong or
-    unknown.
+    """Return a nested dictionary rank -> weight -> the reason why `tc3 dryrun` calls the divisors of this weight's
+    gradient wrong or unknown.
 
     Args:
         micro_batches, devices: as in `tools.dryrun.report.scale_report`.

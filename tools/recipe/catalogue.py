@@ -28,8 +28,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """A `Measure` is one measure on a host (section 6 of the technical report): the report's gain from it on up to
-    4,096 devices, how this repository applies it, and which checks cover it.
+    """A `Measure` is one optimisation of the host (section 6 of the technical report): the gain that the report states
+    for it on up to 4,096 devices, how this repository applies it, and which checks cover it.
 
     The gains are the report's. Nothing here has measured them.
     """

@@ -40,7 +40,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Return ``file:line: `` of the value; return less if less is known."""
+        """Return the place of the value as ``file:line: ``, without the parts that are not known."""
         return f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
 
     @property

@@ -30,8 +30,9 @@ _SINK = {"sink_mode": True, "sink_size": 1}
 
 
 def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return number of devices -> flat small recipe for Ascend, for 1 device and for each of `counts`; the key `ON_CPU`
-    holds the small recipe for one CPU process, with the operators and the precision that a CPU has.
+    """Return a dictionary from the number of devices to a flat small recipe for Ascend, for 1 device and for each of
+    `counts`; the key `ON_CPU` holds the small recipe for one CPU process, with the operators and the precision that a
+    CPU has.
 
     A count is left out if the recipe's degrees, scaled down to it, need fewer devices.
 

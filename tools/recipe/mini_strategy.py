@@ -107,7 +107,7 @@ def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
 
 
 def least_micro_batches(view: View, degrees: Degrees) -> int:
-    """Return how many micro-batches fill the stages under a recipe's own pipeline schedule."""
+    """Return the smallest number of micro-batches that fills the stages under a recipe's own pipeline schedule."""
     return fewest_to_fill(degrees.pp, view.scheduler) if degrees.pp > 1 else 1
 
 

@@ -35,7 +35,7 @@ class View:
     recipe: Recipe
 
     def get(self, path: KeyPath, default: Any = None) -> Any:
-        """Return the value at `path`, of whatever type it is."""
+        """Return the value at `path`, which may have any type."""
         return look(self.recipe, path, default)
 
     def has(self, path: KeyPath) -> bool:

@@ -41,8 +41,8 @@ FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "bea
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` is the plan of one attempt to train a run. `hosts` are in the order of node rank; `slots` holds the
-    number of workers of each host; `resume` is the folder of a checkpoint.
+    """A `Plan` is the plan of one attempt to train a run. The field `hosts` lists the hosts in the order of node rank;
+    `slots` holds the number of workers of each host; `resume` is the folder of a checkpoint.
     """
 
     attempt: int
@@ -62,8 +62,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Beat:
-    """A `Beat` is a node's sign of life: the phase that its workers are in, the time since when, and the newest step
-    that any of its workers has made.
+    """A `Beat` is a node's sign of life: the phase that its workers are in, the time at which this phase began, and the
+    newest step that any of its workers has made.
     """
 
     host: str
@@ -75,8 +75,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class End:
-    """An `End` says how one node's part of an attempt ended. `rank` is a worker's rank in the whole run; `code` is the
-    worker's exit code, which is negative for a signal.
+    """An `End` says how one node's part of an attempt ended. The field `rank` is a worker's rank in the whole run;
+    `code` is the worker's exit code, which is negative for a signal.
     """
 
     host: str

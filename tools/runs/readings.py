@@ -411,8 +411,8 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return (number of steps done before, time at which training began, total number of steps) from the header that a
-    start of the workers writes into a metrics file.
+    """Return the number of steps done before, the time at which training began and the total number of steps, from the
+    header that each start of the workers writes into a metrics file.
     """
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None

@@ -208,8 +208,8 @@ GOES_ON = "between attempts"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """A `Checkpoints` holds the time that saving checkpoints costs a run. `seconds` is the median time for which
-    training stops for a save; `every` is the number of seconds of training between two saves.
+    """A `Checkpoints` holds the time that saving checkpoints costs a run. The field `seconds` is the median time for
+    which training stops for a save; `every` is the number of seconds of training between two saves.
     """
 
     saves: int

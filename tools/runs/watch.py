@@ -186,11 +186,12 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Status:
-    """A `Status` is the state of a run at one moment; unknown values are None. Times are seconds; `goodput` is a share;
-    `quiet` is the time since anything new was seen. The held-out losses come from the last evaluation. `fullest_expert`
-    is the number of tokens of the fullest expert over the mean of its layer; `idle_experts` is the number of experts,
-    of all layers, that got no token in the newest step. If the batch grows (plugins/batch_ramp), `step_samples` is the
-    number of samples of the newest step, and `stage_end` is the last step with this number.
+    """A `Status` is the state of a run at one moment; unknown values are None. All times of a `Status` are in seconds;
+    `goodput` is a share; `quiet` is the time for which nothing new was seen. The held-out losses come from the last
+    evaluation. The field `fullest_expert` is the number of tokens of the fullest expert over the mean of its layer;
+    `idle_experts` is the number of experts, of all layers, that got no token in the newest step. If the batch grows
+    (plugins/batch_ramp), `step_samples` is the number of samples of the newest step, and `stage_end` is the last step
+    with this number.
     """
 
     run: str

@@ -50,7 +50,7 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
 
 def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
-    """Return the `names`, sorted, that no file reads as an attribute or contains as a text."""
+    """Return in sorted order those of `names` that no file reads as an attribute or contains as a text."""
     left = set(names)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

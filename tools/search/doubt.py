@@ -32,7 +32,9 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """A `Term` is one term of the predicted step time."""
+    """A `Term` is one summand of the predicted step time, such as matmul or communication, with the uncertainty of its
+    prediction.
+    """
 
     name: str  # in a few words
     keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor
@@ -69,8 +71,8 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return the change of ln(step seconds) if one term is off, by the closed form of the pipeline, [configs,
-    TERMS].
+    """Return by how much ln(step seconds) changes if a term is off by its usual deviation, by the closed form of the
+    pipeline, as [configs, TERMS].
     """
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):

@@ -34,8 +34,8 @@ _DENSE = 2000  # operations of a timeline that are drawn as an image inside the 
 
 
 def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
-    """Return the indices of the points that no other point beats in both values, by memory: each returned point is
-    faster than all points that need less memory.
+    """Return the indices of the points that no other point beats in both values, in the order of their memory: each
+    returned point is faster than all points that need less memory.
     """
     order = np.lexsort((seconds, peaks))
     least = np.minimum.accumulate(seconds[order])

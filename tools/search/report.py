@@ -390,8 +390,8 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
 
 
 def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
-    """Return the rows of a table with the best layout of each schedule, sorted by time. `first` is the best layout of
-    1F1B or interleaved 1F1B, and has a row, too.
+    """Return the rows of a table with the best layout of each schedule, sorted by time. The argument `first` is the
+    best layout of 1F1B or interleaved 1F1B, which has a row, too.
     """
     own = Scheduled(first.config.schedule, first, "")
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]

@@ -68,7 +68,7 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """Return the share with which `average` would weigh each of the checkpoints in `sources`. The function reads only
+    """Return the share with which `average` would weight each of the checkpoints in `sources`. The function reads only
     the headers of the files.
 
     Raises:

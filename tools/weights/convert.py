@@ -177,10 +177,10 @@ def convert(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write the converted weights to `target`, a folder that does not exist yet. `progress` is called with the number
-    of bytes written so far and the name of the file. A folder for Hugging Face says that the token `ends` ends a
-    document. Tensors of `source` that are `damaged` and are copied unchanged (`inventory.salvaged`) are recorded in
-    `target`.
+    """Write the converted weights to `target`, a folder that does not exist yet. The function `progress` is called with
+    the number of bytes written so far and the name of the file. A folder for Hugging Face says that the token `ends`
+    ends a document. Tensors of `source` that are `damaged` and are copied unchanged (`inventory.salvaged`) are recorded
+    in `target`.
 
     What is written stands in a hidden folder beside `target` until all of it is there; run again after an interrupt or
     a full disk, a conversion of the same source keeps the files that are whole.

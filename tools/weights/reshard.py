@@ -277,8 +277,8 @@ def reshard(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write the resharded checkpoint to `target`, a folder that does not exist yet, completely or not at all.
-    `progress` is called with the number of bytes written so far and the name of the file.
+    """Write the resharded checkpoint to `target`, a folder that does not exist yet, completely or not at all. The
+    function `progress` is called with the number of bytes written so far and the name of the file.
 
     What is `damaged` in `source` and taken all the same (`inventory.salvaged`) is said beside the weights.
 

@@ -90,8 +90,8 @@ class Plan:
 
     @property
     def files(self) -> list[tuple[int, Kind]]:
-        """Return (rank, kind of tensors) for every file that the resharding writes. Each rank has a file of weights,
-        and also a file of optimizer state if any rank has one.
+        """Return the pair (rank, kind of tensors) of every file that the resharding writes. Each rank has a file of
+        weights, and also a file of optimizer state if any rank has one.
         """
         kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
         return [(rank, kind) for rank in range(self.world) for kind in kinds]
@@ -253,8 +253,8 @@ class Resharding:
     def lines(
         self, given: Path, written: Path, recipe: Path, dry_run: bool, overrides: Sequence[str] = ()
     ) -> list[str]:
-        """Return lines of text that say what the resharding did, or would do if it is only planned. `overrides` are
-        those of the recipe whose layout was taken.
+        """Return lines of text that say what the resharding did, or would do if it is only planned. The argument
+        `overrides` holds the overrides of the recipe whose layout was taken.
         """
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"
@@ -329,7 +329,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
 
 def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
     """Return the plan for resharding the checkpoint that a run of the recipe `old` would save to the layout of the
-    recipe `new`. The function reads no file of a checkpoint.
+    recipe `new`. The function reads no file of a checkpoint, because both layouts follow from the recipes.
 
     Raises:
         CheckpointError: the two are not one model. RecipeError: see `target_of`.

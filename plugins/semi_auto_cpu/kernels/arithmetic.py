@@ -60,7 +60,7 @@ def SwigluGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray, dim: int = -1) -> 
 
 @kernel(LOW_PRECISION)
 def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
-    """Return the sum of tensors, in their order."""
+    """Return the sum of the given tensors, which are added in the given order."""
     total = tensors[0].copy()
     for item in tensors[1:]:
         total += item

@@ -111,8 +111,8 @@ class Call:
         return np.empty((*self.query.shape[:-1], width), np.float32)
 
     def empty_statistics(self, repeated: int) -> np.ndarray:
-        """Return the shape of the softmax statistics: [B, heads, S1, repeated], or [T, heads, repeated] for the layout
-        TND.
+        """Return an empty array for the softmax statistics: [B, heads, S1, repeated], or [T, heads, repeated] for the
+        layout TND.
         """
         batch, heads, rows, _ = self.queries.shape
         shape = (rows, heads, repeated) if self.layout == "TND" else (batch, heads, rows, repeated)

@@ -56,14 +56,16 @@ def kernel(
 
 
 def enter(table: dict[str, Kernel], functions: dict[str, Kernel], *, widen: bool = True) -> None:
-    """Add functions of one expression under the names of their operators; see `kernel`."""
+    """Add functions that consist of a single expression to a table, each under the name of its operator, as `kernel`
+    adds one function.
+    """
     for name, function in functions.items():
         function.__name__ = name
         kernel(table, widen=widen)(function)
 
 
 def is_low(x: Any) -> bool:
-    """Return whether an array holds 16-bit floating point numbers."""
+    """Return whether an array holds 16-bit floating-point values."""
     return isinstance(x, np.ndarray) and x.dtype.name in _LOW
 
 

@@ -366,8 +366,8 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def failed_text(row: Row) -> str:
-    """Return one line of text about a failed comparison: the error of a value, the number of things that differ, or the
-    two values of a setting.
+    """Return one line of text about a failed comparison: the error of a value, the number of differences, or the two
+    values of a setting.
     """
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"

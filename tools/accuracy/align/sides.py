@@ -270,7 +270,7 @@ def rope_dimensions(recipe: Mapping[str, Any]) -> int:
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """Return the sections of a recipe that can change the results: without its output paths, and without the sections
+    """Return the sections of a recipe that can change the results, without its output paths and without the sections
     that `beside` names.
     """
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}

@@ -34,7 +34,7 @@ class State:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return name -> tensor, where each tensor is assembled from the parts that the ranks recorded.
+        """Return a dictionary name -> tensor, in which each tensor is assembled from the parts that the ranks recorded.
 
         Args:
             parts: rank -> name -> (shape of the whole tensor, offset of the rank's part in it).

@@ -75,8 +75,8 @@ def _some(keys: list[str]) -> str:
 
 
 def of_states(starts: list[Any], states: Mapping[int, Any]) -> dict[tuple[str, int], str]:
-    """Return (kind of line, step) -> sentence for each recorded state in which the line of a rank lacks a key; the kind
-    is "start" or "step".
+    """Return a dictionary (kind of line, step) -> sentence about each recorded state in which the line of a rank lacks
+    a key; the kind is "start" or "step".
     """
     found: dict[tuple[str, int], str] = {}
     names: dict[tuple[int, int, str], set[str]] = defaultdict(set)  # of a rank's lines since the same start
@@ -161,7 +161,8 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
-    """Yield (0 for A and 1 for B, sentence) for each line that lacks names which the same line of the other run has.
+    """Yield (0 for run A or 1 for run B, sentence) for each line of a run that lacks names which the same line of the
+    other run has.
 
     The two runs must be of the same configuration and layout.
     """

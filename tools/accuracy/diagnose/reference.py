@@ -80,7 +80,7 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (a step, module -> its output in that step computed in NumPy, router -> the number of tokens at a tie,
+    """Return (a step, module -> its output in that step as NumPy computes it, router -> the number of tokens at a tie,
     ""); if the outputs cannot be computed, return (0, {}, {}, the reason).
 
     Args:

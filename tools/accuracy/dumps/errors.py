@@ -93,8 +93,8 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return the distance between 1 and the interval in which the common factor of two tensors lies, from the sums of
-    want^2, want d and d^2, where d is the difference between the tensors.
+    """Return the distance between 1 and the interval in which the common factor of two tensors lies, given the sums of
+    want^2, want d and d^2, where want is the golden tensor and d is the difference between the tensors.
     """
     want, along, apart = sums
     if want <= 0 or want + along <= 0:

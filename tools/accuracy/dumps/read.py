@@ -229,7 +229,7 @@ class Entry:
 
 
 def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return step -> rank -> the folder in which this rank dumped the kernels of this step."""
+    """Return a nested dictionary step -> rank -> the folder in which this rank dumped the kernels of this step."""
     found: dict[int, dict[int, Path]] = {}
     for rank in folder.glob("rank_[0-9]*"):
         match = _KERNEL_RANK.match(rank.name)

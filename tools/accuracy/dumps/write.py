@@ -126,8 +126,8 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return (largest, smallest, mean, L2 norm) of an array; only the first two for booleans, none for an empty
-    array.
+    """Return the largest and the smallest value, the mean and the L2 norm of an array; for booleans return only the
+    first two of them, and for an empty array none.
     """
     if not values.size:
         return ()

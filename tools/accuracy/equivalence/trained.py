@@ -134,8 +134,8 @@ class At(NamedTuple):
         return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
 
     def judged(self, weight: str, tensor: str, got: np.ndarray, want: np.ndarray, allowed: float) -> Finding:
-        """Return a finding that compares a tensor which belongs to a weight, such as its moment, with the reference's
-        tensor.
+        """Return a finding that compares a tensor that belongs to a weight, such as the weight's moment, with the
+        reference's tensor.
         """
         verdict = judge(got, want, allowed, DTYPE)
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)

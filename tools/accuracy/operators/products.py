@@ -292,8 +292,8 @@ def _unpermute_inputs(rng, tokens, hidden, experts):
 
 
 def unpermute(rows: Array, place: Array, probs: Array) -> Array:
-    """Return tokens [N, h], where each token is the weighted sum of its k copies. `rows` holds the sorted copies [N k,
-    h], `place` [N k] the row of each copy, `probs` [N, k] the weights.
+    """Return tokens [N, h], where each token is the weighted sum of its k copies. The argument `rows` holds the sorted
+    copies [N k, h], `place` [N k] holds the row of each copy, and `probs` [N, k] holds the weights of the copies.
     """
     return np.einsum("nkh,nk->nh", rows[place].reshape(*probs.shape, -1), probs)
 

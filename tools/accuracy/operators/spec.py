@@ -1,4 +1,5 @@
-"""This module defines the test of one operator, and how many terms each element of the operator's result is the sum of.
+"""This module defines the test of one operator, and counts how many terms are summed in each element of the operator's
+result.
 
 Specs are data: small functions over NumPy arrays and one MindSpore call. The counts, which choose the row of Table 2,
 follow from an operator's shapes and indices: each function that counts takes the operator's input arrays.
@@ -85,7 +86,7 @@ def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
 
 
 def busiest(index: np.ndarray) -> int:
-    """Return the number of times that the most frequent value occurs in an array of indices."""
+    """Return how often the most frequent value occurs in an array of indices."""
     return int(np.unique(index, return_counts=True)[1].max())
 
 

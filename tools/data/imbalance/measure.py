@@ -165,8 +165,8 @@ class Counter:
 
 
 def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
-    """Count document lengths, int32 [documents], which may be memory-mapped. `name` is the name of the file in error
-    messages.
+    """Count document lengths, int32 [documents], which may be memory-mapped. The argument `name` is the name of the
+    file in error messages.
 
     Raises:
         DataError: a document has no tokens.

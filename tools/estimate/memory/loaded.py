@@ -87,7 +87,7 @@ def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, 
 
 
 def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
-    """Return [steps] bytes of the fullest device of a stage at its peak.
+    """Return the bytes [steps] that the fullest device of a stage needs at the peak of each step.
 
     Args:
         shares: [steps, micro-batches, layers, devices], the loads divided by their mean, as in `Loads`.
@@ -154,7 +154,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
-    """Return the memory that a stage needs under the loads `shares` (as in `peaks`).
+    """Return the memory that a stage needs under the loads `shares`, which have the same form as for `peaks`.
 
     Args:
         even: the bytes at even loads that a compile has counted. Only the bytes that the loads add are then modelled,

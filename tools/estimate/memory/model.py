@@ -146,7 +146,9 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
-    """Return (part, module of `tools.estimate.memory.training_graph`) -> bytes, which add up to `static_memory`."""
+    """Return the bytes by (part, module of `tools.estimate.memory.training_graph`); together they are the bytes of
+    `static_memory`.
+    """
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
@@ -274,8 +276,8 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
 
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
-    """Return [chunks] module of `tools.estimate.memory.training_graph` -> bytes that one micro-batch keeps for the
-    backward pass.
+    """Return for each chunk a dictionary from each module of `tools.estimate.memory.training_graph` to the bytes that
+    one micro-batch keeps there for the backward pass.
     """
     found = []
     for chunk, kinds in enumerate(config.stage_kinds(stage)):

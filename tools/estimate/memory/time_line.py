@@ -242,7 +242,7 @@ def check_form(path: Path) -> None:
 
 
 def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
-    """Write a time line as numbers (.json) or as a picture, completely or not at all; see `draw`."""
+    """Write a time line as numbers (.json) or as a picture (see `draw`), completely or not at all."""
     if path.suffix == ".json":
         write_atomically(path, json.dumps(line.as_json()) + "\n")
     else:
@@ -293,7 +293,7 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
-    """Return (label, colour, [moments] bytes) for each layer of the picture, from the bottom: constant parts, kept
+    """Return (label, colour, bytes [moments]) for each layer of the picture, from the bottom: constant parts, kept
     activations by module, the running pass.
 
     Of the kept modules the largest have a band each and the rest share one, so that the bands add up to the line.

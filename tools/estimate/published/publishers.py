@@ -171,8 +171,8 @@ def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[
 
 
 def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
-    """Return the number of interleaved chunks for a row that does not state it: the smallest number above 1 that divide
-    a stage's layers.
+    """Return the number of interleaved chunks for a row that does not state it: the smallest number above 1 that
+    divides the number of a stage's layers.
     """
     if pp == 1:
         return 1

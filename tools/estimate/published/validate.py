@@ -54,7 +54,7 @@ class Prediction:
 
 
 def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
-    """Predict one row, with `efficiency` instead of its device type's own if given."""
+    """Predict one row; `efficiency`, if given, replaces the efficiencies of the row's device type."""
     config = row.config
     if config is None:
         return Prediction(row, reason=row.reason)
@@ -155,8 +155,8 @@ def _number(measured: Mapping[str, Any], name: str) -> bool:
 
 
 def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
-    """Return {"all", each device and each group: {"rows", "mean", "worst"}}: the absolute errors of the rows that are
-    used to `fit`.
+    """Return {"rows", "mean", "worst"} for "all", for each device and for each group: the number of the rows that are
+    used to `fit`, and the mean and the worst of their absolute errors.
     """
     groups: dict[str, list[float]] = {"all": []}
     for prediction in predictions:

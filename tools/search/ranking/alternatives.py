@@ -145,7 +145,9 @@ _LEAST = 2.0  # seconds, whatever the time limit says
 
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
-    """Return a line for each kind of layer, or one line that says that the hardware file has no link to the host."""
+    """Return a line about swapping for each kind of layer, or one line that says that the hardware file has no link to
+    the host.
+    """
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
         layer, whole = times.layer(config, kind), saved(config, kind)

@@ -94,7 +94,9 @@ class MemoryTable:
         self._loaded = ("ep",) if request.skews else ()  # what a pass depends on, too, if loads differ by it
 
     def peaks(self, block: Block) -> np.ndarray:
-        """Return [rows, policies, stages] bytes, for the uniform policies of `POLICIES`."""
+        """Return the bytes [rows, policies, stages] of the peaks, for the policies of `POLICIES`, which recompute all
+        layers alike.
+        """
         example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
@@ -103,7 +105,7 @@ class MemoryTable:
         return np.maximum(passes, (self._by_spread(block, "update", _updated) + buffers)[:, None, :])
 
     def static(self, block: Block) -> np.ndarray:
-        """Return [rows, stages] bytes of weights, gradients and optimizer, whatever is recomputed."""
+        """Return the bytes [rows, stages] of weights, gradients and optimizer, which do not depend on recomputation."""
         return self._by_spread(block, "static", _held_static)
 
     def _by_spread(self, block: Block, name: str, bytes_of: Callable[[Configuration, int], float]) -> np.ndarray:

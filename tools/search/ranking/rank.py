@@ -73,7 +73,9 @@ class Ranking:
         return None
 
     def fastest(self) -> Iterator[Ranked]:
-        """Yield the candidates by time; equal ones by memory, then by their order in the space."""
+        """Yield the candidates from the fastest to the slowest; equally fast ones come in the order of their memory,
+        and then in their order in the space.
+        """
         for index in np.lexsort((self.peaks, self.seconds)):
             yield self.at(int(index))
 
@@ -179,7 +181,8 @@ def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tup
 
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each stage the cheapest mix of two policies that fits under the cap: ([rows, stages] seconds, bytes).
+    """Return the cheapest mix of two policies that fits under the cap, for each stage of each row: (seconds, bytes),
+    both [rows, stages].
 
     Args:
         peaks, works: [rows, policies, stages] the bytes at the peak, and the seconds of a micro-batch, if all layers

@@ -237,9 +237,9 @@ def search(
 
 
 def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
-    """Search once more, with the mean max/mean of the loads of `--loads` in every layer, at each expert_parallel. The
-    best layouts of this second search are added to the entries, with their predictions at even loads. If Ctrl-C ends
-    this second search, its layouts are left out, and the search counts as interrupted.
+    """Search once more, for each value of `expert_parallel`, with the mean max/mean of the loads of `--loads` in every
+    layer. The best layouts of this second search are added to the entries, with their predictions at even loads. If
+    Ctrl-C ends this second search, its layouts are left out, and the search counts as interrupted.
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
