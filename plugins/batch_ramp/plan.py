@@ -291,14 +291,14 @@ def _check_loader(recipe: Mapping[str, Any], division: Division) -> None:
 
 
 # plugin: why it cannot run with this plugin
-_NEVER = {"attention_balance": "moves samples within a window of steps of one size, but {} changes that size"}
-_OF_MICRO_BATCHES = {
-    "held_out_loss": "runs the train step with the recipe's own number of micro-batches, but {} changes that number"
-}
-_OF_ONE_BATCH = {"ep_overlap": "cuts a rank's batch of one size into chunks, but {} changes that size"}
+_NEVER = {"attention_balance": "moves samples within a window of steps of one size"}
+_OF_MICRO_BATCHES = {"held_out_loss": "runs the train step with batches of the recipe's own size"}
+_OF_ONE_BATCH = {"ep_overlap": "cuts a rank's batch of one size into chunks"}
 
 
 def _check_others(recipe: Mapping[str, Any], division: Division) -> None:
     for name, why in (_NEVER | (_OF_ONE_BATCH if division.whole else _OF_MICRO_BATCHES)).items():
         if value_at(recipe, f"plugins.{name}", False) not in (None, False):
-            raise RecipeError(f"the plugin {why.format(KEY)}; leave one of the two out", f"plugins.{name}")
+            raise RecipeError(
+                f"the plugin {why}, but {KEY} changes that size; leave one of the two out", f"plugins.{name}"
+            )
