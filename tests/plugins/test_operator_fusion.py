@@ -74,7 +74,7 @@ def test_ascend_fuses_at_o1_alone(level):
 
 
 def test_no_device_target_is_ascend_as_in_mindformers():
-    with pytest.raises(RecipeError, match="is not written"):
+    with pytest.raises(RecipeError, match="the key is missing"):
         plan.environment({"plugins": {"operator_fusion": {"level": "vector"}}}, {})
 
 
