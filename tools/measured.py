@@ -88,7 +88,9 @@ class Bundle:
             DataError: a simulated cluster made the bundle.
         """
         if self.manifest.simulated:
-            raise DataError(f"{self.path}: a simulated cluster made this bundle; no card may claim what it holds")
+            raise DataError(
+                f"{self.path}: the results of this bundle are simulated, and a card may claim only measured ones"
+            )
         return f"measured-{self.manifest.device}-{self.manifest.devices}"
 
 

@@ -326,8 +326,8 @@ _WIDTH = 130  # of tables in a file or pipe
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Read a bundle that `tc3 firsthour` wrote for RECIPE; its measured memory replaces the assumed memory of the "
-    "same kinds.",
+    help="Read a bundle that `tc3 firsthour` wrote for RECIPE, and use the memory that it measured in place of the "
+    "assumed values.",
 )
 @click.option("--loads", metavar="LOADS", help=HELP)
 @overrides_option

@@ -147,7 +147,7 @@ class Start:
 )
 @click.option(
     "--host",
-    help="Use this name for this node; it must be in --nodes.  [default: found by its host name or address]",
+    help="Use this name for this node; the file of --nodes must list it.  [default: found by its host name or address]",
 )
 @click.option(
     "--restarts",
@@ -294,7 +294,7 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     ours = [name, name.split(".")[0], socket.getfqdn(), *addresses]
     found = [host for host in hosts if host.strip("[]") in ours]
     if not found:
-        raise ClusterError(f"{file} does not list {name}: give with --host the name that {file} has for this node")
+        raise ClusterError(f"{file} does not list {name}: give the name under which it lists this node with --host")
     if len(found) > 1:
         raise ClusterError(f"{file}: {' and '.join(found)} both name this node: give one of them with --host")
     return found[0]

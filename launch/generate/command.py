@@ -114,7 +114,7 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
         raise RecipeError(
-            f"{recipe.source}: model.model_config.seq_length is missing; it says how many tokens the model sees"
+            f"{recipe.source}: model.model_config.seq_length: the key is missing; write how many tokens the model sees"
         )
     if any(map(is_adapter, source.headers)) and value_at(recipe, LORA, False) is False:
         raise CheckpointError(
@@ -320,7 +320,7 @@ class Voice:
         found = self.logits(ids)[: self.tokenizer.vocab_size]
         if np.isnan(found).any():
             raise CheckpointError(
-                "the model's logits are not numbers (NaN), so it has no text to give; `tc3 weights inspect --values` "
+                "the model's logits are not numbers (NaN), so it cannot choose a token; `tc3 weights inspect --values` "
                 "says whether the weights are finite"
             )
         return found

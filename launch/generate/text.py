@@ -90,7 +90,7 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
                     "folder of that tokenizer with --tokenizer"
                 )
             return found
-    where = f"{prefixes[0]}.json, which names the tokenizer of the recipe's corpus, is not here" if prefixes else (
+    where = f"{prefixes[0]}.json, which names the tokenizer of the recipe's corpus, does not exist" if prefixes else (
         "the recipe does not say which tokenizer wrote its data"
     )  # fmt: skip
     raise DataError(f"--tokenizer: {where}; name the tokenizer's folder")

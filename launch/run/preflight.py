@@ -208,7 +208,7 @@ def check_disk(folder: Path) -> None:
     free = shutil.disk_usage(existing).free
     if free < MIN_FREE:
         raise ClusterError(
-            f"{folder}: {free / 1e9:.1f} GB are free, but a run needs {MIN_FREE / 1e9:.1f} GB: make room first"
+            f"{folder}: {free / 1e9:.1f} GB are free, but a run needs {MIN_FREE / 1e9:.1f} GB: delete some files first"
         )
 
 

@@ -171,7 +171,10 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
     if workers <= DEVICES:
         return Cluster(1, workers, MASTER)
     if workers % DEVICES:
-        raise ClusterError(f"{workers} workers do not fill whole nodes of {DEVICES}: name hosts and slots with --nodes")
+        raise ClusterError(
+            f"{workers} workers do not fill whole nodes of {DEVICES}: list the hosts and their workers in a file and "
+            "give it with --nodes"
+        )
     return Cluster(workers // DEVICES, DEVICES, f"node{{0..{workers // DEVICES - 1}}}")
 
 

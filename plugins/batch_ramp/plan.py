@@ -252,11 +252,11 @@ def check(recipe: Mapping[str, Any]) -> Settings:
     _check_loader(recipe, division)
     _check_others(recipe, division)
     if settings.learning_rate == SAMPLES and not value_at(recipe, "lr_schedule.type"):
-        wrong = f"{SAMPLES} works only with lr_schedule, which this recipe lacks"
-        raise RecipeError(f"{wrong}; write {STEPS}, or add lr_schedule", f"{KEY}.learning_rate")
+        wrong = f"the value {SAMPLES!r} works only with lr_schedule, which this recipe lacks"
+        raise RecipeError(f"{wrong}; write {STEPS!r}, or add lr_schedule", f"{KEY}.learning_rate")
     if settings.learning_rate == SAMPLES and value_at(recipe, "grouped_lr_schedule"):
-        wrong = f"{SAMPLES} works only with one lr_schedule for all weights, not with schedules for groups of weights"
-        raise RecipeError(f"{wrong}; write {STEPS}", f"{KEY}.learning_rate")
+        wrong = f"the value {SAMPLES!r} works only with one lr_schedule for all weights, not with one for each group"
+        raise RecipeError(f"{wrong}; write {STEPS!r}", f"{KEY}.learning_rate")
     return settings
 
 
@@ -278,24 +278,27 @@ def _check_loader(recipe: Mapping[str, Any], division: Division) -> None:
         raise RecipeError(f"{wrong}; write 1, and ask for more samples with {_LOADER}.sizes", "runner_config.epochs")
     if value_at(recipe, "runner_config.sink_mode", True):
         raise RecipeError(
-            f"in sink mode the queue to the device has one shape for the whole run, which {KEY} changes; write False, "
-            "or train each stage as a run of its own and resume",
+            f"in sink mode the queue to the device keeps one shape for the whole run, but {KEY} changes the shape; "
+            "write False, or train each stage as a run of its own and resume",
             "runner_config.sink_mode",
         )
     level = "context.dataset_broadcast_opt_level"
     if not division.whole and value_at(recipe, level) != 0:
-        wrong = "MindFormers' default lets only some ranks read data, which others get from the queue of the sink mode"
-        raise RecipeError(f"{wrong}, and {KEY} needs batches that pass through each process; write 0", level)
+        wrong = "MindFormers' default lets only some ranks read data and sends it to the others by sink mode's queue"
+        raise RecipeError(f"{wrong}, but with {KEY} each process must read its own batches; write 0", level)
     if value_at(recipe, "train_dataset.dynamic_batch"):
         raise RecipeError(f"{KEY} does not pad samples to one length; write False", "train_dataset.dynamic_batch")
 
 
-_NEVER = {"attention_balance": "moves samples within a window of steps of one size"}  # plugin: why not
-_OF_MICRO_BATCHES = {"held_out_loss": "runs the train step with the micro-batches of the recipe's own batch"}
+# plugin: why it cannot run with this plugin
+_NEVER = {"attention_balance": "moves samples within a window of steps of one size"}
+_OF_MICRO_BATCHES = {"held_out_loss": "runs the train step with batches of the recipe's own size"}
 _OF_ONE_BATCH = {"ep_overlap": "cuts a rank's batch of one size into chunks"}
 
 
 def _check_others(recipe: Mapping[str, Any], division: Division) -> None:
     for name, why in (_NEVER | (_OF_ONE_BATCH if division.whole else _OF_MICRO_BATCHES)).items():
         if value_at(recipe, f"plugins.{name}", False) not in (None, False):
-            raise RecipeError(f"it {why}, which {KEY} changes; leave one of the two out", f"plugins.{name}")
+            raise RecipeError(
+                f"the plugin {why}, but {KEY} changes that size; leave one of the two out", f"plugins.{name}"
+            )

@@ -153,7 +153,8 @@ def read(path: Path, until: int | None = None, say: Callable[[str], None] | None
 def _follow(before: Record, record: Record, place: str) -> None:
     if _kind(before) != _kind(record):
         raise DataError(
-            f"{place}: layers, experts or devices differ from the lines above, but a file must hold one layout"
+            f"{place}: the layers, the experts or the devices are not those of the lines above; write one file for "
+            "each layout"
         )
 
 

@@ -236,7 +236,7 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
     """
     ours = Settings.read(settings)
     if ours.samples is not None and ours.samples < global_batch:
-        wrong = f"{ours.samples} samples are less than a step has; write a number of at least {global_batch}"
+        wrong = f"{ours.samples} samples are fewer than a step has; write a number of at least {global_batch}"
         raise RecipeError(wrong, f"{KEY}.samples")
     command = "instructions" if instructions else "prepare"
     for path in ours.paths:

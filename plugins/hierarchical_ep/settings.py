@@ -112,7 +112,7 @@ def check_room(mode: str, topology: Topology, tokens: int, top_k: int, rows: Any
                 f"runner_config.batch_size, model.model_config.seq_length: with {tokens:,} tokens on each rank and "
                 f"{top_k} experts per token (model.model_config.num_experts_per_tok), one of the {topology.ep} ranks "
                 f"of an EP group (parallel_config.expert_parallel) may receive {count:,} rows; sorting these by "
-                f"{kinds} destinations needs {rows.numbers(kinds, count):,} different keys, but this device sorts at "
-                f"most {rows.limit:,}. Take a smaller batch, more model_parallel or context_parallel, or "
+                f"{kinds} destinations needs {rows.numbers(kinds, count):,} different keys, but this device can "
+                f"use at most {rows.limit:,} keys. Take a smaller batch, more model_parallel or context_parallel, or "
                 "plugins.ep_overlap with more chunks"
             )

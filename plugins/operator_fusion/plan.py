@@ -129,8 +129,11 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
             )
     level = value_at(recipe, JIT_LEVEL)
     if fusion.level != "off" and level != NEEDED:
-        found = "the level is not written" if level is None else f"the level is {level!r}"
-        raise RecipeError(f"{found}, but {KEY} needs {NEEDED!r}: no other level fuses operators by DVM", JIT_LEVEL)
+        found = "the key is missing" if level is None else f"the level is {level!r}"
+        raise RecipeError(
+            f"{found}, but only the level {NEEDED!r} fuses operators by DVM; write {NEEDED!r}, or {KEY}: False",
+            JIT_LEVEL,
+        )
     return fusion
 
 

@@ -103,7 +103,7 @@ def read(settings: Any, model: Mapping[str, Any]) -> Yarn:
         raise RecipeError(f"{named!r} is not YaRN; write 'yarn', or {KEY}: False", f"{SCALING}.rope_type")
     numbers = {name: _number(scaling, name) for name in NUMBERS}
     if all_dim := numbers["mscale_all_dim"]:
-        wrong = f"{all_dim:g} has no effect: only multi-latent attention corrects its softmax by it; write 0"
+        wrong = f"the value {all_dim:g} has no effect, because only multi-latent attention reads this key; write 0"
         raise RecipeError(wrong, f"{SCALING}.mscale_all_dim")
     if numbers["factor"] < 1 or numbers["original_max_position_embeddings"] < 1:
         raise RecipeError("factor and original_max_position_embeddings must be at least 1", SCALING)

@@ -122,10 +122,10 @@ def test_how_layouts_divide_a_step():
 @pytest.mark.parametrize(
     ("schedules", "words"),
     [
-        ({}, "which this recipe lacks; write steps"),
+        ({}, "which this recipe lacks; write 'steps'"),
         (
             {"lr_schedule": {"type": "ConstantWarmUpLR"}, "grouped_lr_schedule": {"default": {}}},
-            "for groups of weights",
+            "not with one for each group",
         ),
         ({"lr_schedule": {"type": "ConstantWarmUpLR"}}, ""),
     ],
@@ -155,13 +155,17 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
         ),
         ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
         ([[2, 8]], TURNED, "2 micro-batches, but zero_bubble_v needs 4 for the 2 stages of the pipeline"),
-        ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device has one shape"),
+        ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device keeps one shape"),
         ([[2, 4]], {"runner_config": {**RECIPE["runner_config"], "epochs": 2}}, "a second epoch has no stages"),
         ([[2, 4]], {"context": {"mode": 1}}, "works only in graph mode"),
         ([[2, 8]], {**SHARDED, "context": {"mode": 0}}, "MindFormers' default lets only some ranks read data"),
         ([[2, 4]], {"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, "this recipe has 'HFDataLoader'"),
         ([[2, 4]], {"plugins": {"attention_balance": {}}}, "moves samples within a window"),
-        ([[2, 8]], {**SHARDED, "plugins": {"held_out_loss": {}}}, "runs the train step with the micro-batches"),
+        (
+            [[2, 8]],
+            {**SHARDED, "plugins": {"held_out_loss": {}}},
+            "runs the train step with batches of the recipe's own size",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(stages, changes, words):

@@ -69,7 +69,11 @@ def test_the_public_36b_is_read():
             {"rope_scaling": {"rope_type": "yarn"}},
             r"rope_scaling\.factor: the key is missing; write that of the weights",
         ),
-        ({}, {"rope_scaling": PUBLIC | {"mscale_all_dim": 1}}, r"rope_scaling\.mscale_all_dim: 1 has no effect"),
+        (
+            {},
+            {"rope_scaling": PUBLIC | {"mscale_all_dim": 1}},
+            r"\.mscale_all_dim: the value 1 has no effect",
+        ),
         ({}, {"rope_scaling": PUBLIC | {"beta_slow": 32}}, r"rope_scaling\.beta_slow: 32 is not between 0 and beta"),
     ],
 )

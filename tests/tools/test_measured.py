@@ -137,7 +137,7 @@ def test_an_hour_that_did_not_come_so_far_has_no_cluster_and_no_memory(tmp_path)
     assert measured_memory(found) is None
     with pytest.raises(DataError, match="the check calibrate gave no result"):
         measured_cluster(found)
-    with pytest.raises(DataError, match="no card may claim"):
+    with pytest.raises(DataError, match="a card may claim only measured ones"):
         _ = found.claim
     assert "nothing in them was measured" in origin(found)
 

@@ -208,7 +208,7 @@ def _encoder(spec: TokenizerSpec, eod_id: int, dtype: str) -> Callable[[_Job], _
 def _require_documents(options: PrepareOptions, writers: dict[str, IndexWriter], skips: Skips) -> None:
     total = sum(writer.documents for writer in writers.values())
     if not total:
-        why = f": {skips.summary()}; the first: {skips.first}" if skips.first else ""
+        why = f": {skips.summary()}; the first skipped item is {skips.first}" if skips.first else ""
         raise DataError(f"--input {' '.join(options.corpus.inputs)}: the corpus has no documents{why}")
     for split, writer in writers.items():
         if not writer.documents:

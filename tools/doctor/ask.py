@@ -88,7 +88,7 @@ def read_folder(folder: Path) -> Mapping[str, Answer]:
     try:
         files = sorted(folder.glob("*.json"))
     except OSError as error:
-        raise ClusterError(f"--nodes {folder}: cannot be listed: {error.strerror}") from None
+        raise ClusterError(f"--nodes {folder}: the folder cannot be listed: {error.strerror}") from None
     if not files:
         raise ClusterError(
             f"--nodes {folder}: the folder holds no *.json; it needs a HOST.json of each host, which tc3 doctor --json "

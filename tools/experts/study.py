@@ -199,8 +199,8 @@ def study(source: Source, cluster: str, every: int | None, spare: int | None = N
     experts, devices = records[0].tokens.shape[1], records[0].devices
     if spare > (others := experts - experts // devices):
         raise RecipeError(
-            f"--spare {spare}: a device has more spare slots than all other devices have experts ({others}); give "
-            f"{others} at most"
+            f"--spare {spare}: {spare} spare slots of a device are more than the {others} experts on all other "
+            f"devices; give {others} at most"
         )
     seconds = seconds_of(source.recipe, records, cluster)
     every = every or settings.every or type(settings)().every

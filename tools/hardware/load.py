@@ -282,8 +282,8 @@ class _Reader:
         value, certainty, source = content["value"], content["certainty"], content["source"]
         if certainty not in CERTAINTIES:
             hint = did_you_mean(str(certainty), list(CERTAINTIES))
-            wanted = ", ".join(CERTAINTIES)
-            raise RecipeError(f"{self.shown}: {key}.certainty: {certainty!r} is not one of {wanted}{hint}")
+            known = ", ".join(CERTAINTIES)
+            raise RecipeError(f"{self.shown}: {key}.certainty: {certainty!r} is not one of {known}{hint}")
         if not isinstance(source, str) or not source.strip():
             raise RecipeError(f"{self.shown}: {key}.source: the value must be a text; say where the number comes from")
         self.origins[key] = Origin(certainty, source)

@@ -82,8 +82,8 @@ def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> No
     wanted = [flops(config, stage) for stage in stages]
     if not any(1 / _ALIKE < done / each < _ALIKE for each in wanted if each):
         raise DataError(
-            f"{profile.source}: its matmuls do {done:.3g} FLOPs a step, but the recipe's matmuls do {wanted[0]:.3g}; "
-            "the profile was made with another batch, sequence length, layout or number of steps"
+            f"{profile.source}: the profile's matmuls do {done:.3g} FLOPs a step, but the recipe's matmuls do "
+            f"{wanted[0]:.3g}; the profile was made with another batch, sequence length, layout or number of steps"
         )
 
 

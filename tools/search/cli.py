@@ -167,7 +167,7 @@ def search() -> None:
     show_default=True,
     type=Number("margin"),
     metavar="SHARE",
-    help="Leave this share of the instance's memory cap free, such as 0.05.",
+    help="Leave this share of the memory cap in INSTANCE.json free, such as 0.05.",
 )
 @json_option
 @click.option(

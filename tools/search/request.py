@@ -234,8 +234,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
         raise RecipeError("--recompute-operators: this model has no group of operators that is known to free memory")
     if request.swaps:
         raise RecipeError(
-            "--recompute-operators: the recipe swaps activations and therefore lists layers by number; switch its "
-            "swap off"
+            "--recompute-operators: the recipe swaps activations and therefore lists layers by number; switch "
+            "off swapping in the recipe"
         )
     return replace(request, groups=True)
 

@@ -253,8 +253,8 @@ def convert_command(
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Only plan, from the headers of CHECKPOINT's files, or from its recipe if CHECKPOINT is a recipe; write "
-    "nothing.",
+    help="Write nothing; only plan, from the headers of CHECKPOINT's files. With this option CHECKPOINT may also be "
+    "a recipe.",
 )
 @salvage_option
 @json_option

@@ -195,8 +195,8 @@ def _without_index(folder: Path, parts: Sequence[Path]) -> Stored:
         for name in headers:
             if (first := where.setdefault(name, file)) != file:
                 raise CheckpointError(
-                    f"{folder / file}: the file holds {name}, which {first} holds, too, and {INDEX} is missing, which "
-                    "says where to read it; copy the index beside the files"
+                    f"{folder / file}: this file and {first} both hold {name}, and {INDEX}, which says from which file "
+                    "to read it, is missing; copy the index beside the files"
                 )
     return Stored(folder, files)
 
@@ -221,7 +221,7 @@ def _hugging_face(folder: Path) -> Stored:
     for name, file in where.items():
         if name not in files[file]:
             raise CheckpointError(
-                f"{folder / file}: the file lacks {name}, although {INDEX} says that it holds it; copy the folder again"
+                f"{folder / file}: the file lacks {name}, which {INDEX} assigns to this file; copy the folder again"
             )
     for file, headers in files.items():
         if unknown := [name for name in headers if where.get(name) != file]:

@@ -109,7 +109,7 @@ def test_what_is_no_record_is_refused_with_its_line(tmp_path, change, message):
 def test_a_file_is_of_one_layout(tmp_path):
     append(tmp_path / "log", record(1))
     append(tmp_path / "log", record(2, devices=4))
-    with pytest.raises(DataError, match=r"log:2.*one layout"):
+    with pytest.raises(DataError, match=r"log:2.*each layout"):
         read(tmp_path / "log")
 
 

@@ -227,7 +227,7 @@ def test_what_the_section_says(settings, key, severity, words):
 def test_it_needs_the_jit_level_that_fuses():
     found = of_fusion(PLAIN, {"level": "vector"}, "context.jit_config.jit_level=O0")
     severity, words = found["context.jit_config.jit_level"]
-    assert severity == "error" and "needs 'O1'" in words
+    assert severity == "error" and "only the level 'O1' fuses" in words
 
 
 def test_on_a_cpu_it_does_nothing_and_that_is_said():

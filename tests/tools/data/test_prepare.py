@@ -246,7 +246,7 @@ def test_corpora_without_documents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl: the corpus has no documents$"):
         prepare(options(source, tmp_path / "out"))
     source.write_text('{"txt": "x"}\n' * 3)
-    with pytest.raises(DataError, match=r"no documents: skipped 3 broken_lines; the first: .*a\.jsonl:1: .*'txt'"):
+    with pytest.raises(DataError, match=r"no documents: skipped 3 .*; the first skipped item is .*a\.jsonl:1: .*'txt'"):
         prepare(options(source, tmp_path / "out"))
     source.write_text('{"text": "only one"}\n')
     with pytest.raises(DataError, match=r"--held-out 0\.1 of 1 documents leaves the heldout split empty"):

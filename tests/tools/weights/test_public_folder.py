@@ -168,7 +168,7 @@ def test_a_file_that_is_missing_or_a_tensor_that_is_there_twice_is_named(tmp_pat
     recipe = recipe_of(tmp_path / "recipe")
     twice = dealt(public(tmp_path / "twice", recipe), 2, again=["model.norm.weight"])
     with pytest.raises(
-        CheckpointError, match=rf"holds model\.norm\.weight, which .*of-00002.* holds, too, and {INDEX}"
+        CheckpointError, match=rf"this file and .*of-00002.* both hold model\.norm\.weight, and {INDEX}"
     ):
         open_source(twice)
     (twice / "model-00001-of-00002.safetensors").unlink()

@@ -163,7 +163,7 @@ def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
 def _crc(file: Path, start: int) -> int:
     if not file.is_file():
         raise DataError(
-            f"train_dataset.data_loader.config.data_path: {file} not found; "
+            f"train_dataset.data_loader.config.data_path: {file} was not found; "
             "make the dataset with `tc3 data prepare --input stdlib --output output/data/stdlib`, or give --data"
         )
     with file.open("rb") as stream:

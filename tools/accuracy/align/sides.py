@@ -292,7 +292,7 @@ def find_torch(python: str) -> None:
     try:
         done = subprocess.run([python, "-c", _FIND], capture_output=True, check=False)
     except OSError as error:
-        raise ClusterError(f"--reference-python {python}: cannot be started: {error.strerror}") from None
+        raise ClusterError(f"--reference-python {python}: this program cannot be started: {error.strerror}") from None
     if done.returncode:
         raise ClusterError(_no_torch(python))
 

@@ -181,7 +181,7 @@ def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, 
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():
             if len(numbers) != known.setdefault(router, len(numbers)):
-                wrong = f"{key}.{router} has {len(numbers)} numbers, should have {known[router]} as in the lines before"
+                wrong = f"{key}.{router} has {len(numbers)} numbers, but {known[router]} in the lines before"
                 raise DataError(f"{file}: line {number}: {wrong}; {_MEND}")
 
 

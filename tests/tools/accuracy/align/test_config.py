@@ -96,7 +96,7 @@ def test_the_corpus_of_a_recipe_for_ascend_may_be_elsewhere():
 
 def test_a_missing_corpus_is_named(tmp_path):
     recipe = load(MINI, (), str(tmp_path / "none"), 4)
-    with pytest.raises(DataError, match=r"none\.idx not found; make the dataset with `tc3 data prepare"):
+    with pytest.raises(DataError, match=r"none\.idx was not found; make the dataset with `tc3 data prepare"):
         align_config.corpus_checksum(recipe)
 
 

@@ -218,7 +218,7 @@ def test_a_router_with_another_number_of_experts_on_one_line(tmp_path, key):
     lines = file.read_text().splitlines(keepends=True)
     lines[2], _ = corrupted(lines[2], (key, ROUTER), [0.5])
     file.write_text("".join(lines))
-    with pytest.raises(DataError, match=f"line 3: {key}.{ROUTER} has 1 numbers, should have 4"):
+    with pytest.raises(DataError, match=f"line 3: {key}.{ROUTER} has 1 numbers, but 4 in the lines before"):
         read_side(run)
 
 
