@@ -22,6 +22,7 @@ from pathlib import Path
 from launch.workers.lifetime import die_with_parent
 
 LISTENS = "0A"  # state of a socket in /proc/net/tcp
+known_sources: set[str] = set()  # digests of those that are in MindSpore's cache of parsed sources
 GRACE = 30  # seconds that processes may outlast one of them that has failed
 # All that MindFormers imports from elsewhere. Backends of the CPU replace functions that MindFormers copies when it is
 # imported, so that each fork imports MindFormers itself, which takes a fifth of a second then.
@@ -70,9 +71,40 @@ def serve(connection, server):
     answers.write(f"{os.getpid()}\n")
     answers.flush()
     for line in lines:
+        keep_parsed(greeting["folder"])
         answers.write(json.dumps(fork_all(*json.loads(line))) + "\n")
         answers.flush()
     os._exit(0)  # there is nothing to tidy up
+
+
+def tell_parsed(folder):
+    """Write the sources of functions that MindSpore has parsed in this process, and their forks' server has not.
+
+    Parsing is a tenth of the processor time of a compile, and most forks compile the same functions.
+    """
+    parser = sys.modules.get("mindspore.graph._parse.parser")
+    cached = parser.Parser.ast_cache if parser else {}
+    new = {key: (tree.text, column) for key, (tree, column) in cached.items() if key not in known_sources}
+    if new:
+        part = Path(folder) / f"parsed.{os.getpid()}.part"
+        part.write_text(json.dumps(new))
+        part.rename(part.with_suffix(".json"))
+
+
+def keep_parsed(folder):
+    """Parse what forks have told into MindSpore's own cache, whose keys are digests of sources: all later forks have
+    it.
+    """
+    for file in Path(folder).glob("parsed.*.json"):
+        import asttokens
+        from mindspore.graph._parse.parser import Parser
+
+        for key, (text, column) in json.loads(file.read_text()).items():
+            if key not in known_sources:
+                known_sources.add(key)
+                Parser.ast_cache[key] = asttokens.ASTTokens(text, parse=True), column
+        file.unlink()
+        gc.freeze()
 
 
 def fork_all(within, port, jobs):
@@ -146,6 +178,8 @@ def work(job):
     except BaseException:
         traceback.print_exc()
     finally:
+        with contextlib.suppress(OSError):  # later forks then parse for themselves
+            tell_parsed(os.environ["LOCAL_DEFAULT_PATH"])
         if job["arguments"][0] not in ("-c", "-m"):
             atexit._run_exitfuncs()  # of a worker: it leaves its cluster
         sys.stdout.flush()

@@ -250,6 +250,27 @@ def test_what_was_measured_replaces_what_was_known(tmp_path, monkeypatch):
     assert json.loads(file.read_text()) == expected
 
 
+PARSES = """
+import mindspore as ms
+from mindspore.graph._parse.parser import Parser
+
+known = len(Parser.ast_cache)
+
+@ms.jit
+def twice(value):
+    return value + value
+
+print(twice(ms.Tensor([1.0])).asnumpy(), len(Parser.ast_cache) > known)
+"""
+
+
+def test_what_one_fork_has_parsed_the_next_need_not(workers, tmp_path):
+    file = tmp_path / "parses.py"
+    file.write_text(PARSES)
+    said = [workers.python(file).stdout.split()[-2:] for _ in range(2)]
+    assert said == [["[2.]", "True"], ["[2.]", "False"]]
+
+
 def drawn():
     found = []
 

@@ -219,10 +219,19 @@ def test_the_small_recipe_trains_on_made_up_data_and_saves(tmp_path):
 def test_the_rehearsal_runs_every_check_on_this_cpu(tmp_path, monkeypatch):
     """With the smallest recipe; no limit of time is asserted, and the budget leaves room for a busy machine.
 
-    Of the check `resume`, the run that is killed and the run that goes on load the graph of the one that is not.
+    It has one layer, which has experts: six workers compile it, and no check asks which layers a model has. Of the
+    check `resume`, the run that is killed and the run that goes on load the graph of the one that is not.
     """
     monkeypatch.setenv(FOLDER, str(tmp_path / "graphs"))
-    tiny = ROOT / "tests" / "training" / "tiny.yaml"
+    tiny, sizes = tmp_path / "tiny.yaml", {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    tiny.write_text(
+        yaml.safe_dump(
+            {
+                "base_config": str(ROOT / "tests" / "training" / "tiny.yaml"),
+                "model": {"model_config": {**sizes, "num_nextn_predict_layers": 0}},
+            }
+        )
+    )
     done = run(tiny, "--work", tmp_path / "w", "--out", tmp_path / "b.zip", "--budget", "90m", "--json")
     assert done.exit_code == 0, done.output
     content = json.loads(done.stdout)
