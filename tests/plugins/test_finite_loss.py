@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from plugins.errors import RecipeError, StoppedError
 from plugins.finite_loss import adapter
 from plugins.finite_loss.plan import METRICS, Settings, Watch, not_finite, undefined_parts
-from tests.plugins.sealed_checkpoint.saving import Run
+from tests.plugins.sealed_checkpoint.test_deaths import Run
 from tests.plugins.sinking import fetching
 
 NAN, INF = math.nan, math.inf

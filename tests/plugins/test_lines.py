@@ -13,7 +13,7 @@ from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import Span, append_line, as_span, note, read_steps, spans_file
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from tests.plugins.held_out_loss.evaluation import Evaluated
-from tests.plugins.sealed_checkpoint.saving import Run
+from tests.plugins.sealed_checkpoint.test_deaths import Run
 from tools.runs.readings import read_held_out, read_metrics
 
 

@@ -1,14 +1,20 @@
 """A run goes on with another layout: its losses, weights and moments are those of one that never changed.
 
-Whole chains, with more workers, are in benchmarks/weights/resume_layouts.py; two workers that become one, in
-test_smaller.py, and with experts in test_expert_balance.py.
+Whole chains, with more workers, are in benchmarks/weights/resume_layouts.py; two workers that become
+one, are below; with experts, they are in test_expert_balance.py.
+
+A run of two workers of which one is lost goes on with the other: the same curve, up to the order of sums.
 """
+
+import shutil
 
 import pytest
 
+from launch.agent.smaller import smaller
 from tests.training import forked, runs
 from tests.training.test_sharded import evaluating
 from tests.training.test_sharded import run as sharded
+from tools.recipe.load import load_recipe
 from tools.runs.readings import read_evaluations
 
 pytestmark = pytest.mark.slow
@@ -43,3 +49,28 @@ def test_tensor_parallelism_becomes_a_pipeline(workers, corpus, tmp_path_factory
     for step, found in expected.items():  # every token of a batch counts
         tiny, random = found.corpora["tiny"], found.corpora["random"]
         assert found.loss == pytest.approx((tiny + random) / 2, rel=1e-12), f"step {step}"
+
+
+SAVED = 4
+
+
+def test_losses_follow_the_uninterrupted_run(whole_dp2, graph, corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole_dp2, run_dir)
+    for later in runs.checkpoints(run_dir)[1:]:
+        shutil.rmtree(run_dir / "checkpoint" / f"iteration_{later:08d}")
+    recipe = load_recipe(run_dir / "recipe.yaml")
+    how = smaller(recipe, 1, 1, SAVED)
+    settings = [word for override in how.overrides for word in ("--set", override)]
+    text = runs.train(runs.TINY_DP2, run_dir, corpus, "--resume", "auto", *settings, **graph)
+    assert f"going on from step {SAVED}" in text
+    expected, found = runs.steps(whole_dp2), runs.steps(run_dir)
+    assert sorted(found) == list(range(1, 13))
+    for step in range(SAVED + 1, 13):
+        for key in ("loss", "lm_loss", "mtp_loss", "load_balancing_loss"):
+            assert found[step][key] == pytest.approx(expected[step][key], abs=1e-6), f"step {step}: {key}"
+        assert found[step]["global_norm"] == pytest.approx(expected[step]["global_norm"], rel=1e-5), f"step {step}"
+    kinds = runs.apart(*(each / "checkpoint" / "iteration_00000012" for each in (whole_dp2, run_dir)))
+    assert kinds.pop("expert_bias") == 0 and max(kinds.values()) <= 1e-5, kinds
+    again = [step for step in found if step > SAVED and found[step]["seconds"] == expected[step]["seconds"]]
+    assert again == [], "these steps are of the run before"

@@ -1,12 +1,18 @@
-"""A process dies, or its disk fails, at each operation of saving, publishing and removing checkpoints in turn."""
+"""A process dies, or its disk fails, at each operation of saving, publishing and removing checkpoints in turn.
+
+A monitor that saves, driven without a training.
+"""
 
 import errno
 import json
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
+from mindspore import nn
 
 from plugins.sealed_checkpoint import plan
+from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from plugins.sealed_checkpoint.plan import TRACKER, adopt, publish, remove_old, saving_folder
 from tests.crashes import deaths, dies_at, meetings
 from tools.checkpoint.scan import scan_checkpoints, set_aside
@@ -158,3 +164,31 @@ def test_a_late_attempt_replaces_nothing_that_a_later_one_publishes_meanwhile(fr
             met += 1
             assert plan.made(root / "iteration_00000004") == {"attempt": "0001-b"}, where
     assert met
+
+
+class Run:
+    """A `Run` gives the checkpoint monitor what MindSpore would give it, step after step."""
+
+    def __init__(self, folder, monitor=SealingCheckpointMonitor, **settings):
+        network = nn.Dense(3, 2)
+        network = nn.TrainOneStepCell(network, nn.AdamWeightDecay(network.trainable_params()))
+        self.params = SimpleNamespace(
+            cur_step_num=0, cur_epoch_num=1, batch_num=100, network=network, train_network=network, net_outputs=None
+        )
+        self.folder = folder
+        self.monitor = monitor(prefix="mini", directory=str(folder), use_legacy_format=False, **settings)
+        self.params.list_callback = [self.monitor]
+
+    def original_args(self):
+        return self.params
+
+    def step(self, number):
+        self.params.cur_step_num = number
+        self.monitor.on_train_step_begin(self)
+        self.monitor.step_end(self)
+
+    def end(self):
+        self.monitor.on_train_end(self)
+
+    def fault(self, step):
+        return plan.fault(self.folder / f"iteration_{step:08d}")
