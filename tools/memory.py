@@ -320,7 +320,7 @@ _WIDTH = 130  # of tables in a file or pipe
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Assume the device memory and the step times of this cluster.",
+    help="Take the memory of a device, and predict times, for this cluster.",
 )
 @click.option(
     "--measured",

@@ -41,7 +41,7 @@ _SHOWN = 10  # differences of a rank
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Write the dump into this new folder.")
-@click.option("--mini", is_flag=True, help="Dump RECIPE's architecture at toy size on CPU.")
+@click.option("--mini", is_flag=True, help="Train RECIPE's architecture at toy size on CPU, and dump its tensors.")
 @click.option("--steps", default=2, show_default=True, type=Number("steps"), help="Train and dump this many steps.")
 @click.option(
     "--level",

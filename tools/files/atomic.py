@@ -147,7 +147,7 @@ def _beside(
 
 def not_written(target: Path, error: OSError) -> DataError:
     """Return the error that says why `target` was not written. If the target is a folder now, another
-    process has written it since this one began, and its files stay.
+    process has written this folder meanwhile, and the files in the folder stay.
     """
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
         return DataError(

@@ -1,4 +1,4 @@
-"""This module names sizes (GIB, MIB) and the two names of each number type."""
+"""This module holds the units of sizes (GIB, MIB), and the short and the long name of each number type."""
 
 GIB = 1 << 30  # bytes
 MIB = 1 << 20

@@ -256,8 +256,8 @@ def play(
 
 
 def critical_path(table: Timetable, times: np.ndarray, sending: float = 0.0) -> tuple[float, np.ndarray]:
-    """Return (step time, visits) of the critical path. The visits, in the shape of `times`, say how often this longest
-    chain of operations runs each chunk's forward and backward.
+    """Return the step time, and how often the critical path (the longest chain of operations) runs each chunk's
+    forward and backward. These counts, called visits, have the shape of `times`.
 
     `times` is [2, C], forward and backward of the chunks by chunk * stages + stage, or [3, C] with the weight gradients
     in the backward, which schedules with split backwards need. Their visits say how often the chain runs weight
