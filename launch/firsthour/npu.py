@@ -185,7 +185,7 @@ class NpuHour(Hour):
         return one_stage(resolve(load_recipe(self.recipe), layout="file"), self.world)
 
     def write_measured(self) -> None:
-        """Write a corpus, a recipe that trains one pipeline stage, and a copy of this recipe that profiles some steps."""
+        """Write a corpus, a recipe of one pipeline stage, and a copy of this recipe that profiles some steps."""
         flat = self.cut
         self.write_corpus(int(flat["model"]["model_config"]["vocab_size"]))
         self.point(flat)

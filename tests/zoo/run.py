@@ -124,10 +124,10 @@ or data-parallel runs.
 
 Two faults (Megatron-Bridge #5840, Modalities #426) were inserted in another way after their first run and after the
 rules had been read. The first insertion overwrote the weights when the training began, so the weights existed too
-early, which is not so with the real faults. For these two faults the column "first try" holds the result
-after the second insertion; the stage and the module that the command should name were those of the first. After that the rules were changed because of the three faults
-that were caught but not named: the weights from which a sharded run starts are now read after a first step whose
-learning rate is 0, and norms inside attention now belong to attention.
+early, which is not so with the real faults. For these two faults the column "first try" holds the result after the
+second insertion; the stage and the module that the command should name were those of the first. After that the
+rules were changed because of the three faults that were caught but not named: the weights from which a sharded run
+starts are now read after a first step whose learning rate is 0, and norms inside attention now belong to attention.
 """,
     "unseen": """Somebody who had read the rules of the command wrote these faults, and wrote down for each fault the
 stage and the module that the command should name. The faults were committed before the command had been run on any of
