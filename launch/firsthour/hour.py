@@ -168,7 +168,9 @@ class Hour:
         """
         evidence = done["hosts"].evidence
         if not evidence:
-            raise ClusterError("no node has reported its versions, because the check `hosts` gave no results")
+            raise ClusterError(
+                "no node has reported its versions, because the check `hosts` gave no results: mend `hosts` first"
+            )
         return judge_hosts(compared(evidence), self.names, versions=True), {}
 
     def devices(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
@@ -374,7 +376,9 @@ class Hour:
                     f"`tc3 {shlex.join(words)}` did not reach step {SAVE + 1} within {seconds:.0f} s; give more time "
                     "with --budget"
                 )
-        raise ClusterError(f"`tc3 {shlex.join(words)}` ended before this check could kill it")
+        raise ClusterError(
+            f"`tc3 {shlex.join(words)}` ended before this check could kill it: start tc3 firsthour again"
+        )
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
         """Fit the estimator to the pipeline stage that `tc3 firsthour` has measured, judge the fit, and search for

@@ -18,6 +18,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from plugins.errors import CheckpointError, RecipeError, did_you_mean
 from plugins.lora.plan import KEY as LORA
 from plugins.lora.plan import Settings, adapters_of, is_adapter
-from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of, step_of, unfinished
+from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of, renew_tracker, step_of, unfinished
 from plugins.settings import value_at
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
@@ -317,8 +318,10 @@ def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
 
 
 def step_in(folder: Path) -> int:
-    """Return the training step of a checkpoint that a user names. The name of its folder says the step, unless somebody
-    renamed the folder (`set_aside` does); then the files in it say the step. -1 if nothing says it.
+    """Return the training step of a checkpoint that a user names.
+
+    The step is taken from the folder's name or, if somebody renamed the folder (as `set_aside` does), from the files
+    in it; the result is -1 if neither states the step.
     """
     number = iteration(folder)
     step = saved_step(folder) if number < 0 else number
@@ -326,9 +329,7 @@ def step_in(folder: Path) -> int:
 
 
 def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
-    """The step is taken from the folder's name or, if somebody renamed the folder (as `set_aside` does), from the files
-    in it; the result is -1 if neither states the step.
-    """
+    """Return the folder that `resume` names; raise CheckpointError if it is not exactly one checkpoint."""
     folder = Path(resume).absolute()
     try:
         if not folder.is_dir():
@@ -458,7 +459,8 @@ def _refuse_other_base(recipe: Recipe, folder: Path) -> None:
 def check_save_path(root: Path, resume: bool, force: bool) -> None:
     """Raise CheckpointError if a new run would save among the checkpoints of another run."""
     # one that is not in its place yet, too: `--resume auto` would put it there
-    found = next(filter(is_sealed, [*iterations(root), *unfinished(root)]), None)
+    whole = (folder for folder in unfinished(root) if fault(folder, checksums=False) is None)
+    found = next(chain(filter(is_sealed, iterations(root)), whole), None)
     if found and not (resume or force):
         raise CheckpointError(
             f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), and --resume auto would "
@@ -473,6 +475,7 @@ def clear_save_path(root: Path) -> None:
     """
     for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*")]:
         shutil.rmtree(folder)
+    renew_tracker(root)  # which may name what is gone
 
 
 def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:

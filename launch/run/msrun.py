@@ -194,8 +194,8 @@ def refuse_other_port(port: int) -> None:
 
 
 def check_port(port: int) -> None:
-    """Raise ClusterError if `port` cannot be the scheduler's port: msrun would take 44 s to report this, and
-    vaguely.
+    """Raise ClusterError if `port` cannot be the scheduler's port, because msrun would report this only after 44 s
+    and in vague words.
     """
     refuse_other_port(port)
     with socket.socket() as probe:

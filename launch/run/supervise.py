@@ -27,7 +27,9 @@ from tools.process.children import collected_signals
 
 POLL = 0.2  # seconds between looks at the workers
 SCAN = 1.0  # seconds between searches for new descendants
-STRAGGLE = 20.0  # seconds without a sign of life that workers may outlast one that has finished
+# seconds without a sign of life that workers may outlast one that has finished; on CPU a rank that ends waits up to a
+# minute for what it has sent
+STRAGGLE = 75.0
 PAUSE = 0.5  # seconds between two looks at processes that are to end, at most
 FINISH = 15.0  # seconds msrun and its scheduler may take after the last worker
 
@@ -43,9 +45,7 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """Raise ClusterError if `port` cannot be the scheduler's port, because msrun would report this only after 44 s
-        and in vague words.
-        """
+        """Return whether the process has ended with an exit code that is known and not 0."""
         return self.ended and self.code not in (0, None)
 
 
@@ -239,7 +239,8 @@ class _Watch:
     ends: Callable[[int], bool]
     scanned: float = 0.0
     sign: object = None  # what logs and metrics were like when a worker had finished, or anything was written since
-    signed: float = 0.0  # when we saw that
+    quiet: float = 0.0  # seconds since then; of a pause of this process itself only a part counts
+    looked: float = 0.0
     all_done: float = 0.0
 
     def until_the_end(self) -> tuple[int, Failure | None]:
@@ -313,9 +314,11 @@ class _Watch:
         done = [member for member in self.family.workers() if member.ended]
         if not (running and done):
             return None
+        before, self.looked = self.looked, time.monotonic()
+        self.quiet += min(self.looked - before, PAUSE)
         if (sign := self._sign()) != self.sign:
-            self.sign, self.signed = sign, time.monotonic()
-        if time.monotonic() - self.signed < STRAGGLE:
+            self.sign, self.quiet = sign, 0.0
+        if self.quiet < STRAGGLE:
             return None
         ranks = ", ".join(str(member.rank) for member in running)
         message = f"worker {done[0].rank} finished while worker {ranks} still waits: its ranks do not do the same steps"

@@ -16,9 +16,7 @@ from plugins.semi_auto_cpu.chosen import chosen
 
 
 class Ascend:
-    """Print on stderr in one line what failed and `where`; then print what to do, the log, and the log's most
-    informative lines.
-    """
+    """This backend is for Ascend devices: MindFormers is used unchanged."""
 
     collectives: Any = None  # the record of executed collectives, for the metrics of a sharded run on CPU
 

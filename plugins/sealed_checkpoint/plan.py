@@ -208,16 +208,37 @@ def adopt(root: Path) -> list[Path]:
 
 
 def renew_tracker(root: Path) -> None:
-    """Let the tracker file, if there is one, name the newest complete checkpoint of a run that is at rest; remove the
-    file if no checkpoint is complete.
+    """Let the tracker file name the newest complete checkpoint; remove the file if no checkpoint is complete.
+
+    A tracker file that names an iteration without seals is of a run without this plugin, and stays. Another process may
+    publish a checkpoint meanwhile, so after each write this function looks again.
     """
-    newest = next(filter(_complete, iterations(root)), None)
     with contextlib.suppress(OSError):  # a folder that cannot be written stays as it is
-        said = (root / TRACKER).read_bytes().strip()
-        if newest is None:
-            (root / TRACKER).unlink()
-        elif said != str(iteration(newest)).encode():
-            _say_newest(root, newest)
+        while _is_wrong(root, said := _said(root), newest := next(filter(_complete, iterations(root)), None)):
+            if newest is None:
+                (root / TRACKER).unlink()
+            else:
+                _say_newest(root, newest)
+            if _said(root) == said:  # as where nothing that is written stays
+                return
+
+
+def _said(root: Path) -> str | None:
+    """Return what the tracker file says, and None if there is no such file."""
+    try:
+        return (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _is_wrong(root: Path, said: str | None, newest: Path | None) -> bool:
+    """Return whether the tracker file, which says `said`, has to name `newest` instead."""
+    if said is None:  # ours always write one; whoever saves without an attempt has none
+        return newest is not None and bool(made(newest).get("attempt"))
+    if newest is not None and said == str(iteration(newest)):
+        return False
+    named = next((folder for folder in iterations(root) if said == str(iteration(folder))), None)
+    return named is None or any(named.glob("seal_rank_*.json"))
 
 
 def _say_newest(root: Path, place: Path) -> None:

@@ -110,6 +110,47 @@ def test_the_tracker_names_nothing_that_was_put_aside(fresh):
     assert not (root / TRACKER).exists()
 
 
+def test_the_first_checkpoint_of_a_run_is_named_wherever_the_process_dies(tmp_path):
+    number = count()
+
+    def empty():
+        root = tmp_path / str(next(number))
+        root.mkdir()
+        return root
+
+    named = 0
+    for root, where in deaths(lambda root: save(root, "0000-a", 2), empty):
+        adopt(root)
+        best, _ = scan_checkpoints(root)
+        assert (root / TRACKER).is_file() == bool(best), where
+        named += bool(best)
+    assert named > 3
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_the_tracker_of_a_run_without_seals_stays(tmp_path, ours):
+    if ours:
+        save(tmp_path, "0000-a", 50)
+    (tmp_path / "iteration_00000100").mkdir()
+    (tmp_path / TRACKER).write_text("100")
+    adopt(tmp_path)
+    assert (tmp_path / TRACKER).read_text() == "100"
+
+
+def test_a_checkpoint_that_is_published_meanwhile_stays_the_named_one(fresh):
+    """Each rank puts checkpoints in their places when it ends, while another one may still publish."""
+
+    def other():
+        root = fresh()
+        (root / TRACKER).write_text("2")
+        unpublished(root, "0000-a", 4)
+        return root
+
+    for root, results, where in meetings(adopt, publishes("0000-a"), other):
+        assert not any(isinstance(each, Exception) for each in results.values()), where
+        assert (root / TRACKER).read_text() == "4", where
+
+
 def test_names_never_show_a_refused_checkpoint_as_whole(tmp_path):
     """Workers without an attempt save the same step into the same folder, which a rank had refused before."""
     number = count()
