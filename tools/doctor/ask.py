@@ -108,7 +108,8 @@ def _of_file(path: Path) -> Report | Trouble:
 
 AT_ONCE = 64
 CONNECT = 10  # seconds
-LIMIT, PROBE_LIMIT = 60.0, 300.0  # seconds for one host, connection included
+# seconds for one host, connection included; where a driver hangs, several tools take 30 s each
+LIMIT, PROBE_LIMIT = 180.0, 300.0
 _ROUNDS = 5
 # never a question; no master process that would outlive us and keep our pipes
 _SSH = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}", "-o", "ControlMaster=no", "--"]

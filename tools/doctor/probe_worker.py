@@ -70,7 +70,7 @@ def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
 
 MESSAGE = 1 << 20  # bytes: more than the bucket of a shaped link usually lets pass at once
 _PINGS = 100
-_PATIENCE = 30.0  # seconds for one message or connection on a busy host: a link below some 0.3 Mbit/s is broken
+_PATIENCE = 12.0  # seconds for one message or connection on a busy host: a link below some 0.7 Mbit/s is broken
 
 
 def listen(address: str) -> socket.socket:

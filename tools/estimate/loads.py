@@ -39,7 +39,7 @@ from tools.estimate.configuration import Configuration
 from tools.ranges import RANGES, Range, is_number
 
 # standard deviation of the logarithm of a device's load where routers are left to themselves: the mean of those that
-# each published pair needs (0.568 and 0.679; `python -m benchmarks.estimator --pairs`)
+# each published pair needs (0.569 and 0.679; `python -m benchmarks.estimator --pairs`)
 PUBLISHED_SPREAD = 0.62
 TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws

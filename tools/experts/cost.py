@@ -36,7 +36,7 @@ from tools.layout.resolve import resolve
 from tools.ranges import Number, overrides_option
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
-from tools.recipe.view import PARALLEL, View
+from tools.recipe.view import CHUNKS, MODE, PARALLEL, View, unresolved
 
 NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
 _STREAM_NAMES = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}
@@ -289,7 +289,7 @@ def ep_report(
     if hardware:
         click.echo("--hardware is called --cluster now", err=True)
     loaded, devices = load_recipe(recipe), find_cluster(hardware or cluster)
-    changed = resolve(apply_overrides(loaded, overrides), partial(click.echo, err=True), layout="found", dispatch=False)
+    changed = _laid_out(apply_overrides(loaded, overrides))
     advices = []
     for degree in ep or [None]:
         try:
@@ -304,6 +304,15 @@ def ep_report(
         click.echo(json.dumps(content(advices, str(recipe), asked)))
     else:
         print_text(advices, str(recipe), Console(soft_wrap=True, highlight=False, markup=False), asked)
+
+
+def _laid_out(recipe: Recipe) -> Recipe:
+    """Return the recipe with a layout for `offset: auto`: the layout of the file beside the recipe, as other commands
+    read it, if there is one for this run. Where the dispatch is `auto`, the layout is even, because `auto` is decided
+    for an even layout.
+    """
+    decided = not {MODE, CHUNKS} & set(unresolved(recipe))
+    return resolve(recipe, partial(click.echo, err=True), layout="found" if decided else "even", dispatch=False)
 
 
 def _of_degree(recipe: Recipe, degree: int) -> Recipe:

@@ -131,16 +131,14 @@ def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[
 
 
 def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return numbers of layers of the chunks, close to `begin`, with which all stages keep the memory cap if every
-    layer keeps as little memory as it can; [] if no such numbers were found.
+    """Return numbers of layers of the chunks, close to `begin`, with which all stages stay within the memory cap if
+    every layer keeps as little memory as it can; [] if no such numbers were found.
     """
     found, instance = [], costs.instance
     least = [instance.type_columns(t).start + int(held.argmin()) for t, held in enumerate(costs.held)]
 
     def excess(many: list[tuple[int, ...]]) -> np.ndarray:
-        """Return numbers of layers of the chunks, close to `begin`, with which all stages stay within the memory cap if
-        every layer keeps as little memory as it can; [] if no such numbers were found.
-        """
+        """Return the memory by which each stage exceeds the cap, [N, stages]."""
         plans = np.zeros((len(many), len(instance.columns), len(instance.stage_of)), int)
         for plan, counts in zip(plans, many, strict=True):
             first = 0

@@ -1,6 +1,5 @@
 """This module describes how a value lies on the ranks of a device mesh (its spread), and computes for each operation
-how its result lies on the ranks. The module knows
-neither MindSpore nor files.
+how its result lies on the ranks. The module needs neither MindSpore nor files.
 
 A `Spread` states for one value and for every axis of the mesh whether the ranks along the axis hold the same value
 (replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each

@@ -111,16 +111,16 @@ def test_a_planner_that_is_killed_is_followed_by_exactly_one(tmp_path):
     hosts = [f"node{number}" for number in range(5)]
     agents = [Other(tmp_path, host) for host in hosts]
     try:
-        await_files(tmp_path, "came-*", 5)
+        await_files(tmp_path, "came-*", 5, agents)
         for agent in agents:  # all at once
             agent.look(1000.0)
-        await_files(tmp_path, "asked-*", 1)
+        await_files(tmp_path, "asked-*", 1, agents)
         (first,) = tmp_path.glob("asked-*")
         killed = agents.pop(hosts.index(first.name.removeprefix("asked-")))
         killed.end()
         assert {agent.answer() for agent in agents} == {""}
         agents.append(Other(tmp_path, "late"))
-        await_files(tmp_path, "came-late", 1)
+        await_files(tmp_path, "came-late", 1, agents)
         now, told = 1000.0, [""]
         while not all(told):
             now += 0.05
@@ -146,8 +146,9 @@ def test_a_file_that_a_power_cut_left_broken_stops_no_agent(tmp_path, broken):
     assert meeting.over(0) == "an unknown host"
 
 
-def await_files(folder, pattern, count):
+def await_files(folder, pattern, count, agents):
     while len(list(folder.glob(pattern))) < count:
+        assert all(agent.process.poll() is None for agent in agents), "one has ended"
         time.sleep(0.01)
 
 

@@ -125,13 +125,14 @@ def test_whether_a_worker_writes_is_seen_whatever_the_clock_of_the_disk(tmp_path
     family = SimpleNamespace(workers=lambda: members)
     watch = module._Watch(None, family, tmp_path, tmp_path, 2, [], lambda: None, lambda number: True)
     logs, failure = [tmp_path / f"worker_{rank}.log" for rank in (0, 1)], None
-    for second in range(0, 61, 5):
-        for log in logs[: 1 + (second == 0)]:
-            if writes or second == 0:
-                log.write_text("saving " * second)
+    for look in range(int(module.STRAGGLE / module.POLL) + 5):
+        for log in logs[: 1 + (look == 0)]:
+            if look == 0 or (writes and look % 25 == 0):
+                log.write_text("saving " * look)
                 os.utime(log, (clock[0] + skew,) * 2)
         failure = failure or watch._straggling()
-        clock[0] += 5
+        clock[0] += module.POLL if look % 50 else 3600.0  # of the hour in which this process is held up little counts
+        assert failure is None or look > 0.8 * module.STRAGGLE / module.POLL
     assert (failure is None) == writes
 
 

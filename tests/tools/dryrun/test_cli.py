@@ -225,6 +225,8 @@ def test_killed_half_way_it_leaves_no_process_and_no_result(number, tmp_path):
     process = start(tmp_path, MINI)
     children = children_of(process)
     for child in children:
+        while "mindspore" not in Path(f"/proc/{child.pid}/maps").read_text():
+            time.sleep(0.1)  # before, it does not yet end with its parent
         child.suspend()  # so that none is done before the signal comes
     process.send_signal(number)
     process.communicate(timeout=300)

@@ -225,15 +225,7 @@ def test_a_report_on_dispatch_has_the_step_of_the_layout_file(tmp_path):
     expected = TimeModel(cluster("atlas_800t_a2")).step(from_recipe(resolve(recipe)), simulated=True).total
     assert report["recipe"]["step_seconds"] == expected
     assert "offset: auto -> an even layout" not in told.stderr
-
-
-def test_a_report_on_dispatch_takes_the_layout_beside_the_recipe(opened):
-    _layout_of(load_recipe(opened), opened)
-    offset = yaml.safe_load(path_of(opened).read_text())["offset"]
-    ended = CliRunner().invoke(tc3, ["ep-report", str(opened), "--json"])
-    assert ended.exit_code == 0, ended.output
-    assert f"offset: auto -> {offset}, recompute_config with it ({path_of(opened)})" in ended.stderr
-    other = CliRunner().invoke(tc3, ["ep-report", str(opened), "--json", "--set", "context.max_device_memory=50GB"])
+    other = CliRunner().invoke(tc3, ["ep-report", str(path), "--json", "--set", "context.max_device_memory=50GB"])
     assert other.exit_code == 0, other.output
     assert "an even layout here, nothing recomputed: " in other.stderr and "was made for another recipe" in other.stderr
 

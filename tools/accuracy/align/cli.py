@@ -1,6 +1,5 @@
-"""The command exits with code 0 if the recipe agrees with the reference, 1 if a stage of the comparison fails or
-nothing ran, and 2 for a wrong input. The exit code of the command is 0 if the recipe agrees with the reference, 1 if a
-stage of the comparison fails or nothing ran, and 2 for a wrong input.
+"""This module is the command `tc3 accuracy align`. The exit code of the command is 0 if the recipe agrees with the
+reference, 1 if a stage of the comparison fails or nothing ran, and 2 for a wrong input.
 """
 
 from __future__ import annotations
