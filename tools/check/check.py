@@ -163,7 +163,8 @@ def _sections(view: View, schema: Schema, found: Findings) -> None:
         missing.append(("train_dataset",) if data is None else ("train_dataset", "data_loader"))
     for path in missing:
         found.error(path, "this section is missing", "every training recipe needs this section")
-    if _MODEL in missing or view.get(("model", "pretrained_model_dir")):  # of which MindFormers reads a config.json
+    folder = view.get(("pretrained_model_dir",)) or view.get(("model", "pretrained_model_dir"))
+    if _MODEL in missing or folder:  # of which MindFormers reads a config.json
         return
     kinds = {"model_type": sorted(schema.models), "architectures": schema.data["transformer"]["architectures"]}
     for key, known in kinds.items():

@@ -207,6 +207,14 @@ def test_a_recipe_without_a_key_is_refused_or_trained(name, command, tmp_path, m
     assert not ended
 
 
+def test_the_type_of_the_model_may_stand_in_a_folder(tmp_path):
+    """MindFormers reads a config.json there."""
+    file = tmp_path / "recipe.yaml"
+    recipe = without(plain(RECIPES / "pretrain.yaml"), ("model", "model_config", "model_type"))
+    file.write_text(yaml.safe_dump(recipe | {"pretrained_model_dir": str(tmp_path)}))
+    equivalence(file, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
