@@ -218,13 +218,10 @@ def test_the_type_of_the_model_may_stand_in_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        (("train_dataset_task",), "train_dataset_task: this section is missing; every training recipe needs"),
-        (("train_dataset", "data_loader"), "train_dataset.data_loader: this section is missing; every training recipe"),
-        (
-            ("model", "model_config", "model_type"),
-            "model_type: the key is missing, by which",
-        ),
-        (("model", "model_config", "architectures"), "TeleChat3MoeForCausalLM, TrainingQwen3MoeForCausalLM, in a list"),
+        (("train_dataset_task",), "train_dataset_task: the section train_dataset_task is missing; every"),
+        (("train_dataset", "data_loader"), "train_dataset.data_loader: the section data_loader is missing; every"),
+        (("model", "model_config", "model_type"), "model_type: model_type is missing, by which"),
+        (("model", "model_config", "architectures"), "TeleChat3ForCausalLM, TeleChat3MoeForCausalLM, in a list"),
     ],
 )
 def test_check_names_what_mindformers_cannot_do_without(path, words, tmp_path):
