@@ -122,17 +122,16 @@ def _shared(view: View, built: Built, found: Findings) -> None:
 
 
 def _tied(view: View, found: Findings) -> None:
-    """Warn of keys that tie the output layer to the embedding, if the training model never ties them: Qwen3's reads
-    tie_word_embeddings.
+    """Warn of keys that ask to tie the output layer to the embedding, and that the training model does not read:
+    Qwen3's reads only tie_word_embeddings, all others never tie.
     """
     schema = load_schema()
-    if schema.models[schema.model_type(view.recipe)]["ties"]:
-        return
+    ties = schema.models[schema.model_type(view.recipe)]["ties"]
+    how = "ties these weights only by tie_word_embeddings" if ties else "never ties these weights"
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
-        if view.get((*MODEL, key)) is tied:
-            found.warning(
-                (*MODEL, key), "does not reach the training model, which never ties these weights", f"write {not tied}"
-            )
+        if view.get((*MODEL, key)) is tied and not (ties and key == "tie_word_embeddings"):
+            right = "leave the key out" if ties else f"write {not tied}"
+            found.warning((*MODEL, key), f"does not reach the training model, which {how}", right)
 
 
 def _not_computed(view: View, found: Findings) -> None:

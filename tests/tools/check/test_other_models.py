@@ -43,6 +43,14 @@ def test_qwen3_has_norms_of_queries_and_keys_and_may_tie():
     assert check_recipe(tied).table["parameters_total"] == total - vocabulary * hidden
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_qwen3_ties_by_one_key_only(kind):
+    key = "untie_embeddings_and_output_weights"
+    found = findings(qwen3_moe(model_type=kind, **{key: False}), "warning")[dotted((*MODEL, key))]
+    assert "only by tie_word_embeddings" in found.wrong and found.right == "leave the key out"
+    assert dotted((*MODEL, key)) not in findings(qwen3_moe(model_type=kind, **{key: True}), "warning")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
