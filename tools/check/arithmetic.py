@@ -148,8 +148,10 @@ def _not_computed(view: View, found: Findings) -> None:
     if view.get((*MODEL, "softmax_scale")) is not None:
         wrong = "training does not read this key: attention divides the scores by the square root of the head's size"
         found.error((*MODEL, "softmax_scale"), wrong, "leave the key out")
+    schema = load_schema()
+    ignored = schema.models[schema.model_type(view.recipe)]["ignored"]  # any other key is reported as unknown
     for key, nothing in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
-        if view.get((*MODEL, key)) not in nothing:
+        if key in ignored and view.get((*MODEL, key)) not in nothing:
             wrong = "MindFormers drops this key, and every layer of this model has experts"
             right = "leave the key out, or write a model_type with first_k_dense_replace or moe_layer_freq"
             found.error((*MODEL, key), wrong, right)

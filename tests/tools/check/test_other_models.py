@@ -70,6 +70,14 @@ def test_what_the_training_model_does_not_compute_is_an_error(key, value, said):
     assert dotted((*MODEL, key)) not in findings(qwen3_moe(**off, mlp_only_layers=[]))
 
 
+@pytest.mark.parametrize(("key", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [0])])
+def test_a_key_of_qwen3s_experts_is_only_unknown_to_a_dense_model(key, value):
+    recipe = plain(ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml")
+    recipe["model"]["model_config"][key] = value
+    told = [error.wrong for error in check_recipe(recipe).errors if error.key == dotted((*MODEL, key))]
+    assert len(told) == 1 and "there is no key of this name" in told[0]
+
+
 def test_only_models_that_mindformers_trains_are_told_for_keys_that_are_missing(tmp_path):
     """Both keys are told, although they have one place: that of the section."""
     recipe = qwen3_moe()
