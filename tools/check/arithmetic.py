@@ -122,17 +122,16 @@ def _shared(view: View, built: Built, found: Findings) -> None:
 
 
 def _tied(view: View, found: Findings) -> None:
-    """Warn of keys that tie the output layer to the embedding, if the training model never ties them: Qwen3's reads
-    tie_word_embeddings.
+    """Warn of keys that ask to tie the output layer to the embedding, and that the training model does not read:
+    Qwen3's reads only tie_word_embeddings, all others never tie.
     """
     schema = load_schema()
-    if schema.models[schema.model_type(view.recipe)]["ties"]:
-        return
+    ties = schema.models[schema.model_type(view.recipe)]["ties"]
+    how = "ties these weights only by tie_word_embeddings" if ties else "never ties these weights"
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
-        if view.get((*MODEL, key)) is tied:
-            found.warning(
-                (*MODEL, key), "does not reach the training model, which never ties these weights", f"write {not tied}"
-            )
+        if view.get((*MODEL, key)) is tied and not (ties and key == "tie_word_embeddings"):
+            right = "leave the key out" if ties else f"write {not tied}"
+            found.warning((*MODEL, key), f"does not reach the training model, which {how}", right)
 
 
 def _not_computed(view: View, found: Findings) -> None:
@@ -149,8 +148,10 @@ def _not_computed(view: View, found: Findings) -> None:
     if view.get((*MODEL, "softmax_scale")) is not None:
         wrong = "training does not read this key: attention divides the scores by the square root of the head's size"
         found.error((*MODEL, "softmax_scale"), wrong, "leave the key out")
+    schema = load_schema()
+    ignored = schema.models[schema.model_type(view.recipe)]["ignored"]  # any other key is reported as unknown
     for key, nothing in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
-        if view.get((*MODEL, key)) not in nothing:
+        if key in ignored and view.get((*MODEL, key)) not in nothing:
             wrong = "MindFormers drops this key, and every layer of this model has experts"
             right = "leave the key out, or write a model_type with first_k_dense_replace or moe_layer_freq"
             found.error((*MODEL, key), wrong, right)

@@ -162,15 +162,23 @@ def _sections(view: View, schema: Schema, found: Findings) -> None:
     if data is None or (isinstance(data, dict) and not isinstance(data.get("data_loader"), dict)):
         missing.append(("train_dataset",) if data is None else ("train_dataset", "data_loader"))
     for path in missing:
-        found.error(path, "this section is missing", "every training recipe needs this section")
-    if _MODEL in missing or view.get(("model", "pretrained_model_dir")):  # of which MindFormers reads a config.json
+        found.error(path, f"the section {path[-1]} is missing", "every training recipe needs this section")
+    folder = view.get(("pretrained_model_dir",)) or view.get(("model", "pretrained_model_dir"))
+    if _MODEL in missing or folder:  # of which MindFormers reads a config.json
         return
-    kinds = {"model_type": sorted(schema.models), "architectures": schema.data["transformer"]["architectures"]}
-    for key, known in kinds.items():
+    for key, known in _trained(schema).items():
         if view.get((*_MODEL, key)) is None:
-            wrong = "the key is missing, by which MindFormers finds the class of the model"
+            wrong = f"{key} is missing, by which MindFormers finds the class of the model"
             right = f"write one of {', '.join(known)}{', in a list' if key != 'model_type' else ''}"
             found.error((*_MODEL, key), wrong, right)
+
+
+def _trained(schema: Schema) -> dict[str, list[str]]:
+    """Return the model types that MindFormers can train and their classes; a class is called like its model type."""
+    kinds = [kind for kind, model in sorted(schema.models.items()) if model["trains"]]
+    names = {kind.replace("_", "") + "forcausallm" for kind in kinds}
+    classes = [name for name in schema.data["transformer"]["architectures"] if name.lower() in names]
+    return {"model_type": kinds, "architectures": classes}
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:

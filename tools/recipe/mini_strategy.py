@@ -30,7 +30,7 @@ def shares_keys(model: Mapping[str, Any]) -> bool:
     """Return whether query heads of a `model_config` may share heads of keys and values, which they may unless
     attention is latent.
     """
-    return model["model_type"] == GROUPED or model.get("multi_latent_attention") is False
+    return model.get("model_type") == GROUPED or model.get("multi_latent_attention") is False
 
 
 @dataclass(frozen=True)

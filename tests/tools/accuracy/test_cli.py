@@ -207,16 +207,21 @@ def test_a_recipe_without_a_key_is_refused_or_trained(name, command, tmp_path, m
     assert not ended
 
 
+def test_the_type_of_the_model_may_stand_in_a_folder(tmp_path):
+    """MindFormers reads a config.json there."""
+    file = tmp_path / "recipe.yaml"
+    recipe = without(plain(RECIPES / "pretrain.yaml"), ("model", "model_config", "model_type"))
+    file.write_text(yaml.safe_dump(recipe | {"pretrained_model_dir": str(tmp_path)}))
+    equivalence(file, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        (("train_dataset_task",), "train_dataset_task: this section is missing; every training recipe needs"),
-        (("train_dataset", "data_loader"), "train_dataset.data_loader: this section is missing; every training recipe"),
-        (
-            ("model", "model_config", "model_type"),
-            "model_type: the key is missing, by which",
-        ),
-        (("model", "model_config", "architectures"), "TeleChat3MoeForCausalLM, TrainingQwen3MoeForCausalLM, in a list"),
+        (("train_dataset_task",), "train_dataset_task: the section train_dataset_task is missing; every"),
+        (("train_dataset", "data_loader"), "train_dataset.data_loader: the section data_loader is missing; every"),
+        (("model", "model_config", "model_type"), "model_type: model_type is missing, by which"),
+        (("model", "model_config", "architectures"), "TeleChat3ForCausalLM, TeleChat3MoeForCausalLM, in a list"),
     ],
 )
 def test_check_names_what_mindformers_cannot_do_without(path, words, tmp_path):

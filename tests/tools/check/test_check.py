@@ -191,6 +191,17 @@ def test_mindformers_own_recipes_pass():
     assert {file: found for file in files if (found := list(bad_numbers(read_recipe(file))))} == {}
 
 
+def test_mindformers_own_recipe_takes_its_model_type_from_a_folder():
+    """MindFormers copies the folder into the section of the model, and reads the config.json in it."""
+    report = check_recipe(SITE / "configs" / "qwen3" / "finetune_qwen3.yaml")
+    assert report.errors and not [error for error in report.errors if "by which MindFormers finds" in error.wrong]
+
+
+def test_each_missing_section_is_told():
+    found = findings({key: value for key, value in MINI.items() if key not in ("context", "trainer")})
+    assert {"context", "trainer"} <= found.keys()
+
+
 def test_every_row_of_the_table_names_a_key_that_some_recipe_can_have():
     files = (FILE, SCHEMA_FILE, values.__file__)  # the second has the keys of plugins
     known = "".join(Path(file).read_text("utf-8") for file in files)

@@ -6,6 +6,7 @@ MindFormers' router with groups of experts: the fault that `tc3 check` notes, by
 
 import numpy as np
 import pytest
+import yaml
 from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
 from mindformers.parallel_core.transformer_config import TransformerConfig
 from mindspore import Tensor, nn
@@ -42,6 +43,14 @@ def test_qwen3_has_norms_of_queries_and_keys_and_may_tie():
     assert check_recipe(tied).table["parameters_total"] == total - vocabulary * hidden
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_qwen3_ties_by_one_key_only(kind):
+    key = "untie_embeddings_and_output_weights"
+    found = findings(qwen3_moe(model_type=kind, **{key: False}), "warning")[dotted((*MODEL, key))]
+    assert "only by tie_word_embeddings" in found.wrong and found.right == "leave the key out"
+    assert dotted((*MODEL, key)) not in findings(qwen3_moe(model_type=kind, **{key: True}), "warning")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
@@ -59,6 +68,29 @@ def test_what_the_training_model_does_not_compute_is_an_error(key, value, said):
     assert said in found.wrong and "model_type" in found.right
     off = {"qk_layernorm": True, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
     assert dotted((*MODEL, key)) not in findings(qwen3_moe(**off, mlp_only_layers=[]))
+
+
+@pytest.mark.parametrize(("key", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [0])])
+def test_a_key_of_qwen3s_experts_is_only_unknown_to_a_dense_model(key, value):
+    recipe = plain(ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml")
+    recipe["model"]["model_config"][key] = value
+    told = [error.wrong for error in check_recipe(recipe).errors if error.key == dotted((*MODEL, key))]
+    assert len(told) == 1 and "there is no key of this name" in told[0]
+
+
+def test_only_models_that_mindformers_trains_are_told_for_keys_that_are_missing(tmp_path):
+    """Both keys are told, although they have one place: that of the section."""
+    recipe = qwen3_moe()
+    config = recipe["model"]["model_config"]
+    del config["model_type"], config["architectures"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    errors = {error.key: error for error in check_recipe(tmp_path / "recipe.yaml").errors}
+    keys = [dotted((*MODEL, key)) for key in ("model_type", "architectures")]
+    types, classes = (errors[key].right.removeprefix("write one of ") for key in keys)
+    trained = {"deepseek_mtp", "deepseek_v3", "qwen3", "qwen3_moe", "telechat3", "telechat3_moe", "telechat3_mtp"}
+    assert set(types.split(", ")) == trained
+    names = ("DeepseekV3", "Qwen3", "Qwen3Moe", "TeleChat3", "TeleChat3Moe")
+    assert classes == ", ".join(f"{name}ForCausalLM" for name in names) + ", in a list"
 
 
 def test_no_other_key_is_told_for_one_that_the_training_model_does_not_read():

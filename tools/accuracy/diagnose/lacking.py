@@ -162,7 +162,7 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
     """Yield (0 for run A or 1 for run B, sentence) for each line of a run that lacks names which the same line of the
-    other run has.
+    other run has. States after a step that the loss scale skipped are left out: they have no updates.
 
     The two runs must be of the same configuration and layout.
     """
@@ -172,7 +172,9 @@ def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
         return
     pairs = [(f"the start after step {one.step}", one, two) for one, two in zip(a.starts, b.starts, strict=True)]
     for step in sorted(a.states.keys() & b.states.keys()):
-        pairs.append((f"the state after step {step}", a.states[step], b.states[step]))
+        one, two = a.states[step], b.states[step]
+        if not any(line.get("skipped") for state in (one, two) for line in state.lines.values()):
+            pairs.append((f"the state after step {step}", one, two))
     for what, one, two in pairs:
         for rank in sorted(one.lines.keys() & two.lines.keys()):
             mine, others = _paths(one.lines[rank]), _paths(two.lines[rank])

@@ -87,7 +87,7 @@ class Case:
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
         if experts and not model.get("n_routed_experts"):
             return NO_EXPERTS
-        if self.sharding and self.sharding.mtp and model["model_type"] == GROUPED:
+        if self.sharding and self.sharding.mtp and model.get("model_type") == GROUPED:
             return NO_MTP
         return ""
 
@@ -283,7 +283,7 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
     shared = model["num_key_value_heads"] if shares_keys(model) else heads
     rules = {
         NO_EXPERTS: sharding.moe and not experts,
-        NO_MTP: sharding.mtp and model["model_type"] == GROUPED,
+        NO_MTP: sharding.mtp and model.get("model_type") == GROUPED,
         "attention heads cannot be cut": heads % (sharding.tp * sharding.cp),
         "heads of keys and values cannot be cut": shared % sharding.tp,
         "the sequence cannot be cut": length % (sharding.tp * sharding.cp),

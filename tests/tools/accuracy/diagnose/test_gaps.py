@@ -363,34 +363,51 @@ def test_a_global_norm_that_is_not_a_number_is_a_finding_of_a_run_that_records_o
     assert [(each.step, each.stage) for each in verdict.findings] == [(3, "norm and clipping")] * findings
 
 
+class Skipped(Run):
+    """A run whose loss scale skips steps."""
+
+    skipped = (2,)
+    flag = {"skipped": True}  # which earlier versions did not record
+
+    def step(self, step, before, recorded=True):
+        if step not in self.skipped:
+            return super().step(step, before, recorded)
+        adam = Adam(self.rate(step), 0.9, 0.95, 1e-8, 1)
+        moved = before[BIASES] + self.move(self.load(step)).astype(np.float32)  # a callback does so all the same
+        after = before | {BIASES: moved}
+        self.record(0, step, before, after, adam, self.load(step), float("inf"))
+        return after
+
+    def line(self, rank, kind, line):
+        if line["step"] in self.skipped:
+            line |= self.flag | ({"weights": without_update(line["weights"])} if self.flag else {})
+        super().line(rank, kind, line)
+
+    def metrics(self, rank, line):
+        super().metrics(rank, line | ({"overflow": True} if line.get("step") in self.skipped else {}))
+
+
 @pytest.mark.parametrize("flag", [{"skipped": True}, {}], ids=["recorded", "of an earlier version"])
-def test_a_step_that_the_loss_scale_skipped_is_a_gap(tmp_path, flag):
+def test_a_step_that_the_loss_scale_skipped_is_a_gap(tmp_path, monkeypatch, flag):
     """The optimizer left everything as it was; a gradient computed from its moments is made up."""
-
-    class Skipped(Run):
-        def step(self, step, before, recorded=True):
-            if step != 2:
-                return super().step(step, before, recorded)
-            adam = Adam(self.rate(step), 0.9, 0.95, 1e-8, 1)
-            moved = before[BIASES] + self.move(self.load(step)).astype(np.float32)  # a callback does so all the same
-            after = before | {BIASES: moved}
-            self.record(0, step, before, after, adam, self.load(step), float("inf"))
-            return after
-
-        def line(self, rank, kind, line):
-            if line["step"] == 2:
-                line |= flag | ({"weights": without_update(line["weights"])} if flag else {})
-            super().line(rank, kind, line)
-
-        def metrics(self, rank, line):
-            super().metrics(rank, line | ({"overflow": True} if line.get("step") == 2 else {}))
-
+    monkeypatch.setattr(Skipped, "flag", flag)
     a, b = (read_side(Skipped(tmp_path / name).write()) for name in "ab")
     assert set(a.states) == {1, 2, 3} and a.gradients(2) == a.moves(2) == {} and a.gradients(3)
     for verdict in (diagnose(a, b), diagnose(a)):
         assert "equal" not in verdict.word
         assert any("step 2 was skipped, because gradients overflowed the loss scale" in gap for gap in verdict.gaps)
         assert not [each for each in verdict.findings if each.step == 2]
+
+
+@pytest.mark.parametrize("flag", [{"skipped": True}, {}], ids=["recorded", "of an earlier version"])
+@pytest.mark.parametrize("steps", [(1,), (2,), (3,), (1, 2)])
+def test_a_step_that_only_one_run_skipped_lacks_nothing(tmp_path, monkeypatch, steps, flag):
+    monkeypatch.setattr(Skipped, "flag", flag)
+    monkeypatch.setattr(Skipped, "skipped", steps)
+    a, b = read_side(Skipped(tmp_path / "a").write()), read_side(Run(tmp_path / "b").write())
+    for verdict in (diagnose(a, b), diagnose(b, a)):
+        assert not [gap for gap in verdict.gaps if "lack" in gap]
+        assert len(verdict.gaps) == 1 and "skipped" in verdict.gaps[0]
 
 
 @pytest.mark.parametrize("clipped", [True, False])
