@@ -97,10 +97,11 @@ def effective_recipe(
 def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
     """Return the recipe, or its mini recipe (a small version for CPU), with the user's overrides."""
     flat = size.load(path)
+    changed = apply_overrides(flat, overrides)
     for override in overrides:
-        if others := also_changed(flat, override):
+        if others := also_changed(flat, override, changed):
             click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
-    return apply_overrides(flat, overrides)
+    return changed
 
 
 def checked_recipe(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -29,12 +30,40 @@ _SCALAR_OR_LIST = {
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
 
 
+@dataclass
+class _Given:
+    """A `_Given` holds what overrides have set so far.
+
+    Attributes:
+        before: the recipe without these overrides, whose anchors tell which places share a value;
+        by: the override that has set a key path, also through an anchor;
+        named: the key paths that an override names itself.
+    """
+
+    before: dict[str, Any]
+    by: dict[KeyPath, str] = field(default_factory=dict)
+    named: set[KeyPath] = field(default_factory=set)
+
+    def name(self, paths: Sequence[KeyPath], override: str) -> None:
+        """Keep that an override names `paths`."""
+        self.named.update(paths)
+        self.by.update(dict.fromkeys(paths, override))
+
+    def places(self, path: KeyPath) -> list[KeyPath]:
+        """Return `path` and the places that share its value, without those inside a whole that an override has set:
+        this override says what stands there, whichever of the two comes first.
+        """
+        own, *shared = shared_paths(self.before, path)
+        return [own, *(place for place in shared if not any(place[:end] in self.by for end in range(1, len(place))))]
+
+
 def apply_overrides(
     recipe: dict[str, Any], overrides: Sequence[str], source: str | os.PathLike[str] | None = None
 ) -> Recipe:
     """Return a copy of `recipe` with every ``"a.b=c"`` applied; indices reach into lists (``callbacks.2.prefix=x``).
 
-    The value is YAML (1e-3 is a number). A value shared through a YAML anchor changes at all its places.
+    The value is YAML (1e-3 is a number). A value shared through a YAML anchor changes at all its places, except inside
+    a list that another override sets as a whole.
     A mapping value sets the keys it names, one by one. `source` is the file that errors name, where `recipe`
     is a plain dict that does not know its own. Only below `plugins` may keys be new.
 
@@ -44,7 +73,7 @@ def apply_overrides(
     """
     result = copy.deepcopy(recipe) if isinstance(recipe, Recipe) else Recipe(copy.deepcopy(recipe))
     result.source = result.source or os.fspath(source or "")
-    given: dict[KeyPath, str] = {}
+    given = _Given(recipe)
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.strip():
@@ -73,13 +102,20 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
     return [path] + [other for other, mark in marks.items() if mark.ident == ident and other != path]
 
 
-def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
-    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors, in addition to the given name."""
+def also_changed(recipe: dict[str, Any], override: str, changed: dict[str, Any] | None = None) -> list[str]:
+    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors, in addition to the given name.
+
+    Args:
+        changed: the recipe with all overrides, of which another one may have set some of these places.
+    """
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
         return []
     path = _find(recipe, name)
-    return [dotted(other) for other in shared_paths(recipe, path)[1:]]
+    others = shared_paths(recipe, path)[1:]
+    if changed is not None:
+        others = [other for other in others if _reached(changed, other) == _reached(changed, path)]
+    return [dotted(other) for other in others]
 
 
 def get_path(recipe: Any, path: KeyPath) -> Any:
@@ -139,14 +175,14 @@ def _parse(text: str, override: str) -> Any:
         raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); put it in quotes") from None
 
 
-def _write_new(recipe: Recipe, name: str, value: Any, override: str, given: dict[KeyPath, str]) -> None:
+def _write_new(recipe: Recipe, name: str, value: Any, override: str, given: _Given) -> None:
     """Add what is not there, of a plugin."""
     path = tuple(name.split("."))
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"{place_of(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in _parts(path, value):
         _refuse_whole_and_part(recipe, place, value, override, given)
-        given[place] = override
+    given.name(_parts(path, value), override)
     write_new(recipe, name, value, f"{place_of(recipe)}--set {override}")
 
 
@@ -157,15 +193,15 @@ def _parts(path: KeyPath, value: Any) -> list[KeyPath]:
     return [(*path, key) for key in value or (None,)] if isinstance(value, dict) else [path]
 
 
-def _refuse_whole_and_part(
-    recipe: Recipe, path: KeyPath, value: Any, override: str, given: Mapping[KeyPath, str]
-) -> None:
-    """Raise an error if another override has set a whole of which `path` is a part, or a part of it, and they do not
-    agree: whichever came last would win silently.
+def _refuse_whole_and_part(recipe: Recipe, path: KeyPath, value: Any, override: str, given: _Given) -> None:
+    """Raise an error if another override has set a whole of which `path` is a part, or names a part of it, and they do
+    not agree: whichever came last would win silently.
     """
-    for other, earlier in given.items():
+    for other, earlier in given.by.items():
         whole, part = sorted((path, other), key=len)
         if len(whole) == len(part) or part[: len(whole)] != whole or earlier == override:
+            continue
+        if part == other and part not in given.named:  # reached only through an anchor
             continue
         of_the_whole = value if whole == path else _reached(recipe, whole)
         of_the_part = value if part == path else _reached(recipe, part)
@@ -195,12 +231,12 @@ def _floats(value: Any) -> Any:
     return value
 
 
-def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str, given: dict[KeyPath, str]) -> None:
+def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str, given: _Given) -> None:
     """Set `path`, and everything that shares its value, after checking the kind of `value`."""
     old = get_path(recipe, path)
     if isinstance(old, dict) and isinstance(value, dict):
         if not value:
-            given.update(dict.fromkeys(_parts(path, value), override))
+            given.name(_parts(path, value), override)
         for key, item in value.items():
             name = f"{dotted(path)}.{key}"
             if is_new(recipe, name):
@@ -211,11 +247,15 @@ def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str,
     value = _fit(old, value, text, path, f"{place_of(recipe, path)}--set {override}")
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"--set {override}: {dotted(place)}: {wrong}; {right}")
-    for place in shared_paths(recipe, path):
+    places = given.places(path)
+    for place in places:  # all of them before the first is set: two of them may be in one list
         _refuse_whole_and_part(recipe, place, value, override, given)
-        earlier = given.setdefault(place, override)
+        earlier = given.by.get(place, override)
         if earlier != override and get_path(recipe, place) != value:
             raise RecipeError(f"--set {override}: this sets {dotted(place)}, which --set {earlier} has already set")
+    given.name([path], override)
+    for place in places:
+        given.by.setdefault(place, override)
         get_path(recipe, place[:-1])[place[-1]] = value
         _forget_below(recipe, place)
 

@@ -12,6 +12,7 @@ from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import also_changed, apply_overrides
 
+ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """
     seed: 42
     use_parallel: False
@@ -214,6 +215,36 @@ def test_a_whole_list_and_an_entry_of_it_are_not_both_given(recipe):
             apply_overrides(recipe, pair)
 
 
+@pytest.mark.parametrize("name", ["telechat3_105b", "telechat3_438b"])
+def test_a_list_whose_entry_another_override_reaches_through_an_anchor_is_what_the_user_names(name):
+    recipe = load_recipe(ROOT / f"recipes/{name}/pretrain_4k.yaml")
+    pair = ["parallel_config.data_parallel=2", "parallel.dataset_strategy=[[1, 1], [4, 1]]"]
+    for overrides in (pair, pair[::-1]):
+        changed = apply_overrides(recipe, overrides)
+        assert changed["parallel_config"]["data_parallel"] == 2
+        assert changed["parallel"]["dataset_strategy"] == [[1, 1], [4, 1]]
+        assert also_changed(recipe, pair[0]) and also_changed(recipe, pair[0], changed) == []
+
+
+@pytest.mark.parametrize(
+    ("pair", "agreed"),
+    [
+        (["parts=[[7, 1], 5]", "parts.0.0=7"], {"n": 7, "parts": [[7, 1], 5], "same": [[7, 1], 5]}),  # n is its anchor
+        (["parts=[[7, 1], 5]", "parts.0.0=8"], None),
+        (["parts=[[7, 1], 5]", "same.0.0=8"], None),  # one list under two names
+        (["parts=[[7, 1], 5]", "n=8"], {"n": 8, "parts": [[7, 1], 5], "same": [[7, 1], 5]}),
+    ],
+)
+def test_an_anchor_means_the_same_in_both_orders(tmp_path, pair, agreed):
+    (tmp_path / "x.yaml").write_text("n: &n 1\nparts: &p [[*n, 1], *n]\nsame: *p\n")
+    for overrides in (pair, pair[::-1]):
+        if agreed:
+            assert apply_overrides(load_recipe(tmp_path / "x.yaml"), overrides) == agreed
+            continue
+        with pytest.raises(RecipeError, match=r"contradicts --set .* the whole of (parts|same), .* keep one"):
+            apply_overrides(load_recipe(tmp_path / "x.yaml"), overrides)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -227,9 +258,6 @@ def test_a_plugin_that_there_is_not_says_what_to_write(recipe, override, words):
     with pytest.raises(RecipeError) as caught:
         apply_overrides(recipe, [override])
     assert words in str(caught.value) and "recipe.yaml" in str(caught.value)
-
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_file_and_line_as_far_as_known():
