@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
 
 from plugins import ADAPTERS
 from plugins.errors import RecipeError, did_you_mean
+from plugins.settings import settings_of
 from tools.files.small_yaml import SmallLoader
 from tools.recipe.load import EXPONENT, KeyPath, Recipe, bad_devices, bad_leaves, dotted, place_of
 
@@ -182,6 +183,7 @@ def _write_new(recipe: Recipe, name: str, value: Any, override: str, given: _Giv
         raise RecipeError(f"{place_of(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in _parts(path, value):
         _refuse_whole_and_part(recipe, place, value, override, given)
+    _refuse_second(path, _reached(recipe, path), value, override, given)
     given.name(_parts(path, value), override)
     write_new(recipe, name, value, f"{place_of(recipe)}--set {override}")
 
@@ -210,6 +212,13 @@ def _refuse_whole_and_part(recipe: Recipe, path: KeyPath, value: Any, override: 
                 f"--set {override}: this contradicts --set {earlier}: one of them sets the whole of {dotted(whole)}, "
                 "the other a part of it; keep one of the two"
             )
+
+
+def _refuse_second(path: KeyPath, present: Any, value: Any, override: str, given: _Given) -> None:
+    """Raise an error if another override has set `path` to a `present` value other than `value`."""
+    earlier = given.by.get(path, override)
+    if earlier != override and present != value:
+        raise RecipeError(f"--set {override}: this sets {dotted(path)}, which --set {earlier} has already set")
 
 
 def _reached(recipe: Any, path: KeyPath) -> Any:
@@ -250,9 +259,7 @@ def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str,
     places = given.places(path)
     for place in places:  # all of them before the first is set: two of them may be in one list
         _refuse_whole_and_part(recipe, place, value, override, given)
-        earlier = given.by.get(place, override)
-        if earlier != override and get_path(recipe, place) != value:
-            raise RecipeError(f"--set {override}: this sets {dotted(place)}, which --set {earlier} has already set")
+        _refuse_second(place, get_path(recipe, place), value, override, given)
     given.name([path], override)
     for place in places:
         given.by.setdefault(place, override)
@@ -274,9 +281,9 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
         a_plugin = path[:1] == ("plugins",) and len(path) == 2
         if a_plugin and value is False:
             return value
-        example = next((f"{name}.{key}=..." for key in old), "nothing: it is empty")
+        keys = next((f"a mapping; set its keys, for instance {name}.{key}=..." for key in old), "an empty mapping")
         switch = f"; {name}=False leaves the plugin off" if a_plugin else ""
-        raise RecipeError(f"{where}: {name} is a mapping; set its keys, for instance {example}{switch}")
+        raise RecipeError(f"{where}: {name} is {keys}{switch}")
     if isinstance(value, dict):
         raise RecipeError(f"{where}: {name} is {_kind(old)} ({old!r}), not a mapping")
     if path[-1:] == ("offset",) and isinstance(value, (int, list, str)) and not isinstance(value, bool):
@@ -334,13 +341,29 @@ def write_new(recipe: dict[str, Any], name: str, value: Any, where: str) -> None
     """Write `plugins.NAME` or `plugins.NAME.SETTING`; `tc3 check` says which settings exist.
 
     Raises:
-        RecipeError: there is no such plugin, or its whole section is not a mapping.
+        RecipeError: there is no such plugin, or its whole section has another form than the plugin reads.
     """
     plugin, setting = (*name.split(".")[1:], None)[:2]
     if plugin not in ADAPTERS:
         raise RecipeError(f"{where}: there is no plugin {plugin!r}{did_you_mean(plugin, list(ADAPTERS))}")
-    if setting is None and value is not False and not isinstance(value, dict):
-        right = f"{SECTION}.{plugin}={{}} for the defaults, {SECTION}.{plugin}.SETTING=VALUE for one of its own"
-        raise RecipeError(f"{where}: {value!r} is not a mapping of the plugin's settings; write {right}")
+    whole = value if setting is None else {setting: value}
+    if whole is not False and (wrong := _no_section(plugin, whole)):
+        raise RecipeError(f"{where}: {wrong}")
     written = recipe[SECTION] = recipe.get(SECTION) or {}
     written[plugin] = value if setting is None else {**(written.get(plugin) or {}), setting: value}
+
+
+def _no_section(plugin: str, value: Any) -> str:
+    """Return why a value has not the form of a plugin's section, and what to write; "" if it has. The section of a
+    plugin without settings may be True instead of a mapping.
+    """
+    section = settings_of(plugin)
+    if section.look(True)[0] is not None:
+        return "" if value is True else str(section.look(value)[1][0].wrong)
+    if isinstance(value, dict):
+        return ""
+    right = section.RIGHT
+    if section.look({})[0] is not None:
+        ways = f" for the defaults, {section.KEY}.SETTING=VALUE for one of its own" if fields(section) else ""
+        right = f"write {section.KEY}={{}}{ways}"
+    return f"{value!r} is not a mapping of the plugin's settings; {right}"

@@ -2,17 +2,21 @@
 
 import copy
 import re
+from dataclasses import fields
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from plugins import ADAPTERS
 from plugins.errors import RecipeError
+from plugins.settings import settings_of
 from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import also_changed, apply_overrides
 
 ROOT = Path(__file__).resolve().parents[3]
+SWITCHES = [name for name in ADAPTERS if settings_of(name).look(True)[0] is not None]  # which True switches on
 RECIPE = """
     seed: 42
     use_parallel: False
@@ -175,6 +179,49 @@ def test_a_plugin_that_is_not_written_can_be_switched_on(overrides, plugins):
     recipe = Recipe({"seed": 1, "plugins": None})
     assert apply_overrides(recipe, overrides)["plugins"] == apply_overrides(Recipe(), overrides)["plugins"] == plugins
     assert also_changed(recipe, overrides[0]) == [] and recipe["plugins"] is None
+
+
+def given_whole(written, name, text):
+    """Return what a plugin's section becomes by `--set` if a recipe writes `written` there, or the refusal."""
+    recipe = Recipe({"plugins": {} if written is None else {name: written}})
+    try:
+        return apply_overrides(recipe, [f"plugins.{name}={text}"])["plugins"][name]
+    except RecipeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("written", [None, False, "on"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_whole_section_is_taken_as_the_plugin_reads_it_or_refused_with_what_it_reads(name, written):
+    section, switch = settings_of(name), name in SWITCHES
+    on = True if switch else {each.name: 1 for each in fields(section)}
+    written = on if written == "on" else written
+    assert given_whole(written, name, "False") is False
+    if switch:
+        assert given_whole(written, name, "True") is True
+        wrong = "not a mapping" if written else section.RIGHT
+        assert wrong in given_whole(written, name, "{}")
+        return
+    assert given_whole(written, name, "{}") == (written or {})
+    refused = given_whole(written, name, "True")
+    if written:
+        wanted = f"is a mapping; set its keys, for instance plugins.{name}."
+    elif written == {}:
+        wanted = f"is an empty mapping; plugins.{name}=False leaves the plugin off"
+    elif section.look({})[0] is None:
+        wanted = section.RIGHT
+    else:
+        wanted = f"write plugins.{name}={{}}" + " for the defaults" * bool(fields(section))
+    assert wanted in refused
+
+
+def test_a_plugin_that_reads_only_true_is_switched_once():
+    assert SWITCHES == ["group_aux_loss"]
+    for pair in (["True", "False"], ["False", "True"]):
+        with pytest.raises(RecipeError, match=r"this sets plugins.group_aux_loss, which --set .* has already set"):
+            apply_overrides(Recipe(), [f"plugins.group_aux_loss={each}" for each in pair])
+    with pytest.raises(RecipeError, match=r"{'x': 1} is not allowed; write True, or False to leave the loss to"):
+        apply_overrides(Recipe(), ["plugins.group_aux_loss.x=1"])
 
 
 @pytest.mark.parametrize("first", ["plugins.spike_guard.window=9", "plugins.spike_guard={window: 9}"])
