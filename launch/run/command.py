@@ -273,10 +273,9 @@ def _script(asked: Asked) -> None:
     """
     if asked.resume == "auto":
         raise click.UsageError("--script needs --resume DIR: a script cannot know which checkpoint will be the newest")
-    flat, more = checked_recipe(asked.recipe, asked.overrides, asked.steps, asked.resume, asked.run_dir)
+    flat, settings = checked_recipe(asked.recipe, asked.overrides, asked.steps, asked.resume, asked.run_dir)
     checkpoint = in_checkout(Path(asked.resume)) if asked.resume else ""
     place = in_checkout(asked.run_dir) if asked.run_dir else str(FULL_SIZE.run_dir(asked.recipe))
-    settings = (*asked.overrides, *more)
     launch = Launch(in_checkout(asked.recipe), place, settings, asked.port, checkpoint, not asked.no_bind)
     click.echo(launch_script(launch, flat, asked.nodes), nl=False)
 

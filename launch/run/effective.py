@@ -24,7 +24,7 @@ from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.mini_strategy import WORKERS
-from tools.recipe.override import also_changed, apply_overrides, dotted
+from tools.recipe.override import also_changed, apart, apply_overrides, dotted, joined
 from tools.recipe.view import RUNNER, View
 
 _WARMUP = "lr_schedule.warmup_steps"
@@ -97,16 +97,18 @@ def effective_recipe(
 def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
     """Return the recipe, or its mini recipe (a small version for CPU), with the user's overrides."""
     flat = size.load(path)
+    changed = apply_overrides(flat, overrides)
     for override in overrides:
-        if others := also_changed(flat, override):
+        if others := also_changed(flat, override, changed):
             click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
-    return apply_overrides(flat, overrides)
+    return changed
 
 
 def checked_recipe(
     file: Path, overrides: tuple[str, ...], steps: int | None, resume: str | None, run_dir: Path | None
 ) -> tuple[Recipe, list[str]]:
-    """Return the resolved recipe that other hosts are to train, and the overrides that `steps` implies.
+    """Return the resolved recipe that other hosts are to train, and the overrides that together set what `overrides`
+    and `steps` ask for.
 
     It is checked here. Notes on stderr say which of its paths lie outside the checkout.
     """
@@ -116,7 +118,7 @@ def checked_recipe(
     check_sound(flat)
     for line in outside(file, flat, resume, run_dir):
         click.echo(f"note: {line}", err=True)
-    return flat, more
+    return flat, joined(chosen, overrides, more)
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
@@ -155,7 +157,7 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
 
 def _shorter_warmup(view: View, steps: int, given: tuple[str, ...]) -> list[str]:
     warmup, total = (view.number(("lr_schedule", name), 0) for name in ("warmup_steps", "total_steps"))
-    if warmup <= steps or total < warmup or any(each.startswith(_WARMUP) for each in given):
+    if warmup <= steps or total < warmup or any(each.startswith(_WARMUP) for each in apart(given, _WARMUP)):
         return []
     share = max(1, round(steps * warmup / total))
     click.echo(f"{steps} steps: a warm-up of {share}, not {warmup} steps (--set {_WARMUP}=N for another)", err=True)

@@ -21,6 +21,7 @@ from launch.run.supervise import Outcome
 from tools.checkpoint.scan import iterations, scan_checkpoints
 from tools.files.figure import new_figure, save_figure
 from tools.recipe.load import Recipe
+from tools.recipe.override import apart
 from tools.recipe.view import View
 from tools.runs.attempts import STOPPED
 from tools.runs.readings import (
@@ -37,6 +38,7 @@ from tools.schema.versions import unverified_words
 
 COMPILING = "compiling…"  # until the first step is done
 LOAD_PATH = "checkpoint.load_path"  # the key of the weights that a run begins with
+SAVE_PATH = "checkpoint.save_path"
 QUIET = 60.0  # seconds without a line, at most
 ResumeCommand = Callable[[Path | None, str], list[str]]
 
@@ -233,6 +235,7 @@ def words_to_go_on(
         begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.
         change: an override that takes the place of what stands for its key; may be empty.
     """
+    overrides = tuple(apart(overrides, change.partition("=")[0], LOAD_PATH, SAVE_PATH))
     if change:
         key = change.partition("=")[0]
         overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
@@ -247,9 +250,9 @@ def _saving_elsewhere(override: str) -> str:
     """Return an override for a new run, which is refused where it would save among the checkpoints of this one."""
     key, _, folder = override.partition("=")
     name = folder.strip().strip("'\"")
-    if key.strip() != "checkpoint.save_path" or name in ("", "null", "~"):
+    if key.strip() != SAVE_PATH or name in ("", "null", "~"):
         return override
-    return f"checkpoint.save_path={Path(name)}-next"
+    return f"{SAVE_PATH}={Path(name)}-next"
 
 
 def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: ResumeCommand) -> list[str]:

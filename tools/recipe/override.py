@@ -8,18 +8,21 @@ that is not written has its default, so neither exists in the recipe.
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
 
 from plugins import ADAPTERS
 from plugins.errors import RecipeError, did_you_mean
+from plugins.settings import settings_of
 from tools.files.small_yaml import SmallLoader
 from tools.recipe.load import EXPONENT, KeyPath, Recipe, bad_devices, bad_leaves, dotted, place_of
 
-__all__ = ["also_changed", "apply_overrides", "dotted", "get_path", "shared_paths"]
+__all__ = ["also_changed", "apart", "apply_overrides", "dotted", "get_path", "joined", "shared_paths"]
 
 # keys for which MindFormers takes a number, a flag or a list per stage, whichever stands in the recipe
 _SCALAR_OR_LIST = {
@@ -29,12 +32,40 @@ _SCALAR_OR_LIST = {
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
 
 
+@dataclass
+class _Given:
+    """A `_Given` holds what overrides have set so far.
+
+    Attributes:
+        before: the recipe without these overrides, whose anchors tell which places share a value;
+        by: the override that has set a key path, also through an anchor;
+        named: the key paths that an override names itself.
+    """
+
+    before: dict[str, Any]
+    by: dict[KeyPath, str] = field(default_factory=dict)
+    named: set[KeyPath] = field(default_factory=set)
+
+    def name(self, paths: Sequence[KeyPath], override: str) -> None:
+        """Keep that an override names `paths`."""
+        self.named.update(paths)
+        self.by.update(dict.fromkeys(paths, override))
+
+    def places(self, path: KeyPath) -> list[KeyPath]:
+        """Return `path` and the places that share its value, without those inside a whole that an override has set:
+        this override says what stands there, whichever of the two comes first.
+        """
+        own, *shared = shared_paths(self.before, path)
+        return [own, *(place for place in shared if not any(place[:end] in self.by for end in range(1, len(place))))]
+
+
 def apply_overrides(
     recipe: dict[str, Any], overrides: Sequence[str], source: str | os.PathLike[str] | None = None
 ) -> Recipe:
     """Return a copy of `recipe` with every ``"a.b=c"`` applied; indices reach into lists (``callbacks.2.prefix=x``).
 
-    The value is YAML (1e-3 is a number). A value shared through a YAML anchor changes at all its places.
+    The value is YAML (1e-3 is a number). A value shared through a YAML anchor changes at all its places, except inside
+    a list that another override sets as a whole.
     A mapping value sets the keys it names, one by one. `source` is the file that errors name, where `recipe`
     is a plain dict that does not know its own. Only below `plugins` may keys be new.
 
@@ -44,7 +75,7 @@ def apply_overrides(
     """
     result = copy.deepcopy(recipe) if isinstance(recipe, Recipe) else Recipe(copy.deepcopy(recipe))
     result.source = result.source or os.fspath(source or "")
-    given: dict[KeyPath, str] = {}
+    given = _Given(recipe)
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.strip():
@@ -62,6 +93,49 @@ def apply_overrides(
     return result
 
 
+def joined(recipe: Recipe, overrides: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Return the overrides that do in one call what `more` does to a `recipe` which already has `overrides`. One of
+    `overrides` that `more` contradicts has the value that `more` gives it.
+    """
+    after = apply_overrides(recipe, more)
+    return list(dict.fromkeys([*(_restated(recipe, after, each) for each in overrides), *more]))
+
+
+def _restated(before: Recipe, after: Recipe, override: str) -> str:
+    """Return an override that `before` has with the values that `after` has; unchanged if these are the same."""
+    name, _, text = override.partition("=")
+    path, value = _find(after, name.strip()), _parse(text, override)
+    old, new = (_named(get_path(recipe, path), value) for recipe in (before, after))
+    return override if old == new else f"{dotted(path)}={_as_text(new)}"
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as `--set` takes it."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _named(node: Any, value: Any) -> Any:
+    """Return what stands at a key path, and of a mapping only the keys that an override's `value` names."""
+    if not (isinstance(node, dict) and isinstance(value, dict)):
+        return node
+    return {key: _named(node.get(key), item) for key, item in value.items()}
+
+
+def apart(overrides: Sequence[str], *keys: str) -> list[str]:
+    """Return the overrides with one of `keys` in an override of its own, where a mapping sets this key."""
+    found = []
+    for override in overrides:
+        name, _, text = override.partition("=")
+        inside = any(key.startswith(f"{name.strip()}.") for key in keys)
+        value = _parse(text, override) if inside else None
+        if isinstance(value, dict) and value:
+            single = [f"{name.strip()}.{key}={_as_text(item)}" for key, item in value.items()]
+            found += apart(single, *keys)
+        else:
+            found.append(override)
+    return found
+
+
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
     """Return the key paths that hold the same value as `path` through a YAML anchor. The given `path` is the first of
     the returned paths.
@@ -73,13 +147,20 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
     return [path] + [other for other, mark in marks.items() if mark.ident == ident and other != path]
 
 
-def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
-    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors, in addition to the given name."""
+def also_changed(recipe: dict[str, Any], override: str, changed: dict[str, Any] | None = None) -> list[str]:
+    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors, in addition to the given name.
+
+    Args:
+        changed: the recipe with all overrides, of which another one may have set some of these places.
+    """
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
         return []
     path = _find(recipe, name)
-    return [dotted(other) for other in shared_paths(recipe, path)[1:]]
+    others = shared_paths(recipe, path)[1:]
+    if changed is not None:
+        others = [other for other in others if _reached(changed, other) == _reached(changed, path)]
+    return [dotted(other) for other in others]
 
 
 def get_path(recipe: Any, path: KeyPath) -> Any:
@@ -139,14 +220,15 @@ def _parse(text: str, override: str) -> Any:
         raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); put it in quotes") from None
 
 
-def _write_new(recipe: Recipe, name: str, value: Any, override: str, given: dict[KeyPath, str]) -> None:
+def _write_new(recipe: Recipe, name: str, value: Any, override: str, given: _Given) -> None:
     """Add what is not there, of a plugin."""
     path = tuple(name.split("."))
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"{place_of(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in _parts(path, value):
         _refuse_whole_and_part(recipe, place, value, override, given)
-        given[place] = override
+    _refuse_second(path, _reached(recipe, path), value, override, given)
+    given.name(_parts(path, value), override)
     write_new(recipe, name, value, f"{place_of(recipe)}--set {override}")
 
 
@@ -157,15 +239,15 @@ def _parts(path: KeyPath, value: Any) -> list[KeyPath]:
     return [(*path, key) for key in value or (None,)] if isinstance(value, dict) else [path]
 
 
-def _refuse_whole_and_part(
-    recipe: Recipe, path: KeyPath, value: Any, override: str, given: Mapping[KeyPath, str]
-) -> None:
-    """Raise an error if another override has set a whole of which `path` is a part, or a part of it, and they do not
-    agree: whichever came last would win silently.
+def _refuse_whole_and_part(recipe: Recipe, path: KeyPath, value: Any, override: str, given: _Given) -> None:
+    """Raise an error if another override has set a whole of which `path` is a part, or names a part of it, and they do
+    not agree: whichever came last would win silently.
     """
-    for other, earlier in given.items():
+    for other, earlier in given.by.items():
         whole, part = sorted((path, other), key=len)
         if len(whole) == len(part) or part[: len(whole)] != whole or earlier == override:
+            continue
+        if part == other and part not in given.named:  # reached only through an anchor
             continue
         of_the_whole = value if whole == path else _reached(recipe, whole)
         of_the_part = value if part == path else _reached(recipe, part)
@@ -174,6 +256,13 @@ def _refuse_whole_and_part(
                 f"--set {override}: this contradicts --set {earlier}: one of them sets the whole of {dotted(whole)}, "
                 "the other a part of it; keep one of the two"
             )
+
+
+def _refuse_second(path: KeyPath, present: Any, value: Any, override: str, given: _Given) -> None:
+    """Raise an error if another override has set `path` to a `present` value other than `value`."""
+    earlier = given.by.get(path, override)
+    if earlier != override and present != value:
+        raise RecipeError(f"--set {override}: this sets {dotted(path)}, which --set {earlier} has already set")
 
 
 def _reached(recipe: Any, path: KeyPath) -> Any:
@@ -195,12 +284,12 @@ def _floats(value: Any) -> Any:
     return value
 
 
-def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str, given: dict[KeyPath, str]) -> None:
+def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str, given: _Given) -> None:
     """Set `path`, and everything that shares its value, after checking the kind of `value`."""
     old = get_path(recipe, path)
     if isinstance(old, dict) and isinstance(value, dict):
         if not value:
-            given.update(dict.fromkeys(_parts(path, value), override))
+            given.name(_parts(path, value), override)
         for key, item in value.items():
             name = f"{dotted(path)}.{key}"
             if is_new(recipe, name):
@@ -211,11 +300,13 @@ def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str,
     value = _fit(old, value, text, path, f"{place_of(recipe, path)}--set {override}")
     for place, _, wrong, right in bad_leaves(value, path):
         raise RecipeError(f"--set {override}: {dotted(place)}: {wrong}; {right}")
-    for place in shared_paths(recipe, path):
+    places = given.places(path)
+    for place in places:  # all of them before the first is set: two of them may be in one list
         _refuse_whole_and_part(recipe, place, value, override, given)
-        earlier = given.setdefault(place, override)
-        if earlier != override and get_path(recipe, place) != value:
-            raise RecipeError(f"--set {override}: this sets {dotted(place)}, which --set {earlier} has already set")
+        _refuse_second(place, get_path(recipe, place), value, override, given)
+    given.name([path], override)
+    for place in places:
+        given.by.setdefault(place, override)
         get_path(recipe, place[:-1])[place[-1]] = value
         _forget_below(recipe, place)
 
@@ -234,9 +325,9 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
         a_plugin = path[:1] == ("plugins",) and len(path) == 2
         if a_plugin and value is False:
             return value
-        example = next((f"{name}.{key}=..." for key in old), "nothing: it is empty")
+        keys = next((f"a mapping; set its keys, for instance {name}.{key}=..." for key in old), "an empty mapping")
         switch = f"; {name}=False leaves the plugin off" if a_plugin else ""
-        raise RecipeError(f"{where}: {name} is a mapping; set its keys, for instance {example}{switch}")
+        raise RecipeError(f"{where}: {name} is {keys}{switch}")
     if isinstance(value, dict):
         raise RecipeError(f"{where}: {name} is {_kind(old)} ({old!r}), not a mapping")
     if path[-1:] == ("offset",) and isinstance(value, (int, list, str)) and not isinstance(value, bool):
@@ -294,13 +385,29 @@ def write_new(recipe: dict[str, Any], name: str, value: Any, where: str) -> None
     """Write `plugins.NAME` or `plugins.NAME.SETTING`; `tc3 check` says which settings exist.
 
     Raises:
-        RecipeError: there is no such plugin, or its whole section is not a mapping.
+        RecipeError: there is no such plugin, or its whole section has another form than the plugin reads.
     """
     plugin, setting = (*name.split(".")[1:], None)[:2]
     if plugin not in ADAPTERS:
         raise RecipeError(f"{where}: there is no plugin {plugin!r}{did_you_mean(plugin, list(ADAPTERS))}")
-    if setting is None and value is not False and not isinstance(value, dict):
-        right = f"{SECTION}.{plugin}={{}} for the defaults, {SECTION}.{plugin}.SETTING=VALUE for one of its own"
-        raise RecipeError(f"{where}: {value!r} is not a mapping of the plugin's settings; write {right}")
+    whole = value if setting is None else {setting: value}
+    if whole is not False and (wrong := _no_section(plugin, whole)):
+        raise RecipeError(f"{where}: {wrong}")
     written = recipe[SECTION] = recipe.get(SECTION) or {}
     written[plugin] = value if setting is None else {**(written.get(plugin) or {}), setting: value}
+
+
+def _no_section(plugin: str, value: Any) -> str:
+    """Return why a value has not the form of a plugin's section, and what to write; "" if it has. The section of a
+    plugin without settings may be True instead of a mapping.
+    """
+    section = settings_of(plugin)
+    if section.look(True)[0] is not None:
+        return "" if value is True else str(section.look(value)[1][0].wrong)
+    if isinstance(value, dict):
+        return ""
+    right = section.RIGHT
+    if section.look({})[0] is not None:
+        ways = f" for the defaults, {section.KEY}.SETTING=VALUE for one of its own" if fields(section) else ""
+        right = f"write {section.KEY}={{}}{ways}"
+    return f"{value!r} is not a mapping of the plugin's settings; {right}"

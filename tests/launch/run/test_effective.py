@@ -54,6 +54,8 @@ def test_a_warm_up_that_the_user_sets_stays():
     given = ("lr_schedule.warmup_steps=50",)
     recipe = apply_overrides(load_recipe("recipes/mini/pretrain.yaml"), given)
     assert not any("warmup" in each for each in steps_overrides(recipe, 20, given))
+    given = ("lr_schedule={warmup_steps: 50}",)
+    assert not any("warmup" in each for each in steps_overrides(recipe, 20, given))
 
 
 WORDS = ["send", "gather", "reduce", "drop", "keep", "the", "tensor", "token", "expert", "rank", "of", "every", "stage"]

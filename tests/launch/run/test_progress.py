@@ -137,3 +137,14 @@ def test_a_new_run_from_the_weights_does_not_save_among_the_checkpoints_of_this_
     again = (given[0], ("checkpoint.save_path=null", "checkpoint.load_path=/old"), *given[2:])
     words = words_to_go_on(*again, Path("/new"), "")
     assert words[5:9] == ["--set", "checkpoint.save_path=null", "--set", "checkpoint.load_path=/new"]
+
+
+def test_the_next_command_does_not_set_a_key_beside_a_mapping_that_sets_it():
+    given = ("lr_schedule={learning_rate: 1.e-3, warmup_steps: 4}", "checkpoint={load_path: /old, save_path: /big/x}")
+    command = (["tc3", "train", "r.yaml"], given, Path("RUN"), True)
+    words = words_to_go_on(*command, None, "lr_schedule.learning_rate=0.0005")
+    found = [word for word in words if "lr_schedule" in word]
+    assert found == ["lr_schedule.warmup_steps=4", "lr_schedule.learning_rate=0.0005"]
+    words = words_to_go_on(*command, Path("/new"), "")
+    found = [word for word in words if "checkpoint" in word]
+    assert found == ["checkpoint.save_path=/big/x-next", "checkpoint.load_path=/new"] and given[0] in words

@@ -1,6 +1,7 @@
 """The text of the launch scripts, and what they refuse; test_run.py runs them."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.run.command import train
+from launch.run.effective import steps_overrides
 from launch.run.msrun import ROOT
 from launch.run.script import (
     SCRIPTS,
@@ -22,6 +24,7 @@ from launch.run.script import (
 from plugins.errors import ClusterError
 from tests.launch.run.scripts import MINI, ascend, generate
 from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
 
 
 def test_the_scripts_of_the_reference_layouts_are_current():
@@ -114,6 +117,37 @@ def test_what_cannot_be_launched_is_refused(tmp_path):
         cluster_for(12)
     with pytest.raises(ClusterError, match="--port 80: msrun needs a port from 1024"):
         generate({}, port=80)
+
+
+SIZES = "train_dataset.data_loader.sizes"
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ([f"{SIZES}=[64000, 0, 0]"], {f"{SIZES}=[160, 0, 0]", f"{SIZES}.0=160"}),
+        ([f"{SIZES}.0=80", "seed=7"], {f"{SIZES}.0=160", "seed=7"}),
+        (["lr_schedule={total_steps: 40, warmup_steps: 2}"], {'lr_schedule={"total_steps": 20, "warmup_steps": 2}'}),
+        (
+            ["train_dataset={data_loader: {sizes: [8, 0, 0]}}"],
+            {'train_dataset={"data_loader": {"sizes": [160, 0, 0]}}'},
+        ),
+        (
+            ["train_dataset_task.dataset_config.data_loader.sizes=[8, 0, 0]"],
+            {f"{SIZES}.0=160"},
+        ),  # the same by an anchor
+        (["plugins.spike_guard={}", "plugins.finite_loss=False"], {"plugins.spike_guard={}", f"{SIZES}.0=160"}),
+    ],
+)
+def test_the_settings_of_a_script_are_those_of_this_host_in_one_call(given, settings):
+    """The nodes refused a script which held both what the user sets and what --steps makes of it."""
+    recipe = ROOT / "recipes/mini/pretrain.yaml"
+    options = [word for each in given for word in ("--set", each)]
+    done = CliRunner(catch_exceptions=False).invoke(train, [str(recipe), "--script", "--steps", "20", *options])
+    held = [shlex.split(line)[1] for line in done.stdout.splitlines() if line.startswith("    --set ")]
+    assert settings <= set(held)
+    chosen = apply_overrides(load_recipe(recipe), given)
+    assert apply_overrides(load_recipe(recipe), held) == apply_overrides(chosen, steps_overrides(chosen, 20, given))
 
 
 @pytest.mark.parametrize("more", [["--nodes", "x"], ["--script", "--resume", "auto"]])

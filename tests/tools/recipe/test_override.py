@@ -2,16 +2,21 @@
 
 import copy
 import re
+from dataclasses import fields
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from plugins import ADAPTERS
 from plugins.errors import RecipeError
+from plugins.settings import settings_of
 from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import also_changed, apply_overrides
 
+ROOT = Path(__file__).resolve().parents[3]
+SWITCHES = [name for name in ADAPTERS if settings_of(name).look(True)[0] is not None]  # which True switches on
 RECIPE = """
     seed: 42
     use_parallel: False
@@ -176,6 +181,49 @@ def test_a_plugin_that_is_not_written_can_be_switched_on(overrides, plugins):
     assert also_changed(recipe, overrides[0]) == [] and recipe["plugins"] is None
 
 
+def given_whole(written, name, text):
+    """Return what a plugin's section becomes by `--set` if a recipe writes `written` there, or the refusal."""
+    recipe = Recipe({"plugins": {} if written is None else {name: written}})
+    try:
+        return apply_overrides(recipe, [f"plugins.{name}={text}"])["plugins"][name]
+    except RecipeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("written", [None, False, "on"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_whole_section_is_taken_as_the_plugin_reads_it_or_refused_with_what_it_reads(name, written):
+    section, switch = settings_of(name), name in SWITCHES
+    on = True if switch else {each.name: 1 for each in fields(section)}
+    written = on if written == "on" else written
+    assert given_whole(written, name, "False") is False
+    if switch:
+        assert given_whole(written, name, "True") is True
+        wrong = "not a mapping" if written else section.RIGHT
+        assert wrong in given_whole(written, name, "{}")
+        return
+    assert given_whole(written, name, "{}") == (written or {})
+    refused = given_whole(written, name, "True")
+    if written:
+        wanted = f"is a mapping; set its keys, for instance plugins.{name}."
+    elif written == {}:
+        wanted = f"is an empty mapping; plugins.{name}=False leaves the plugin off"
+    elif section.look({})[0] is None:
+        wanted = section.RIGHT
+    else:
+        wanted = f"write plugins.{name}={{}}" + " for the defaults" * bool(fields(section))
+    assert wanted in refused
+
+
+def test_a_plugin_that_reads_only_true_is_switched_once():
+    assert SWITCHES == ["group_aux_loss"]
+    for pair in (["True", "False"], ["False", "True"]):
+        with pytest.raises(RecipeError, match=r"this sets plugins.group_aux_loss, which --set .* has already set"):
+            apply_overrides(Recipe(), [f"plugins.group_aux_loss={each}" for each in pair])
+    with pytest.raises(RecipeError, match=r"{'x': 1} is not allowed; write True, or False to leave the loss to"):
+        apply_overrides(Recipe(), ["plugins.group_aux_loss.x=1"])
+
+
 @pytest.mark.parametrize("first", ["plugins.spike_guard.window=9", "plugins.spike_guard={window: 9}"])
 def test_a_new_setting_is_not_given_twice(first):
     assert apply_overrides(Recipe(), [first, "plugins.spike_guard.window=9"])["plugins"]["spike_guard"]["window"] == 9
@@ -214,6 +262,36 @@ def test_a_whole_list_and_an_entry_of_it_are_not_both_given(recipe):
             apply_overrides(recipe, pair)
 
 
+@pytest.mark.parametrize("name", ["telechat3_105b", "telechat3_438b"])
+def test_a_list_whose_entry_another_override_reaches_through_an_anchor_is_what_the_user_names(name):
+    recipe = load_recipe(ROOT / f"recipes/{name}/pretrain_4k.yaml")
+    pair = ["parallel_config.data_parallel=2", "parallel.dataset_strategy=[[1, 1], [4, 1]]"]
+    for overrides in (pair, pair[::-1]):
+        changed = apply_overrides(recipe, overrides)
+        assert changed["parallel_config"]["data_parallel"] == 2
+        assert changed["parallel"]["dataset_strategy"] == [[1, 1], [4, 1]]
+        assert also_changed(recipe, pair[0]) and also_changed(recipe, pair[0], changed) == []
+
+
+@pytest.mark.parametrize(
+    ("pair", "agreed"),
+    [
+        (["parts=[[7, 1], 5]", "parts.0.0=7"], {"n": 7, "parts": [[7, 1], 5], "same": [[7, 1], 5]}),  # n is its anchor
+        (["parts=[[7, 1], 5]", "parts.0.0=8"], None),
+        (["parts=[[7, 1], 5]", "same.0.0=8"], None),  # one list under two names
+        (["parts=[[7, 1], 5]", "n=8"], {"n": 8, "parts": [[7, 1], 5], "same": [[7, 1], 5]}),
+    ],
+)
+def test_an_anchor_means_the_same_in_both_orders(tmp_path, pair, agreed):
+    (tmp_path / "x.yaml").write_text("n: &n 1\nparts: &p [[*n, 1], *n]\nsame: *p\n")
+    for overrides in (pair, pair[::-1]):
+        if agreed:
+            assert apply_overrides(load_recipe(tmp_path / "x.yaml"), overrides) == agreed
+            continue
+        with pytest.raises(RecipeError, match=r"contradicts --set .* the whole of (parts|same), .* keep one"):
+            apply_overrides(load_recipe(tmp_path / "x.yaml"), overrides)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -227,9 +305,6 @@ def test_a_plugin_that_there_is_not_says_what_to_write(recipe, override, words):
     with pytest.raises(RecipeError) as caught:
         apply_overrides(recipe, [override])
     assert words in str(caught.value) and "recipe.yaml" in str(caught.value)
-
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_file_and_line_as_far_as_known():

@@ -173,7 +173,8 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
 
 
 def _changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
+    changed = apply_overrides(recipe, overrides)
+    return resolve(apply_overrides(changed, _corpus(changed, data)))
 
 
 def _corpus(recipe: Recipe, data: str | None) -> list[str]:

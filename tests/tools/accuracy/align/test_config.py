@@ -24,6 +24,13 @@ def corpora(tmp_path):
     return {name: str(tmp_path / name) for name in ("one", "same", "other")}
 
 
+@pytest.mark.parametrize("entry", ["data_path.1=x", "data_path=['1', x]", "data_path=['1', x, '1', y]"])
+def test_data_is_the_corpus_whatever_the_overrides_name(entry):
+    override = f"train_dataset.data_loader.config.{entry}"
+    for recipe in (written(MINI, (override,), "mine"), load(MINI, (override,), "mine", 4)):
+        assert recipe["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", "mine"]
+
+
 def differences(corpora, *overrides, data="one"):
     ours, theirs = load(MINI, (), corpora["one"], 4), load(MINI, overrides, corpora[data], 4)
     return {setting.path: setting for setting in align_config.differences(ours, theirs)}
