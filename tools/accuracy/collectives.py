@@ -52,7 +52,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
     recipe = resolve(apply_overrides(recipe, overrides))
     refuse_unsharded(recipe)
     refuse_other_data(recipe)
-    require_sound(recipe)
+    require_sound(recipe, own_data=False)
     return recipe
 
 

@@ -6,6 +6,7 @@ FLOPs and steps.
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,21 @@ def check_recipe(
     return Report(recipe, _sorted(found), table_of(view, built, token_budget))
 
 
-def require_sound(recipe: Recipe) -> None:
+def require_sound(recipe: Recipe, own_data: bool = True) -> None:
     """Refuse a recipe that MindFormers would refuse or change, because results about it would be wrong.
+
+    Args:
+        own_data: whether the files of the recipe's data are looked at, too; a command that trains on made-up data does
+            not read them.
 
     Raises:
         RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.
     """
+    if not own_data:
+        recipe = copy.deepcopy(recipe)
+        config = look(recipe, ("train_dataset", "data_loader", "config"))
+        if isinstance(config, dict) and "data_path" in config:
+            config["data_path"] = ["1", "made-up data"]
     if errors := check_recipe(recipe).errors:
         raise refused(errors)
 

@@ -4,13 +4,19 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 
+from plugins.errors import RecipeError
 from tests.tools.check.mutations import LOADER, MODEL, put
 from tests.tools.check.test_mutations import ROOT, plain
-from tools.check.check import check_recipe
+from tools.accuracy.collectives import sharded_recipe
+from tools.accuracy.equivalence.strategies import one_worker
+from tools.check.check import check_recipe, require_sound
 from tools.data.index import IndexWriter
+from tools.recipe.load import load_recipe
 
-MINI = plain(ROOT / "recipes" / "mini" / "pretrain.yaml")
+MINI_FILE, MINI_TP2 = (ROOT / "recipes" / "mini" / name for name in ("pretrain.yaml", "pretrain_tp2.yaml"))
+MINI = plain(MINI_FILE)
 MINI["plugins"] = {}
 
 
@@ -46,6 +52,18 @@ def test_missing_data_is_an_error_only_where_the_run_starts(tmp_path):
     assert wrong(recipe)[key].severity == "warning"
     assert wrong(recipe, here=True)[key].severity == "error"
     assert "tc3 data prepare" in wrong(recipe)[key].right
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_command_with_data_of_its_own_does_not_look_at_the_recipes(tmp_path, sharded):
+    """`tc3 accuracy` trains on made-up data; whether it starts does not depend on what lies in `output/`."""
+    recipe = on(write(tmp_path / "data", [400] * 40, vocabulary=5000), plain(MINI_TP2 if sharded else MINI_FILE))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    with pytest.raises(RecipeError, match="5,000"):
+        require_sound(load_recipe(file))
+    made = sharded_recipe(file, ()) if sharded else one_worker(str(file))
+    assert made["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", str(tmp_path / "data")]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def one_worker(path: str) -> Recipe:
         recipe = load_mini(path)
     refuse_other_data(recipe)
     recipe = resolve(recipe)
-    require_sound(recipe)
+    require_sound(recipe, own_data=False)
     batch = batch_of(recipe)
     named = recipe.get("callbacks") or MONITORS
     recipe["callbacks"] = [dict(entry) for entry in named if entry["type"] != "CheckpointMonitor"]
