@@ -128,10 +128,7 @@ NOW = 1e9  # the time of the disk whenever somebody asks
 
 
 @pytest.fixture
-def attempt(tmp_path, monkeypatch):
-    environment(tmp_path / "attempts" / "0000")
-    for file in (tmp_path / "attempts" / "0000").iterdir():
-        os.utime(file, (1000, 1000))
+def disk(monkeypatch):
     touch = Path.touch
 
     def at_that_time(path, *rest, **more):
@@ -139,6 +136,13 @@ def attempt(tmp_path, monkeypatch):
         os.utime(path, (NOW, NOW))
 
     monkeypatch.setattr(Path, "touch", at_that_time)
+
+
+@pytest.fixture
+def attempt(tmp_path, disk):
+    environment(tmp_path / "attempts" / "0000")
+    for file in (tmp_path / "attempts" / "0000").iterdir():
+        os.utime(file, (1000, 1000))
     return tmp_path / "attempts" / "0000"
 
 
@@ -187,7 +191,7 @@ def test_of_two_nodes_that_ask_one_names_the_step(attempt, tmp_path):
     assert request(tmp_path, attempt, [0, 1]) == first == 8
 
 
-def test_an_agent_that_dies_while_it_asks_does_not_keep_others_from_asking(tmp_path):
+def test_an_agent_that_dies_while_it_asks_does_not_keep_others_from_asking(tmp_path, disk):
     """Its claim said nothing of the step: no other agent could ask any more, and the run left without a save."""
 
     def fresh():

@@ -195,5 +195,5 @@ def test_what_cannot_be_sorted_is_refused(mode):
         check_room(mode, two_nodes, 2**20, 4, Float32)
     # 6 kinds of 16 n + 4 rows
     check_room(mode, two_nodes, 22_369_621, 4, Int32)
-    with pytest.raises(RecipeError, match=r"needs 2,147,483,7\d\d different keys, .* sorts at most 2,147,483,648"):
+    with pytest.raises(RecipeError, match=r"needs 2,147,483,7\d\d different keys, .* can use at most 2,147,483,648"):
         check_room(mode, two_nodes, 22_369_622, 4, Int32)

@@ -98,7 +98,7 @@ def row(**more):
         ({"rows": [row(measured={"step_time_s": math.nan})]}, "rows[0].measured.step_time_s: nan is not finite"),
         ({"rows": [row(measured={"step_time_s": -1})]}, "rows[0].measured.step_time_s: -1 is out of range"),
         ({"rows": [row(measured={"step_time_s": "1e3"})]}, "'1e3' is text, not a number"),
-        ({"rows": [row(config={**row()["config"], "layers": 10**9})]}, "rows[0].config.layers: 1000000000 is out of"),
+        ({"rows": [row(config={**row()["config"], "tp": 10**9})]}, "rows[0].config.tp: 1000000000 is out of"),
         ({"rows": [row(config={**row()["config"], "devices": -8})]}, "rows[0].config.devices: -8 is out of range"),
         ({"rows": [row(config={**row()["config"], "seq": math.inf})]}, "rows[0].config.seq: inf is not finite"),
     ],
