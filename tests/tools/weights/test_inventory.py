@@ -137,7 +137,7 @@ def cut(folder):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lose, "lacks model.layers.0.mlp.gate.weight, although"),
+        (lose, "lacks model.layers.0.mlp.gate.weight, which"),
         (cut, "not a complete safetensors file"),
         (lambda folder: (folder / next(iter(NAMES.values()))).unlink(), "cannot be read"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "not an index of safetensors"),
