@@ -1,7 +1,8 @@
 """A process that dies, or whose disk fails, at each of its operations on files in turn.
 
-`deaths` runs an act once for each operation that it makes below a folder: the operation is not made, and nothing after
-it, as if SIGKILL had come at that moment. Opening a file for writing and writing it are two operations.
+`deaths` runs a function once for each file operation that the function makes below a folder. In each run, one operation
+and all later ones are left out, as if SIGKILL had come at that moment. Opening a file for writing and writing to this
+file are two operations.
 """
 
 import builtins

@@ -238,7 +238,14 @@ def _is_wrong(root: Path, said: str | None, newest: Path | None) -> bool:
     if newest is not None and said == str(iteration(newest)):
         return False
     named = next((folder for folder in iterations(root) if said == str(iteration(folder))), None)
-    return named is None or any(named.glob("seal_rank_*.json"))
+    return named is None or is_sealed(named)
+
+
+def is_sealed(folder: Path) -> bool:
+    """Return whether any rank has written a seal (a file that says that the rank's part is complete) into a checkpoint
+    folder; only runs of this repository write seals.
+    """
+    return any(folder.glob("seal_rank_*.json"))
 
 
 def _say_newest(root: Path, place: Path) -> None:
@@ -269,7 +276,7 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
         folder
         for folder in iterations(root)
         if iteration(folder) < iteration(newest)
-        and any(folder.glob("seal_rank_*.json"))
+        and is_sealed(folder)
         and (attempt is None or number_of(made(folder).get("attempt")) <= own)
     ]
     whole = [folder for folder in older if _complete(folder)]

@@ -166,7 +166,9 @@ def _locked(folder: Path) -> Iterator[None]:
     """Let the ranks of a host add one after another; the system lifts the lock of a rank that is killed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems have no locks for folders; the entry is written as it is
+        with suppress(
+            OSError
+        ):  # some network file systems have no locks for folders; then the entry is written without one
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -2,8 +2,7 @@
 
 To renew what moved for a good reason: TC3_RENEW_GOLDEN=1 tests/run tests/training/test_golden.py
 
-The gate of tests/golden/mini-pretrain.json as CI uses it: the mini recipe itself, and evaluating on the way.
-
+One test trains recipes/mini/pretrain.yaml against tests/golden/mini-pretrain.json and evaluates during the training.
 The held-out loss runs the training graph, which counts the load of experts: it must put the counts back. Two workers
 are compared with one in test_two_workers.py; the command with trainings by `tc3 train` is a check of the rehearsal in
 tests/launch/firsthour/test_cli.py.

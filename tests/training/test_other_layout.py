@@ -1,9 +1,8 @@
-"""A run goes on with another layout: its losses, weights and moments are those of one that never changed.
+"""A run goes on with another layout, or with one worker of two. Its losses equal those of a run that never changed,
+except for rounding, because sums are added up in another order.
 
-Whole chains, with more workers, are in benchmarks/weights/resume_layouts.py; two workers that become
-one, are below; with experts, they are in test_expert_balance.py.
-
-A run of two workers of which one is lost goes on with the other: the same curve, up to the order of sums.
+Whole chains of layouts, with more workers, are in benchmarks/weights/resume_layouts.py. test_expert_balance.py has the
+case in which the experts of two workers come together on one.
 """
 
 import shutil

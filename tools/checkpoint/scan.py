@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.sealed_checkpoint import plan
-from plugins.sealed_checkpoint.plan import iteration, iterations, unfinished
+from plugins.sealed_checkpoint.plan import is_sealed, iteration, iterations, unfinished
 from tools.files.atomic import real_path
 
 __all__ = [
@@ -58,13 +58,6 @@ def scan_checkpoints(
             return CheckpointInfo(folder, plan.step_of(folder)), skipped
         skipped.append((folder, reason))
     return None, skipped
-
-
-def is_sealed(folder: Path) -> bool:
-    """Return whether any rank has written a seal (a file that says that the rank's part is complete) into a checkpoint
-    folder; only runs of this repository write seals.
-    """
-    return any(folder.glob("seal_rank_*.json"))
 
 
 def saved_step(folder: Path) -> int | None:

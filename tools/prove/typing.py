@@ -187,8 +187,11 @@ class Typing:
             )
 
     def _in_the_forwards_dimensions(self, call: Call, found: Value) -> Value:
-        """Return the result of a Reshape; if it is the gradient of another Reshape, each piece lies in the dimension in
-        which the argument of the other has it, because a dimension of one element on a rank does not show pieces.
+        """Return the spread of a Reshape's result.
+
+        In the backward pass, a Reshape undoes a Reshape of the forward pass. Each piece then goes to the dimension in
+        which the input of the forward Reshape has this piece. The shape on a rank does not show it: a dimension of one
+        element may be whole, or cut into pieces of one element.
         """
         x = call.values[0]
         if not isinstance(x, Spread) or not isinstance(found, Spread):

@@ -15,7 +15,7 @@ from launch.agent import planning
 from launch.resume import checkpoints
 from launch.resume.checkpoints import check_load_path, check_model, weights_in
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import write_seal
+from plugins.sealed_checkpoint.plan import TRACKER, seal_file, write_seal
 from tests.launch.resume.conftest import TOY
 from tests.tools.checkpoint.saved import Saved, numbered, of_two_ranks
 from tests.tools.checkpoint.test_stored import saved
@@ -230,8 +230,18 @@ def test_a_new_run_does_not_save_beside_a_save_of_another_run_that_is_not_in_its
     with pytest.raises(CheckpointError, match=r"holds checkpoints of another run \(iteration_00000004\)"):
         checkpoints.check_save_path(root, resume=False, force=False)
     checkpoints.check_save_path(root, resume=True, force=False)
-    checkpoints.clear_save_path(root)
+    seal_file(root / "saving_0000-a" / whole.name, 1).unlink()  # --resume auto takes no unfinished save
     checkpoints.check_save_path(root, resume=False, force=False)
+    checkpoints.clear_save_path(root)
+    assert list(root.iterdir()) == []
+
+
+def test_what_force_removes_is_not_named_by_the_tracker(tmp_path, whole):
+    for rank in range(2):
+        write_seal(whole, rank, 2, 4)
+    (whole.parent / TRACKER).write_text("4")
+    checkpoints.clear_save_path(whole.parent)
+    assert not whole.exists() and not (whole.parent / TRACKER).exists()
 
 
 def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save):

@@ -18,6 +18,7 @@ from launch.run import supervise as module
 from launch.run.failure import Failure
 from launch.run.msrun import free_port, msrun_command, worker_environment
 from launch.run.supervise import supervise
+from plugins.cpu_backend import mailbox
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -332,3 +333,7 @@ def test_a_killed_worker_is_told_before_one_that_lost_it(how):
     mistake = Failure("recipe.yaml: no such key", Path("a"), user_error=True, rank=0, code=2)
     assert max([lost, killed], key=module._how_telling) is killed
     assert max([killed, mistake], key=module._how_telling) is mistake
+
+
+def test_a_worker_that_waits_for_what_it_has_sent_is_not_taken_for_one_that_hangs():
+    assert module.STRAGGLE > mailbox.LEAVING

@@ -1,6 +1,6 @@
 """The overflow check, what a loss is divided by, and the reading of losses, on their own.
 
-These tests check what is recorded of a forward pass, for models with other parts than those of
+Other tests of this file check what is recorded of a forward pass, for models with other parts than those of
 the shipped recipes.
 """
 

@@ -1,6 +1,6 @@
 """A process dies, or its disk fails, at each operation of saving, publishing and removing checkpoints in turn.
 
-A monitor that saves, driven without a training.
+The class `Run` calls the checkpoint monitor as a training does; other tests use it, too.
 """
 
 import errno

@@ -89,7 +89,7 @@ def test_the_last_words_of_workers_stand_once():
 
 
 def _texts(path):
-    """What a file has in quotes after `tc3: `, and the patterns of a table."""
+    """Return the words that follow `tc3: ` in each text or regular expression of a file."""
     return re.findall(r"""["'^]tc3: (?:\(\?!)?([\w ]+)""", path.read_text(encoding="utf-8"))
 
 
