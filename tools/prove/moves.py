@@ -158,8 +158,8 @@ def _with_pieces(
 
 
 def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
-    """Return the spread with the dimensions `dims`, if they hold the same parts in the same order, so that both say the
-    same of every rank's elements; return it unchanged otherwise. Pieces that change their dimension are loose.
+    """Return the spread with the dimensions `dims`, if `dims` hold the same parts in the same order: every rank then has
+    the same elements as before. Otherwise return the spread unchanged. Pieces that change their dimension are loose.
     """
     own, other = ([(atom, number) for number, dim in enumerate(each) for atom in dim] for each in (x.dims, dims))
     if [atom for atom, _ in own] != [atom for atom, _ in other] or x.shape != tuple(map(extent, dims)):
