@@ -158,7 +158,7 @@ def _with_pieces(
 
 
 def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
-    """Return the spread with the dimensions `dims`, if `dims` hold the same parts in the same order: every rank then has
+    """Return the spread with the dimensions `dims`, if `dims` hold the same parts in the same order: every rank has
     the same elements as before. Otherwise return the spread unchanged. Pieces that change their dimension are loose.
     """
     own, other = ([(atom, number) for number, dim in enumerate(each) for atom in dim] for each in (x.dims, dims))
