@@ -101,8 +101,9 @@ def equivalence_command(
     Without --only, only two of the executed strategies run, tensor and pipeline parallelism; `--only executed` runs all
     of them, about a minute each. The trained ones take about ten minutes on two cores.
 
-    --draws N draws N legal layouts that no table lists (degrees, schedule, optimizer sharding, recomputation, MTP,
-    experts, shared experts, groups of experts, length), the same for the same --seed, and executes each.
+    --draws N draws N legal layouts that no table lists (degrees, schedule, uneven stages, optimizer sharding,
+    recomputation, MTP, experts and their dispatch, residual streams, length), the same for the same --seed, and
+    executes each.
 
     Each verdict is written to stderr as soon as it is known, so that a run that is interrupted keeps what it found;
     with --only draw_SEED_NUMBER beside --draws, that one is executed again.

@@ -61,6 +61,7 @@ class Sharding:
         held_out: whether the held_out_loss plugin evaluates after every step.
         streams: the number of residual streams (hyper_connections plugin); 1: without the plugin.
         moves: whether the expert_balance plugin shuffles the experts after every step.
+        uneven: whether the first stage has one layer more than the other stages, and the last stage one layer less.
         known: a known difference of stock MindFormers between this strategy and one process, which is reported and not
             judged.
     """
@@ -91,12 +92,21 @@ class Sharding:
     held_out: bool = False
     streams: int = 1
     moves: bool = False
+    uneven: bool = False
     known: str = ""
 
     @property
     def workers(self) -> int:
         """Return the number of processes that share the model."""
         return self.tp * self.dp * self.cp * self.pp
+
+    @property
+    def node(self) -> int:
+        """Return the number of ranks of expert parallelism that count as one node for hierarchical_ep: all of them in
+        the mode "global", otherwise the largest part that leaves several equal nodes.
+        """
+        whole = self.mode == "global"
+        return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)
 
     @property
     def mesh(self) -> Mesh:
@@ -331,12 +341,15 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
         recipe["parallel"]["parallel_optimizer_config"] = config
     if sharding.pp > 1:
         interleaved, row = sharding.vpp > 1, [0] * sharding.pp
+        first = [1, *row[2:], -1] if sharding.uneven else row
         pipeline = {"pipeline_interleave": interleaved, "pipeline_scheduler": sharding.schedule}
         recipe["parallel"]["pipeline_config"] = pipeline
-        model.update(pp_interleave_num=sharding.vpp, offset=[row] * sharding.vpp if interleaved else row)
+        model.update(
+            pp_interleave_num=sharding.vpp, offset=[first, *[row] * (sharding.vpp - 1)] if interleaved else first
+        )
     if sharding.mode:
         recipe["plugins"]["hierarchical_ep"] = {"mode": sharding.mode}
-        model["npu_nums_per_device"] = sharding.ep if sharding.mode == "global" else sharding.ep // 2
+        model["npu_nums_per_device"] = sharding.node
     if sharding.moves:
         recipe["plugins"]["expert_balance"] = {"every": 1, "method": "random"}
     if sharding.chunks > 1:

@@ -248,13 +248,15 @@ def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> l
 def _draw(numbers: random.Random) -> Sharding:
     """Return any combination; what one part has no use for is drawn away."""
     choose = numbers.choice
-    tp, dp, cp, pp = choose((1, 2, 2, 4)), choose((1, 2, 2, 4)), choose((1, 1, 2)), choose((1, 1, 2, 4))
+    tp, dp = choose((1, 1, 2, 2, 3, 4)), choose((1, 1, 2, 2, 3, 4))
+    cp, pp = choose((1, 1, 1, 2, 3)), choose((1, 1, 1, 2, 2, 3, 4))
     vpp = choose((1, 1, 2)) if pp > 1 else 1
-    micro, accumulate = (choose((2, 4)), 1) if pp > 1 else (1, choose((1, 1, 2, 0)))
+    micro, accumulate = (choose((2, 3, 4, 6)), 1) if pp > 1 else (1, choose((1, 1, 2, 3, 0)))
     schedule = choose(SCHEDULES) if (pp, vpp, micro) == (2, 2, 4) else "1f1b"
     moe, mtp = choose((False, True)), choose((False, False, True))
     zero = dp > 1 and choose((True, True, False))
-    layers, ep = max(pp * vpp, 2) * choose((1, 1, 2)), choose((1, 2, 4)) if moe else 1
+    layers, ep = max(pp * vpp, 2) * choose((1, 1, 2)), choose((1, 2, 3, 4, 6)) if moe else 1
+    mode = choose(("", "", "global", "hierarchical", "deduplicated")) if ep > 1 else ""
     return Sharding(
         tp, dp, cp, pp, vpp=vpp, micro=micro, schedule=schedule, accumulate=accumulate, moe=moe, mtp=mtp,
         ep=ep,
@@ -269,6 +271,10 @@ def _draw(numbers: random.Random) -> Sharding:
         length=choose((0, 0, 48, 96)),
         held_out=choose((False, True)),
         moves=ep > 1 and choose((False, True)),
+        mode=mode,
+        chunks=choose((1, 2)) if mode else 1,
+        streams=choose((1, 1, 1, 4)),
+        uneven=pp > 1 and choose((False, True)),
         known=TWO_STAGES if mtp and pp > 1 and not zero and schedule != "zero_bubble_v" else "",
     )  # fmt: skip
 
@@ -290,7 +296,10 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
         "experts cannot be dealt": (sharding.dp * sharding.tp) % sharding.ep or experts % sharding.ep,
         "experts need sequence parallelism": sharding.moe and sharding.tp > 1 and not sharding.sp,
         "groups of experts cannot be cut": sharding.groups and experts % sharding.groups,
+        "groups of experts cannot give as many each": sharding.groups
+        and model.get("num_experts_per_tok", 2) % (sharding.groups // 2),
         "layers cannot be cut": sharding.layers % (sharding.pp * sharding.vpp),
+        "the last stage would have no layer": sharding.uneven and sharding.layers < 2 * sharding.pp * sharding.vpp,
         "too few micro-batches": sharding.micro < sharding.pp,
         "a schedule of chunks needs two stages and four micro-batches": sharding.schedule != "1f1b"
         and (sharding.pp, sharding.vpp, sharding.micro) != (2, 2, 4),

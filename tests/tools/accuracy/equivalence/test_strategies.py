@@ -232,6 +232,11 @@ def base():
     return strategies.one_worker(str(TINY))
 
 
+@pytest.fixture(scope="module")
+def by_three():
+    return strategies.one_worker("tests/training/by_three.yaml")
+
+
 def test_a_seed_draws_the_same_layouts_and_another_one_others(base):
     one, again, other = (draw_cases(base, 20, seed, MOST) for seed in (7, 7, 8))
     assert one == again and {case.sharding for case in one} != {case.sharding for case in other}
@@ -244,16 +249,29 @@ def test_what_is_drawn_varies(base):
     drawn = [case.sharding for case in draw_cases(base, 400, 0, MOST)]
     for name in ("tp", "dp", "cp", "pp", "ep", "vpp", "micro", "schedule", "zero", "recompute", "accumulate"):
         assert len({getattr(each, name) for each in drawn}) > 1, name
-    for name in ("moe", "sparse", "mtp", "layers", "aux", "groups", "shared", "length", "sp", "moves"):
+    for name in ("moe", "sparse", "mtp", "layers", "aux", "groups", "shared", "length", "sp", "moves", "streams"):
         assert len({getattr(each, name) for each in drawn}) > 1, name
     assert any(each.zero and each.tp > 1 and each.ep > 1 for each in drawn)
     assert any(each.zero and 1 < each.ep < each.dp for each in drawn)
     assert any(each.aux and each.dp > 1 and not each.accumulate for each in drawn)
+    assert {each.mode for each in drawn} == {"", "global", "hierarchical", "deduplicated"}
+    assert any(each.chunks > 1 and each.tp > 1 for each in drawn)
+    assert any(each.uneven and each.vpp > 1 for each in drawn) and any(each.uneven and each.mtp for each in drawn)
     assert any(each.held_out and each.pp > 1 for each in drawn)
     assert any(each.moves and each.pp > 1 for each in drawn)
 
 
-def test_drawn_recipes_are_sound_and_both_sides_train_the_same_model(base, tmp_path):
+def test_degrees_of_three_and_six_are_drawn_where_the_model_has_them(by_three):
+    drawn = [case.sharding for case in draw_cases(by_three, 400, 0, MOST)]
+    for name in ("tp", "dp", "cp", "pp", "ep", "micro", "accumulate"):
+        assert 3 in {getattr(each, name) for each in drawn}, name
+    assert any(each.ep == 6 and each.node == 3 for each in drawn)
+    assert any(each.ep == 3 and each.mode == "hierarchical" and each.node == 1 for each in drawn)
+
+
+@pytest.mark.parametrize("which", ["base", "by_three"])
+def test_drawn_recipes_are_sound_and_both_sides_train_the_same_model(which, request, tmp_path):
+    base = request.getfixturevalue(which)
     for case in draw_cases(base, 15, 3, MOST):
         each = case.sharding
         changed, alone = (derive_sharded(base, side, 3, "corpus") for side in (each, each.alone))
@@ -280,6 +298,8 @@ def test_names_of_their_baselines_tell_models_apart(base):
         (Sharding(tp=2, length=63), "sequence"),
         (Sharding(dp=2, ep=4, moe=True), "experts cannot be dealt"),
         (Sharding(pp=2, micro=2, layers=3), "layers"),
+        (Sharding(pp=2, micro=2, uneven=True), "the last stage would have no layer"),
+        (Sharding(moe=True, groups=16), "cannot give as many each"),
         (Sharding(pp=4, micro=2, layers=4), "too few micro-batches"),
         (Sharding(dp=2, moe=True, aux=True), "auxiliary loss"),
         (Sharding(cp=2, moe=True, aux=True, accumulate=0), "auxiliary loss"),
