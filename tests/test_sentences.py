@@ -1,6 +1,7 @@
 """`tests/sentences`: what it draws is there, at its file and line, and the same for the same seed."""
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -21,14 +22,16 @@ def program():
     return module
 
 
-def test_the_same_seed_draws_the_same_sentences(program, monkeypatch):
-    command = [sys.executable, "-B", PROGRAM, "--seed", "7", "--count", "12"]
+def test_the_same_seed_draws_the_same_sentences(program, tmp_path):
+    for part in ("docs", "tools/runs", "tools/schema", "launch/resume", "plugins/lora"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    (tmp_path / "tests").mkdir()
+    copied = shutil.copy(PROGRAM, tmp_path / "tests/sentences")
+    command = [sys.executable, "-B", copied, "--seed", "7", "--count", "12"]
     first = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = program.collect(ROOT)
-    monkeypatch.setattr(program, "collect", lambda root: found)
-    again = [f"{path.relative_to(ROOT)}:{line}: {words}" for path, line, words in program.draw(ROOT, 7, 12)]
+    again = [f"{path.relative_to(tmp_path)}:{line}: {words}" for path, line, words in program.draw(tmp_path, 7, 12)]
     assert first == again and len(set(first)) == 12
-    assert len(program.draw(ROOT, 8, 40)) == 40 and program.draw(ROOT, 8, 12) != program.draw(ROOT, 7, 12)
+    assert len(program.draw(tmp_path, 8, 40)) == 40 and program.draw(tmp_path, 8, 12) != program.draw(tmp_path, 7, 12)
     elsewhere = []
     for row in first:
         place, line, sentence = row.split(":", 2)
