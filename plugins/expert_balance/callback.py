@@ -1,6 +1,4 @@
-"""This module records the experts' loads after every step, and moves experts and changes their copies when a plan is
-due, before anything is saved.
-"""
+"""This module records the experts' loads after each step, and moves and copies experts when due, before a save."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ class Experts:
 
 
 class Alone:
-    """An `Alone` replaces the communication between ranks in a run that consists of only one rank."""
+    """An `Alone` stands in for the connection of ranks in a run of only one rank."""
 
     rank, size = 0, 1
 
@@ -155,10 +153,10 @@ class ExpertBalance(ExpertMigrateCallback):
         self._take_copies(new, copies)
         sent = int(total(self.ranks, np.array([sent]))[0])
         experts = moved(new, slots, self.devices)
-        return Moved(new, experts, sent, planned - began, time.perf_counter() - planned, self._told(copies))
+        told = copies if self.settings.spare else None
+        return Moved(new, experts, sent, planned - began, time.perf_counter() - planned, told)
 
     def _placements(self):
-        """Return the placements [layers, E] that the layers have."""
         return np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
 
     def _take_copies(self, slots, copies):
@@ -171,12 +169,7 @@ class ExpertBalance(ExpertMigrateCallback):
                 take_copies(layer.cell, *held)
         self.held = copies
 
-    def _told(self, copies):
-        """Return copies in the form of the record; None without spare slots."""
-        return copies if self.settings.spare else None
-
     def _watch(self, step, tokens):
-        """Record how the routers are, and warn once of each that needs a look."""
         if not self.settings.routers or self.ranks.rank:
             return
         measures = self.routers.see(step, tokens)
@@ -191,13 +184,11 @@ class ExpertBalance(ExpertMigrateCallback):
         ratios = imbalance_with(tokens, slots, copies, self.devices)
         worst = tuple(float(ratio) if count == 1 else None for ratio, count in zip(ratios, batches, strict=True))
         numbers = tuple(layer.number for layer in self.layers)
-        told = self._told(copies)
+        told = copies if self.settings.spare else None
         append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes, told))
 
     def _remember(self):
-        """Let rank 0 read the records of the steps before, because only rank 0 may have the file; all ranks get the
-        same records.
-        """
+        """Let rank 0, which may be the only one with the file, hand out the records of the steps before."""
         form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
         missing, copies = "", self.held[None][:0]
         if not self.ranks.rank:
@@ -220,9 +211,7 @@ class ExpertBalance(ExpertMigrateCallback):
             )  # fmt: skip
 
     def _last_copies(self, records):
-        """Return the copies [1, layers, D x spare] with which the run continued after its last step, or [0, ...] if
-        they are not known.
-        """
+        """Return the copies [1, layers, D x spare] that the last step left; [0, ...] if they are not known."""
         if records and records[-1].step == self.done:
             slots, copies = records[-1].after
             if copies.shape == self.held.shape and np.array_equal(slots, self._placements()):
@@ -231,11 +220,7 @@ class ExpertBalance(ExpertMigrateCallback):
 
 
 def layers_of(network, optimizer, decoder):
-    """Return the MoE layers of a network, as `Experts`, in the order of their numbers.
-
-    Args:
-        decoder: decoder layers of the model.
-    """
+    """Return the MoE layers of a network as sorted `Experts`; `decoder` is the number of its decoder layers."""
     states = optimizer.parameters_dict()
     found = []
     for name, cell in network.cells_and_names():

@@ -97,9 +97,7 @@ class Choose(nn.Cell):
         self.slots = host_functions.operator(choose, same, _first)
 
     def construct(self, homes):
-        """Return the slots, int32, that compute the tokens; the argument holds the own slots (those that are not
-        copies) of the tokens' experts, int32, in the same shape.
-        """
+        """Return the slots, int32, that compute tokens whose experts have the home slots `homes`, int32."""
         return self.slots(homes)
 
     def bprop(self, homes, out, dout):
@@ -108,9 +106,7 @@ class Choose(nn.Cell):
 
 
 class CopiedRoutedExperts(CpuRoutedExperts):
-    """This is `RoutedExperts` with experts on several workers, placed as the `placement` parameter says, and copies in
-    `spare` additional slots of each worker.
-    """
+    """This is `RoutedExperts` with a `placement` parameter, and with copies in `spare` more slots of a worker."""
 
     def __init__(self, config, settings, spare):
         super().__init__(config, settings, spare)
@@ -124,17 +120,11 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         self.take_copies(np.arange(config.num_moe_experts), none(1, devices, spare)[0])
 
     def take_copies(self, slots, copies):
-        """Use the given placement and the given copies of experts from the next step on.
-
-        Args:
-            slots: int [E], the placement. copies: int [D x spare], as in `plugins.expert_balance.copies`.
-        """
+        """Use the placement `slots` [E] and the `copies` [D x spare] of experts from the next step on."""
         _tables[self.layer_number] = Table(slots, copies, self.devices)
 
     def construct(self, tokens, probs, routing_map):
-        """Return the experts' outputs [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k]
-        of logical experts.
-        """
+        """Return the same as `PlacedRoutedExperts.construct`."""
         homes = ops.cast(self.slot_of(self.placement, routing_map, 0), ms.int32)
         return super().construct(tokens, probs, self.choose(homes))
 

@@ -1,5 +1,4 @@
-"""This module writes, reads and continues `RUN/metrics/expert_load.jsonl`, which holds a run's expert loads, one line
-for each step.
+"""This module holds `RUN/metrics/expert_load.jsonl`, which has a line of a run's expert loads for each step.
 
 The prediction of loads starts from the recorded loads of the steps before a resume, and the record goes on behind them
 (`carry_over`). A checkpoint holds no prediction: the same loads, fed again, give the same one, bit for bit. Pure.
@@ -69,23 +68,17 @@ class Record:
 
     @property
     def held(self) -> np.ndarray:
-        """Return the copies of experts during the step, as [layers, D x spare]; without spare slots this is an array of
-        shape [layers, 0].
-        """
+        """Return the copies during the step, [layers, D x spare], or [layers, 0] without spare slots."""
         return np.empty((len(self.layers), 0), np.int64) if self.copies is None else self.copies
 
     @property
     def on_devices(self) -> np.ndarray:
-        """Return the tokens of each device, [layers, D]; the tokens of an expert are dealt equally to its own slot and
-        its copies.
-        """
+        """Return the tokens of each device, [layers, D]; an expert's are dealt to its slot and its copies."""
         return loads_with(self.tokens, self.slots, self.held, self.devices)
 
     @property
     def after(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the placement [layers, E] and the copies [layers, D x spare] that are in use after the step; the
-        copies are [layers, 0] if there are no spare slots.
-        """
+        """Return the placement [layers, E] and the copies, as `held` has them, in use after the step."""
         copies = self.copies if self.moved is None else self.moved.copies
         slots = self.slots if self.moved is None else self.moved.slots
         return slots, self.held[:, :0] if copies is None else copies
@@ -151,15 +144,12 @@ def read(path: Path, until: int | None = None, say: Callable[[str], None] | None
 
 
 def _follow(before: Record, record: Record, place: str) -> None:
-    if _kind(before) != _kind(record):
+    layouts = {(each.layers, each.tokens.shape, each.devices) for each in (before, record)}
+    if len(layouts) > 1:
         raise DataError(
             f"{place}: the layers, the experts or the devices are not those of the lines above; write one file for "
             "each layout"
         )
-
-
-def _kind(record: Record) -> tuple[Any, ...]:
-    return record.layers, record.tokens.shape, record.devices
 
 
 _KEYS = ("step", "devices", "nodes", "layers", "tokens", "slots", "copies", "micro_batch", "moved")
@@ -277,9 +267,7 @@ def _strange(slots: np.ndarray, copies: np.ndarray | None, devices: int) -> str:
 
 
 def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str | Path) -> Path:
-    """Return the load file of the run that saved `checkpoint` (the folder of one iteration); this may be the current
-    run or another one.
-    """
+    """Return the load file of the run, this or another, that saved `checkpoint` (the folder of one iteration)."""
     if checkpoint is None or Path(os.path.realpath(checkpoint)).parent == Path(os.path.realpath(save_path)):
         return load_file(run_dir)
     return load_file(Path(os.path.realpath(checkpoint)).parent.parent)
