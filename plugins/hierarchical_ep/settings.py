@@ -7,7 +7,7 @@ refuses more than its device can sort.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,8 @@ DEFAULT_DISPATCHER = "alltoall"  # which leaves its place to this plugin
 
 
 def uncut(batch: int, config: Any) -> list[np.ndarray]:
-    """Return the indices of all tokens of a rank as one chunk; the function takes the same arguments as
-    `plugins.ep_overlap.plan.slices`.
-    """
+    """Return the indices of all tokens of a rank as one chunk, in the form of `plugins.ep_overlap.plan.slices`."""
     return [np.arange(batch * config.seq_length // (config.tensor_model_parallel_size * config.context_parallel_size))]
-
-
-def _no_slices(config: Any):
-    raise AssertionError("the number of tokens on a rank is not known, so the tokens cannot be divided into chunks")
-
-
-def _no_order(chunks: int):
-    raise AssertionError("with only one chunk the order of chunks must not be requested")
 
 
 @dataclass
@@ -45,16 +35,16 @@ class Part:
         mode: one of `plan.MODES`; topology: the topology of its EP group; rank: its index in the group; ranks: the
             group's global ranks;
         slices: a function from the TransformerConfig to the token indices of each chunk; order: a function from the
-            number of chunks to (chunk, step) pairs. The adapter sets `slices`, and `ep_overlap` replaces both
-            functions.
+            number of chunks to (chunk, step) pairs, None for one chunk. The adapter sets `slices`, and `ep_overlap`
+            replaces both functions.
     """
 
     mode: str
     topology: Topology
     rank: int
     ranks: tuple[int, ...]
-    slices: Any = field(default=_no_slices)
-    order: Any = field(default=_no_order)
+    slices: Any = None
+    order: Any = None
 
 
 def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Part:
@@ -75,13 +65,10 @@ def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: in
 
 
 def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare: int = 0) -> list[tuple[int, int]]:
-    """Return (kinds, count) for the largest case of each sort in `dispatcher.py`, which sorts `count` keys of `kinds`
-    different values.
+    """Return (kinds, count) of the largest case of each sort in `dispatcher.py`: `count` keys of `kinds` values.
 
     Args:
-        mode: one of `plan.MODES`.
-        tokens: the number of tokens of a rank that are dispatched at once; top_k: the number of experts of each token.
-        spare: the number of additional pairs that each rank sends to itself.
+        tokens: the tokens of a rank that are dispatched at once; spare: the pairs that each rank sends to itself.
     """
     local = topology.experts // topology.ep
     crosses = mode != "global" and topology.nodes > 1

@@ -111,9 +111,7 @@ def expected_steps(
 
 
 def check_routing(topology: Topology, top_k: int, skew: float) -> None:
-    """Raise RecipeError if there are fewer than `top_k` experts, or if `skew` (the load of the busiest rank over the
-    mean) is below 1.
-    """
+    """Raise RecipeError if there are fewer than `top_k` experts, or if `skew` is below 1."""
     if not 1 <= top_k <= topology.experts:
         raise RecipeError(
             f"hierarchical_ep: num_experts_per_tok is {top_k}, but the model has {topology.experts} routed experts; "
@@ -142,9 +140,7 @@ def _expected_rows(mode: str, topology: Topology, tokens: float, top_k: int) -> 
 
 
 def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
-    """Return the Step of expected rows; `busy` holds, rank by rank, what its loaded end would see as the busiest
-    rank.
-    """
+    """Return the Step of expected rows; `busy` holds what each rank's loaded end would see as the busiest."""
     loaded = "sent" if transfer.step.startswith("combine") else "received"
     other = "received" if loaded == "sent" else "sent"
 
@@ -157,10 +153,28 @@ def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
     return _step(topology, transfer, *busiest)
 
 
+def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradient: dict[str, float]) -> Step:
+    """Return a Step from the busiest rank's bytes, with and without what has no gradient."""
+    group = transfer.groups[0]
+    intra = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group) - 1
+    inter = len(group) - 1 - intra
+    stream = "both" if inter and intra else "inter" if inter else "intra"
+    if transfer.step.endswith(LINKS):
+        stream = transfer.step.split(".")[1]
+    return Step(
+        transfer.step,
+        stream,
+        whole["inter"],
+        whole["intra"],
+        int(inter),
+        int(intra),
+        whole["inter"] - gradient["inter"],
+        whole["intra"] - gradient["intra"],
+    )
+
+
 def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "forward") -> tuple[StepBytes, ...]:
-    """Return the exact bytes between all pairs of ranks, step by step as executed; direction is "forward" or
-    "backward".
-    """
+    """Return the exact bytes between all ranks, step by step; direction is "forward" or "backward"."""
     forward = [
         step_bytes(plan.topology, step, plan.top_k, hidden, itemsize, gradient=direction == "backward")
         for step in plan.forward
@@ -171,9 +185,7 @@ def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "for
 
 
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the steps of the backward pass, in reverse order of the forward steps: each sends the same bytes in the
-    other direction, without the counts, which have no gradient.
-    """
+    """Return the steps of the backward pass, in reverse: the same bytes the other way, without the counts."""
     return tuple(
         replace(
             step,
@@ -184,26 +196,6 @@ def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
             intra_forward_only=0.0,
         )
         for step in reversed(steps)
-    )
-
-
-def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradient: dict[str, float]) -> Step:
-    """Return a Step from the busiest rank's bytes, with and without what has no gradient."""
-    group = transfer.groups[0]
-    peers = {"intra": sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group) - 1}
-    peers["inter"] = len(group) - 1 - peers["intra"]
-    stream = "both" if peers["inter"] and peers["intra"] else "inter" if peers["inter"] else "intra"
-    if transfer.step.endswith(LINKS):
-        stream = transfer.step.split(".")[1]
-    return Step(
-        transfer.step,
-        stream,
-        float(whole["inter"]),
-        float(whole["intra"]),
-        int(peers["inter"]),
-        int(peers["intra"]),
-        float(whole["inter"] - gradient["inter"]),
-        float(whole["intra"] - gradient["intra"]),
     )
 
 
@@ -232,9 +224,7 @@ class BreakEven:
 
     @property
     def deduplicated_over_global(self) -> float:
-        """Return the inter-node bytes of deduplicated dispatch and combine, divided by the inter-node bytes of the
-        global All-to-All.
-        """
+        """Return the same ratio of modes deduplicated and global."""
         return self.hierarchical_over_global * self.deduplicated_over_hierarchical
 
 
