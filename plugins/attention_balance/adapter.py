@@ -1,5 +1,4 @@
-"""This module enables `plugins.attention_balance` of a recipe: MindFormers' Megatron loader delivers its samples in the
-order of the plan.
+"""This module enables `plugins.attention_balance`: MindFormers' Megatron loader delivers samples in the plan's order.
 
 The loader keeps its name, by which MindFormers' trainer finds it, and its other behaviour: sharding, batches, `take`,
 skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads changes. Every
@@ -47,13 +46,7 @@ class Reordered:
 
 
 class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
-    """This data loader replaces the registered `BlendedMegatronDatasetDataLoader` while the plugin is on; without
-    `schedule` it does the same as MindFormers' own.
-
-    Args:
-        schedule: the schedule, only for the training data; other data sets keep their order. All other arguments are
-            those of MindFormers.
-    """
+    """This is MindFormers' loader; if `schedule` (of training data) is given, it has the plan's order."""
 
     def __new__(cls, *, sizes, schedule=None, num_shards=None, shard_id=None, **arguments):
         """Return a GeneratorDataset, whose samples come in the order of `schedule` if that is given."""
@@ -87,14 +80,12 @@ def enable(config, settings) -> None:
 
 
 def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
-    """Return int64 [len(source)]: for each position in the delivery order, the index of the item of `source` to
-    deliver.
+    """Return int64 [len(source)]: for each place of the delivery order, the index of the item of `source`.
 
     Args:
         source: MindFormers' BlendedDataset or GPTDataset.
         samples: `sizes[0]`; only whole steps of these samples are reordered, and the samples after them keep their
             places.
-        schedule: the schedule that says what to balance.
 
     Memory: tens of bytes per sample and some 200 MiB while it is worked out, 8 bytes per sample afterwards.
 
@@ -143,7 +134,6 @@ def _check_ends(part: Any) -> None:
 
 
 def _report(costs: np.ndarray, plan: np.ndarray, schedule: Schedule) -> None:
-    """Write one line into MindFormers' log."""
     found = balance(costs, plan, schedule.layout)
     logger.info(
         "plugins.attention_balance: time of a step over that of an evenly loaded one, mean of %d steps: "

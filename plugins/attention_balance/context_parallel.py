@@ -1,5 +1,4 @@
-"""This module divides the tokens of one sample that holds several documents over context-parallel ranks, so that each
-rank gets equally many tokens and equal attention work. The module needs only NumPy.
+"""This module divides a sample of several documents over context-parallel ranks, with equal attention work. NumPy only.
 
 A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous
 split gives the last rank of a long document most of the work. Head-tail (as in ring attention: cut the sample into
@@ -29,24 +28,17 @@ class ContextPlan:
 
     @property
     def imbalance(self) -> float:
-        """Return the number of attending pairs of tokens on the rank that has most, divided by the mean over the ranks;
-        1 is perfect.
-        """
+        """Return the attending pairs of the rank with most over the mean; 1 is perfect."""
         return float(self.pairs.max() / self.pairs.mean())
 
 
 def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Cut the sample into `ranks` equal consecutive parts and give rank r the r-th part. The argument `segments` is
-    int64 [documents], the number of tokens of each document; their sum is a multiple of `ranks`.
-    """
+    """Cut the sample into `ranks` equal parts, one for each rank; `ranks` divides the sum of `segments`."""
     return _strided(segments, ranks, np.arange(ranks))
 
 
 def head_tail(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Cut the sample into 2 * ranks equal consecutive parts and give rank r the r-th part and the r-th from the end.
-    The argument `segments` is int64 [documents], the number of tokens of each document; their sum is a multiple of 2 *
-    ranks.
-    """
+    """Cut the sample into 2 * ranks equal parts (this divides its tokens); rank r takes the r-th from both ends."""
     return _strided(segments, ranks, np.concatenate((np.arange(ranks), np.arange(ranks)[::-1])))
 
 
@@ -89,9 +81,7 @@ def balanced(segments: np.ndarray, ranks: int, smallest_piece: int = 128) -> Con
 
 
 def _dealt(runs: np.ndarray, segments: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Do step 2 of `balanced`: return the ranges int64 [m, 2], and the rank of each, for runs int64 [n, 2] of
-    tokens.
-    """
+    """Do step 2 of `balanced` for runs int64 [n, 2] of tokens: return ranges int64 [m, 2] and the rank of each."""
     if not len(runs):
         return runs, np.zeros(0, np.int64)
     size = runs[:, 1] - runs[:, 0]
@@ -116,9 +106,7 @@ def _dealt(runs: np.ndarray, segments: np.ndarray, ranks: int) -> tuple[np.ndarr
 
 
 def _rank_of_strip(work: np.ndarray) -> np.ndarray:
-    """Return the rank of each strip: in each round of work [rounds, ranks] the heaviest strip goes to the rank that has
-    the least work so far, and so on.
-    """
+    """Return the rank of each strip of work [rounds, ranks]: a round's heaviest goes where least is so far."""
     loads = np.zeros(work.shape[1], np.int64)
     owner = np.empty_like(work)
     for row, own in zip(work, owner, strict=True):

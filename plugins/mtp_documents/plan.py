@@ -1,5 +1,4 @@
-"""This module reads the section `plugins.mtp_documents` of a recipe, refuses recipes for which the plugin cannot work,
-and says which tokens begin a document. The module needs only NumPy.
+"""This module reads `plugins.mtp_documents` of a recipe, and says which tokens begin a document. NumPy only.
 
 MindFormers 1.9.0 shifts tokens, labels and the loss mask of a whole sample for its multi-token prediction (MTP) layer
 (`multi_token_prediction.py`, `roll_tensor`). The MTP layer's input at the last token of a document is then the first
@@ -17,7 +16,7 @@ import numpy as np
 
 from plugins.attention_balance.samples import documents_apart
 from plugins.errors import RecipeError
-from plugins.settings import Section, value_at
+from plugins.settings import Section, section_at
 
 KEY = "plugins.mtp_documents"
 LOADER = "BlendedMegatronDatasetDataLoader"
@@ -46,12 +45,6 @@ def crosses(config: Mapping[str, Any], model: Mapping[str, Any], layers: int) ->
     return layers > 0 and documents_apart(config, model)
 
 
-def _section(recipe: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return a section of a recipe; an empty one for what `tc3 check` refuses as no mapping."""
-    value = value_at(recipe, path)
-    return value if isinstance(value, Mapping) else {}
-
-
 def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
     """Return the id of the token that ends a document in a recipe's data.
 
@@ -62,7 +55,7 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
         RecipeError: a setting is wrong, or MTP does not predict across documents in this recipe.
     """
     Settings.read(settings)
-    loader, config, model = (_section(recipe, path) for path in (_LOADER, _CONFIG, "model.model_config"))
+    loader, config, model = (section_at(recipe, path) for path in (_LOADER, _CONFIG, "model.model_config"))
     if loader.get("type") != LOADER:
         wrong = (
             f"the plugin corrects only samples of {LOADER}, but this recipe has {loader.get('type')!r}; leave the "
