@@ -31,12 +31,14 @@ from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins.errors import RecipeError
 from plugins.private_hooks import relies_on
+from plugins.semi_auto_cpu.chosen import chosen
 
 relies_on(TransformerLayer, "actual_seq_len=None,\n            sharded_key=None,")  # arguments come by their places
 
 # MindFormers' class -> ours for Ascend, which differs in what plugins edit, and in when layers are recomputed
 ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
 DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
+ALL = {**ARCHITECTURES, **DENSE}
 _experts: list[Any] = []
 _edits: dict[str, Callable[[Any], None]] = {}
 _layer_edits: dict[str, Callable[[list[Any]], None]] = {}
@@ -46,9 +48,7 @@ _positions: list[Callable[[Any], AbstractContextManager[Callable[[Any], None]]]]
 
 
 def use_experts(spec) -> None:
-    """Make `spec` (a ModuleSpec or class, hook: `MoESubmodules.experts`) the routed experts of models that are built
-    later.
-    """
+    """Make `spec` (a ModuleSpec or class, hook: `MoESubmodules.experts`) the routed experts of later models."""
     _experts[:] = [spec]
 
 
@@ -58,23 +58,17 @@ def experts():
 
 
 def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
-    """Call `edit` with each GPTModel that is built later, after all its parts are built, to edit parts that no layer
-    spec reaches.
-    """
+    """Call `edit` with each GPTModel that is built later, for parts that no layer spec reaches."""
     _edits[plugin] = edit
 
 
 def edit_layers(plugin: str, edit: Callable[[list[Any]], None]) -> None:
-    """Call `edit` with the distinct layer specs (ModuleSpec) of each model that is built later, including those of MTP;
-    `edit` changes them in place.
-    """
+    """Let `edit` change, in place, the distinct layer specs (ModuleSpec) of later models, MTP's too."""
     _layer_edits[plugin] = edit
 
 
 def use_layer(module: Any, **params: Any) -> None:
-    """Make `module` (a class, hook: the module of a layer's ModuleSpec) the decoder layer of models that are built
-    later, with `params` as further arguments. The layers of MTP remain MindFormers' TransformerLayer.
-    """
+    """Make `module` (a class), with `params`, the decoder layer of later models; MTP keeps TransformerLayer."""
     _layers[:] = [(module, params)]
 
 
@@ -96,30 +90,25 @@ def apply_edits(model) -> None:
 
 
 def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any], None]]]) -> None:
-    """Build models from now on inside the context manager `around(TransformerConfig)`. The context manager yields a
-    function, which is then called with each GPTModel that was built.
-    """
+    """Build later models inside `around(TransformerConfig)`, which yields a function to call with each."""
     _positions[:] = [around]
 
 
 def use_template(make: Callable[[Any], Any]) -> None:
-    """Give models that are built later a template of Hugging Face's weights: the one that `make` creates from a
-    TransformerConfig.
-    """
+    """Give later models the template of Hugging Face's weights that `make` creates from a TransformerConfig."""
     _templates[:] = [make]
 
 
 def apply_template(model, config) -> None:
-    """Register the template that `use_template` asked for, where MindFormers' `register_hf_weight_template` would
-    register it.
-    """
+    """Register the template of `use_template` where `register_hf_weight_template` would register one."""
     for make in _templates:
         model.template = make(config)
 
 
-def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARCHITECTURES) -> None:
-    """Set in `architectures` (in place) the class that builds the model with the plugins' edits; this function is not
-    for the CPU backend.
+def use_edited_model(config, plugin: str, classes: Mapping[str, str] = ARCHITECTURES) -> None:
+    """Set in `architectures` of `config` (a MindFormerConfig) the class that builds the model with plugins' edits.
+
+    The CPU backend has classes of its own, which apply the edits, too.
 
     Args:
         classes: the classes that the plugin replaces: MindFormers' class -> ours.
@@ -127,7 +116,9 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
     Raises:
         RecipeError: the model does not have such a class.
     """
-    known = {**classes, **{ours: ours for ours in classes.values()}}
+    if config.context.device_target == "CPU" and not chosen(config):
+        return
+    model_config, known = config.model.model_config, {**classes, **{ours: ours for ours in classes.values()}}
     unknown = [name for name in model_config.architectures if name not in known]
     if unknown:
         raise RecipeError(
@@ -189,16 +180,17 @@ class InTurn(TransformerLayer):
 
 
 def recomputes_at_once(config) -> bool:
-    """Return whether MindSpore would recompute all layers at once: it does so in the sharded graph of a step without a
-    pipeline and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`). In
-    all other cases the model is a separate subgraph, whose layers MindSpore recomputes one by one.
+    """Return whether MindSpore would recompute all layers at once.
+
+    It does so in the sharded graph of a step without a pipeline and without accumulated gradients, for which
+    MindFormers sets `disable_lazy_inline` (`base_trainer.py`). In all other cases the model is a separate subgraph,
+    whose layers MindSpore recomputes one by one.
     """
     return config.disable_lazy_inline and _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL
 
 
 def gpt_model(config, edit_layer=None) -> GPTModel:
-    """Return the GPTModel that MindFormers' training class of TeleChat3-MoE (or TeleChat3) would build, but from an
-    edited spec, and with layers that are recomputed one by one (`InTurn`).
+    """Return the GPTModel of MindFormers' training class from an edited spec, recomputed layer by layer.
 
     Args:
         config: TransformerConfig.
@@ -237,9 +229,7 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
 
 class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """This is `TrainingTeleChat3MoeForCausalLM` built from an edited spec; the built model is then edited by
-    `apply_edits`.
-    """
+    """This is `TrainingTeleChat3MoeForCausalLM` from an edited spec, edited by `apply_edits`."""
 
     def __init__(self, config):
         # not the parent's: it builds the spec and the model in one go
@@ -251,9 +241,7 @@ class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 
 class EditedTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """This is `TrainingTeleChat3ForCausalLM` built by `gpt_model` from an edited spec, so that plugins can replace its
-    linear layers and its rotary positions.
-    """
+    """This is `TrainingTeleChat3ForCausalLM` built by `gpt_model` from an edited spec."""
 
     def __init__(self, config):
         # not the parent's, as above

@@ -245,7 +245,7 @@ class ShardedExpertBalance(ExpertBalance):
 
 def use_placed_experts(config) -> None:
     """Give models that are built later a placement; call this after `plugins.hierarchical_ep.adapter.enable`."""
-    telechat3_moe.use_edited_model(config.model.model_config, KEY)
+    telechat3_moe.use_edited_model(config, KEY)
     if (config.get("plugins") or {}).get("hierarchical_ep"):
         telechat3_moe.use_experts(ModuleSpec(PlacedDispatch, params=telechat3_moe.experts().params))
     else:

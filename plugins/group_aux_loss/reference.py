@@ -1,6 +1,4 @@
-"""This module computes the auxiliary loss and its gradient in NumPy, from the tokens of all ranks of a group
-together.
-"""
+"""This module computes the auxiliary loss and its gradient in NumPy from all tokens of a group."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ import numpy as np
 
 
 def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
-    """Return the loss of one process that holds all tokens: coefficient x E x sum over experts of (share of choices x
-    mean score).
+    """Return coefficient x E x sum over experts of (share of choices x mean score).
 
     Args:
         scores: [N, E], the router's normalised scores; chosen: int [N, k], the experts of each token.
@@ -18,9 +15,7 @@ def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
 
 
 def gradient(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> np.ndarray:
-    """Return the gradient [N, E] of the auxiliary loss with respect to the scores; a small change of the scores does
-    not change which experts are chosen.
-    """
+    """Return the gradient [N, E] of the loss with respect to the scores; the choices stay as they are."""
     tokens, experts = scores.shape
     return np.broadcast_to(coefficient * experts * shares(chosen, experts) / tokens, scores.shape).copy()
 

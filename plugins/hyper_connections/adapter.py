@@ -25,7 +25,6 @@ from mindspore.ops.operations import Morph
 from plugins import telechat3_moe
 from plugins.hyper_connections.plan import CLIP, EPSILON, KEY, Settings, active, check, gates
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen
 
 for _line in (
     "attention_output_with_bias, attention_loss = self.self_attention(",
@@ -45,16 +44,12 @@ def enable(config, settings) -> None:
     active[:] = [ours] if ours.streams > 1 else []
     if ours.streams == 1:  # H_res is 1, and MindFormers' own layers add with it
         return
-    if config.context.device_target != "CPU" or chosen(config):
-        classes = {**telechat3_moe.ARCHITECTURES, **telechat3_moe.DENSE}
-        telechat3_moe.use_edited_model(config.model.model_config, KEY, classes)
+    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.ALL)
     telechat3_moe.use_layer(HyperConnectedLayer, settings=ours)
 
 
 def along_of(config) -> str:
-    """Return "cp_tp" if MindFormers splits sequences between layers over context- and tensor-parallel ranks, and
-    "None" if it does not split them.
-    """
+    """Return "cp_tp" if MindFormers splits sequences between layers over these ranks, else "None"."""
     return "cp_tp" if config.sequence_parallel or (config.context_parallel_size or 1) > 1 else "None"
 
 
@@ -86,12 +81,7 @@ def _on_tokens(function: Callable[..., Any], shape: Callable[..., list[int]], dt
 
 
 class HyperConnection(nn.Cell):
-    """A `HyperConnection` computes the gates of one sublayer, and the products of the residual streams with these
-    gates.
-
-    Args:
-        config: TransformerConfig. settings: the settings of the plugin.
-    """
+    """A `HyperConnection` computes the gates of one sublayer, and the streams' products with them."""
 
     def __init__(self, config, settings: Settings):
         super().__init__()
@@ -161,11 +151,7 @@ class HyperConnection(nn.Cell):
 
 
 class HyperConnectedLayer(TransformerLayer):
-    """This is a transformer layer that reads from and writes to n residual streams.
-
-    Args:
-        settings: the settings of the plugin. The other arguments are those of TransformerLayer.
-    """
+    """This is a transformer layer that reads from and writes to n residual streams."""
 
     def __init__(self, config, submodules, layer_number=1, hidden_dropout=None, settings=None):
         super().__init__(config, submodules, layer_number, hidden_dropout)
@@ -202,9 +188,7 @@ class HyperConnectedLayer(TransformerLayer):
         sharded_value=None,
         attention_loss=0.0,
     ):
-        """Return the streams [S, B, n h] after the layer (after the last layer their mean, [S, B, h]), and the other
-        values that TransformerLayer returns.
-        """
+        """Return the streams [S, B, n h] (after the last layer their mean) and what TransformerLayer returns."""
         if self.in_turn:
             rotary_pos_emb, actual_seq_len = telechat3_moe.after_input(hidden_states, rotary_pos_emb, actual_seq_len)
         streams = self.expand(hidden_states) if self.first else hidden_states

@@ -1,5 +1,4 @@
-"""This module enables `plugins.lora` of a recipe: linear layers with adapters, in a model whose other weights are
-frozen.
+"""This module enables `plugins.lora`: linear layers with adapters, in a model whose other weights are frozen.
 
 MindFormers 1.9.0 has LoRA for its training graph (`model_config.pet_config`), which replaces linear layers by name
 after a model is built (`pet/tuners/lora_adapter.py`). What does not serve, and what is done here:
@@ -42,7 +41,6 @@ from plugins import telechat3_moe
 from plugins.errors import RecipeError
 from plugins.lora.plan import FROZEN, KEY, TRAINED, Settings, chosen, frozen
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen as sharded_on_cpu
 
 for _kind, _line in (
     (ColumnParallelLinear, "output = self.morphed_forward(input_, weight)"),
@@ -90,8 +88,7 @@ def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
 
 
 class Adapted:
-    """This class adds an adapter to a linear layer; the linear layer's class must follow it in the list of base
-    classes.
+    """This class adds an adapter to the linear layer whose class follows it in the list of base classes.
 
     `plain` is that layer's `construct`: of `super().construct` in a class with two bases MindSpore's compiler makes an
     endless recursion.
@@ -109,9 +106,7 @@ class Adapted:
         add_adapter(self, lora_rank, lora_scale)
 
     def construct(self, input_):
-        """Return the sum of the layer's result and the adapter's result, [S, B, outputs], and the bias that the layer
-        did not add.
-        """
+        """Return the layer's result plus the adapter's, [S, B, outputs], and the bias that was not added."""
         output, bias = self.plain(input_)
         thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
         return self.lora_plus(output, self.lora_B(thin)[0]), bias
@@ -136,9 +131,7 @@ class WholeAdapted(Adapted, LinearNoTP):
 
 
 class SequenceAdapted(Adapted, SequenceParallelLinear):
-    """This is a linear layer with an adapter that every device holds whole; each device computes it for a part of the
-    sequence.
-    """
+    """This is a linear layer with an adapter, which each device computes for a part of the sequence."""
 
     plain = SequenceParallelLinear.construct
 
@@ -158,9 +151,7 @@ def enable(config, settings) -> None:
         RecipeError: the settings are impossible, or a pattern matches no layer of the model.
     """
     ours = Settings.read(settings)
-    if config.context.device_target != "CPU" or sharded_on_cpu(config):
-        classes = {**telechat3_moe.ARCHITECTURES, **telechat3_moe.DENSE}
-        telechat3_moe.use_edited_model(config.model.model_config, KEY, classes)
+    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.ALL)
     set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
     telechat3_moe.edit_layers(KEY, lambda layers: put_in(layers, ours))
     telechat3_moe.edit_model(KEY, freeze)
@@ -184,9 +175,7 @@ def put_in(layers: list[Any], settings: Settings) -> None:
 
 
 def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
-    """Return (name, submodules of the spec, attribute) of each linear layer of attention, and of an MLP without
-    experts.
-    """
+    """Return (name, submodules of the spec, attribute) of the linear layers of attention and dense MLP."""
     found = []
     for name in ("self_attention", "mlp"):
         part = getattr(layer.submodules, name)
@@ -199,9 +188,7 @@ def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
 
 
 def freeze(model: Any) -> None:
-    """Freeze all weights of `model` (a GPTModel) except the adapters, so that the optimizer, which is built next, gets
-    only these, and keep the routers' biases unchanged.
-    """
+    """Freeze all weights of `model` (a GPTModel) but the adapters, and keep the routers' biases unchanged."""
     if hasattr(model, RATE):  # the biases have no gradient to freeze: a callback moves them, at a rate by default
         setattr(model, RATE, 0.0)
         setattr(model.config, RATE, 0.0)

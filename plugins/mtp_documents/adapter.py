@@ -20,7 +20,6 @@ from mindspore.ops.operations import NotEqual
 from plugins import telechat3_moe
 from plugins.mtp_documents.plan import KEY, check
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen
 
 _DEFAULT_LAYERS = 1
 relies_on(TeleChat3MoeConfig.__init__, f"num_nextn_predict_layers={_DEFAULT_LAYERS},")
@@ -39,10 +38,8 @@ def enable(config, settings) -> None:
     Raises:
         RecipeError: the plugin does not support the recipe.
     """
-    model = config.model.model_config
-    end_of_document = check(settings, config, layers_of(model))
-    if config.context.device_target != "CPU" or chosen(config):
-        telechat3_moe.use_edited_model(model, KEY)
+    end_of_document = check(settings, config, layers_of(config.model.model_config))
+    telechat3_moe.use_edited_model(config, KEY)
     telechat3_moe.edit_model(KEY, partial(keep_within, end_of_document=end_of_document))
 
 
@@ -53,9 +50,7 @@ def layers_of(model_config) -> int:
 
 
 def keep_within(model, end_of_document: int) -> None:
-    """Make the MTP block of a built GPTModel predict only within documents, which end with the token
-    `end_of_document`.
-    """
+    """Make the MTP block of a built GPTModel predict within documents, which end with `end_of_document`."""
     block, ranks = model.mtp, model.config.data_parallel_size
     block.__class__ = BlockWithinDocuments
     block.end_of_document = end_of_document
@@ -64,14 +59,10 @@ def keep_within(model, end_of_document: int) -> None:
 
 
 class BlockWithinDocuments(MultiTokenPredictionBlock):
-    """This is a `MultiTokenPredictionBlock` that predicts only within documents; the function `keep_within`
-    makes it.
-    """
+    """This is a `MultiTokenPredictionBlock` that predicts only within documents (`keep_within`)."""
 
     def continues(self, tokens):
-        """Return the result of `plan.continues` for token ids [B, S], in the type of the ids; the first column may be 0
-        as well.
-        """
+        """Return `plan.continues` of ids [B, S], in their type; the first column may be 0 as well."""
         batch, length = self.shape(tokens)
         before = self.slice(tokens, (0, 0), (batch, length - 1), (1, 1))
         before = self.concat_2d((self.cast(self.zeros_op((batch, 1)), tokens.dtype), before))

@@ -30,7 +30,6 @@ from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins import telechat3_moe
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen
 from plugins.yarn.plan import KEY, Yarn, read
 
 for _owner, _line in (
@@ -44,9 +43,7 @@ for _owner, _line in (
 
 
 class Scaled(nn.Cell):
-    """A `Scaled` computes an operator, cos or sin, and multiplies the result by a number; the operator is not split
-    over devices.
-    """
+    """This cell multiplies the result of cos or sin, which is not split over devices, by a number."""
 
     def __init__(self, operator: Any, factor: float):
         super().__init__(auto_prefix=False)
@@ -67,18 +64,14 @@ def enable(config, settings) -> None:
         RecipeError: the settings are impossible, the plugin does not support the model, or `rope_scaling` is
             incomplete.
     """
-    model_config = config.model.model_config
-    yarn = read(settings, model_config)
-    if config.context.device_target != "CPU" or chosen(config):
-        telechat3_moe.use_edited_model(model_config, KEY, telechat3_moe.DENSE)
+    yarn = read(settings, config.model.model_config)
+    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.DENSE)
     telechat3_moe.use_positions(lambda transformer_config: positions(transformer_config, yarn))
 
 
 @contextmanager
 def positions(config, yarn: Yarn) -> Iterator[Any]:
-    """Let GPTModel build YaRN from `config` (a TransformerConfig) inside the block. The block yields a function that
-    multiplies cos and sin of the built model by the attention factor.
-    """
+    """Let GPTModel build YaRN from a TransformerConfig inside the block; it yields `scale` for the built model."""
     config.qk_pos_emb_head_dim = config.kv_channels
     try:
         yield lambda model: scale(model, yarn.attention_factor)
@@ -87,9 +80,7 @@ def positions(config, yarn: Yarn) -> Iterator[Any]:
 
 
 def scale(model, factor: float) -> None:
-    """Multiply cos and sin of every attention layer of `model` (a GPTModel) by `factor`, and leave the angles
-    unchanged.
-    """
+    """Multiply cos and sin of every attention layer of a GPTModel by `factor`, and leave the angles unchanged."""
     model.rotary_pos_emb.mscale = 1.0
     for _, cell in list(model.cells_and_names()):
         if isinstance(cell, ApplyRotaryPosEmb):
