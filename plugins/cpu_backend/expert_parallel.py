@@ -1,5 +1,4 @@
-"""This module computes expert parallelism on CPU: each worker holds its own experts' weights, and only the tokens
-routed to them are sent.
+"""This module computes expert parallelism on CPU: each worker holds its own experts, and only their tokens travel.
 
 Collectives, row operations and grouped matmul are host functions in the graph. MindSpore's CPU backend has AllReduce
 only, and gradients of shapes that depend on data fail there. So a buffer is as large as its worst case, rows in use
@@ -17,26 +16,16 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import operations as P
 
-from plugins.cpu_backend import host_functions, transport
+from plugins.cpu_backend import transport
+from plugins.cpu_backend.host_functions import operator
 from plugins.cpu_backend.plan import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from plugins.hierarchical_ep.experts import RoutedExperts
 
 _tags = itertools.count()
 
 
-def _operator(function, shape):
-    """Return a host function as an operator of the graph; the result has the dtype of the first input."""
-
-    def dtype(*dtypes):
-        return dtypes[0]
-
-    return host_functions.operator(function, shape, dtype)
-
-
 def _moving(group):
-    """Return the operator of an all-to-all-v: (rows, send, receive, like) -> the arrived rows, zeros up to `like`'s
-    shape.
-    """
+    """Return the operator of an all-to-all-v: (rows, send, receive, like) -> what arrived, in `like`'s shape."""
     # every rank, and every start of a run, builds the same operators in the same order, so tags agree
     group, tag = tuple(map(int, group)), next(_tags)
 
@@ -50,7 +39,7 @@ def _moving(group):
     def shape(rows, send, receive, like):
         return like
 
-    return _operator(move, shape)
+    return operator(move, shape)
 
 
 def _gathering(group):
@@ -63,7 +52,7 @@ def _gathering(group):
     def shape(rows):
         return [size * rows[0], *rows[1:]]
 
-    return _operator(gather, shape)
+    return operator(gather, shape)
 
 
 def _scattering(group):
@@ -76,22 +65,18 @@ def _scattering(group):
     def shape(rows):
         return [rows[0] // size, *rows[1:]]
 
-    return _operator(scatter, shape)
+    return operator(scatter, shape)
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
-    member.
-    """
+    """This All-to-All operator exchanges rows between the members of a group."""
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
         self.there, self.back = _moving(group), _moving(group)
 
     def construct(self, rows, send, receive, room):
-        """Return the received rows [room, w] for the sent rows [C, w]; send and receive are int32 [n], and `room` is
-        the number of rows that the result has.
-        """
+        """Return the received rows [room, w] for the sent rows [C, w]; send and receive are int32 [n]."""
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
     def bprop(self, rows, send, receive, room, out, dout):
@@ -100,9 +85,7 @@ class AllToAllV(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """This collective operator is a linear function of rows of tokens; in the backward pass, the operator `back`
-    computes the gradient.
-    """
+    """This collective is a linear function of rows; the operator `back` computes its gradient."""
 
     def __init__(self, there, back):
         super().__init__(auto_prefix=False)
@@ -127,9 +110,7 @@ class ExchangeCounts(nn.Cell):
         self.one = Tensor(np.ones(self.size), ms.int32)
 
     def construct(self, counts):
-        """Return int32 send [n], receive [n] and the arriving rows by kind [m], for `counts` int32 [n, m]: the number
-        of rows of each of m kinds that this rank sends to each of n members.
-        """
+        """Return int32 send [n], receive [n] and the arriving rows by kind [m], for `counts` int32 [n, m]."""
         counts = ops.stop_gradient(counts)
         arriving = self.move(counts, self.one, self.one, counts)
         return _sum(counts, 1), _sum(arriving, 1), _sum(arriving, 0)
@@ -154,43 +135,31 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """Return an AllGather cell, which joins the tensors [m, ...] of n ranks to one tensor [n * m, ...], in the
-        order of the group; its gradient is a ReduceScatter.
-        """
+        """Return an AllGather cell, [m, ...] of n ranks to [n * m, ...]; its gradient is a ReduceScatter."""
         return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):
-        """Return a ReduceScatter cell, which sums the tensors [n * m, ...] of n ranks and gives each rank a part [m,
-        ...] of the sum; its gradient is an AllGather.
-        """
+        """Return a ReduceScatter cell, [n * m, ...] of n ranks to sums [m, ...]; its gradient is an AllGather."""
         return Linear(_scattering(self._global(group)), _gathering(self._global(group)))
 
     def all_to_all_v(self, group, width, small=False):
-        """Return an AlltoAllV cell: it takes rows [C, width], the counts to send and to receive, and the number of rows
-        `room` that the receive buffer has, and returns the buffer [room, width].
-        """
+        """Return an `AllToAllV` cell; rows of any width travel."""
         return AllToAllV(self._global(group))
 
     def exchange_counts(self, group):
-        """Return a cell that takes the counts [n, m], and returns how many rows to send [n] and to receive [n], and how
-        many arrive [m].
-        """
+        """Return an `ExchangeCounts` cell."""
         return ExchangeCounts(self._global(group))
 
 
 class Rows(nn.Cell):
-    """A `Rows` holds the dispatcher's row operations (sort, gather, add) with static shapes, as a CPU graph needs
-    them.
-    """
+    """A `Rows` holds the dispatcher's row operations with static shapes, as a CPU graph needs them."""
 
     limit = 2**31  # of int32
     spare = 0  # buffers of a fixed size may arrive with no row in use
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values the keys may have that `sort` makes from `count` elements of `kinds` values;
-        each key is unique.
-        """
+        """Return how many values the unique keys have that `sort` makes from `count` elements of `kinds` values."""
         return kinds * count
 
     def __init__(self):
@@ -213,9 +182,7 @@ class Rows(nn.Cell):
         return inverse
 
     def keep(self, values, mask):
-        """Return `values` unchanged: buffers have a fixed size on CPU, so unused rows stay at the end of the buffer,
-        and no rank sends them.
-        """
+        """Return `values` unchanged: unused rows stay at the end of a buffer, and no rank sends them."""
         return values
 
     def take(self, values, index):
@@ -233,9 +200,7 @@ class Rows(nn.Cell):
 
 
 class SparseGroupedMatmul(nn.Cell):
-    """This operator multiplies rows [C, h], sorted by expert, by weights [E, h, H]; it computes only the used rows of
-    [C, H].
-    """
+    """This operator multiplies rows [C, h], sorted by expert, by weights [E, h, H]; unused rows give zeros."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -249,14 +214,12 @@ class SparseGroupedMatmul(nn.Cell):
         def weight_gradient(dout, rows, ends):
             return [ends[0], rows[1], dout[1]]
 
-        self.forward = _operator(grouped_matmul, product)
-        self.dx = _operator(grouped_matmul_dx, input_gradient)
-        self.dw = _operator(grouped_matmul_dw, weight_gradient)
+        self.forward = operator(grouped_matmul, product)
+        self.dx = operator(grouped_matmul_dx, input_gradient)
+        self.dw = operator(grouped_matmul_dw, weight_gradient)
 
     def construct(self, rows, weight, ends):
-        """Return the products [C, H] of rows [C, h] and weights [E, h, H]; ends is int32 [E], the cumulative counts of
-        rows.
-        """
+        """Return [C, H] of rows [C, h] and weights [E, h, H]; ends int32 [E] are cumulative counts."""
         return self.forward(rows, weight, ends)
 
     def bprop(self, rows, weight, ends, out, dout):
@@ -283,8 +246,7 @@ class _Share(nn.Cell):
 
 
 class CpuRoutedExperts(RoutedExperts):
-    """This is `RoutedExperts` for data parallelism on CPU: each worker has only its own experts' weights, and the
-    gradient reducer leaves them unchanged.
+    """This is `RoutedExperts` for data parallelism on CPU: a worker's own experts, which no reducer changes.
 
     Args:
         spare: the number of additional slots of a worker, for a subclass that fills them (`plugins.expert_balance`).
@@ -303,15 +265,11 @@ class CpuRoutedExperts(RoutedExperts):
             setattr(self, name, _part(getattr(self, name), first, end, self.num_local_experts))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """Compute the same output as the parent's `forward_func`; the gradients of w1 and w2 are divided by the number
-        of workers.
-        """
+        """Compute the same as the parent; the gradients of w1 and w2 are divided by the number of workers."""
         return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
-        """Return the SwiGLU [R, h] of rows [R, h] that are sorted by expert, with cumulative counts [E], w1 [E, h, 2H]
-        and w2 [E, H, h].
-        """
+        """Return the SwiGLU [R, h] of rows [R, h] by expert, with cumulative counts [E], w1 and w2."""
         gate, up = ops.chunk(self.matmul(permuted_local_hidden_states, w1, tokens_per_expert), 2, -1)
         return self.matmul(gate * ops.sigmoid(gate) * up, w2, tokens_per_expert)
 

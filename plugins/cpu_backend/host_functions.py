@@ -34,13 +34,17 @@ _NAMED = re.compile(rb"\x0a%c%s\x2a([\x80-\xff]{0,4}[\x00-\x7f])" % (len(NAME), 
 _functions: dict[int, tuple[str, FunctionType]] = {}  # by number: name and function
 
 
-def operator(function, shape, dtype):
+def _of_first(*dtypes):
+    return dtypes[0]
+
+
+def operator(function, shape, dtype=_of_first):
     """Return `ops.Custom` of a Python function that any process finds again.
 
     Args:
         function: a function from NumPy arrays to arrays, defined by `def`, which may capture only immutable values.
-        shape, dtype: functions as in `ops.Custom`; they are called while a graph is compiled, and a loaded graph has
-            their results.
+        shape, dtype: functions as in `ops.Custom`, of the first input's dtype by default; they are called while a graph
+            is compiled, and a loaded graph has their results.
     """
     from mindspore import ops
     from mindspore.ops.operations import _pyfunc_registry
@@ -76,8 +80,7 @@ def register(function: Callable[..., Any]) -> int:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function: its module, its qualified name, and the values that it has captured or has as
-    defaults of its arguments.
+    """Return a function's module, qualified name, and the values that it has captured or as defaults.
 
     Raises:
         TypeError: the function was not made by `def`, or one of its captured values is mutable or has no exact text.
@@ -94,9 +97,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number by which graphs call the function of this name: 62 bits of the name's digest, plus 2 ** 62, so
-    that the number is larger than any memory address.
-    """
+    """Return 62 bits of the name's digest, plus 2 ** 62: more than any memory address."""
     return 1 << 62 | int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
@@ -119,8 +120,9 @@ def names_in(graph: bytes) -> set[str] | None:
 
 
 def require(rank: int) -> None:
-    """Refuse the cached graphs that this worker is about to load if they call a Python function that the worker has not
-    registered. Call this after the network was built and before anything is compiled.
+    """Refuse cached graphs of this worker that call a Python function that it has not registered.
+
+    Call this after the network was built and before anything is compiled.
 
     Raises:
         ClusterError: the graph calls such a function; the message names it.

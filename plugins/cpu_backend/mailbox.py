@@ -1,5 +1,4 @@
-"""This module defines the messages between two ranks of a `transport.Mesh`, keeps the messages that have arrived, and
-lets a call wait for the messages that the call needs.
+"""This module defines the messages between two ranks of a `transport.Mesh`, and lets a call wait for its own.
 
 A `Frame` on a socket is a header of fixed size, a note, then the raw bytes of one array. Nothing is pickled: a header
 holds numbers and the name of a dtype, so a stranger's bytes can only be refused.
@@ -39,9 +38,7 @@ LEAVING = 60.0
 
 
 class Disconnected(OSError):
-    """This error says that the rank at the other end of a connection closed the connection, or sent bytes that are not
-    a message of this module.
-    """
+    """The other end of a connection closed it, or sent bytes that are not a message of this module."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +106,12 @@ def receive(connection: socket.socket) -> Frame:
 
 
 def greet(connection: socket.socket, rank: int, size: int) -> None:
-    """Send the greeting by which the rank at the other end of the connection learns which rank connects: `rank` of
-    `size` ranks. The function raises OSError if the connection is closed.
-    """
+    """Send the greeting of rank `rank` of `size` ranks; raise OSError if the connection is closed."""
     connection.sendall(HELLO.pack(MAGIC, rank, size))
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Read the greeting from the rank at the other end of a connection; return the number of that rank and the number
-    of ranks. The function raises the errors that `receive` raises.
-    """
+    """Read a greeting; return the other rank and its number of ranks, or raise the errors of `receive`."""
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
     magic, rank, size = HELLO.unpack(hello)
@@ -157,11 +150,9 @@ class Call:
 
 
 class Mailbox:
-    """A `Mailbox` holds the frames that have arrived at this rank, by sender and tag, and records which other ranks are
-    lost or waiting.
+    """A `Mailbox` holds the frames that have arrived at this rank, and which other ranks are lost or waiting.
 
     Args:
-        rank: the rank that owns the mailbox.
         timeout: the seconds that a call may wait.
         tell: a function that sends a text to all other ranks, which says where this rank waits.
     """
@@ -191,9 +182,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def sent(self, peer: int, call: Call | None) -> None:
-        """Record that a frame for this peer was written to the peer's socket; the frame belongs to `call`, or (None) to
-        a buffered send.
-        """
+        """Record that a frame for this peer has left; it belongs to `call`, or (None) to a buffered send."""
         with self.changed:
             if call is None:
                 self.buffered[peer] -= 1
@@ -202,9 +191,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def lose(self, peer: int, error: OSError) -> None:
-        """Record that this peer will send no further frames. A process that ends before it has read everything resets
-        its connections, so a reset is treated like an orderly end.
-        """
+        """Record that this peer sends no more; one that ends before it has read everything resets its connections."""
         with self.changed:
             error = self.unreachable.get(peer, error)
             closed = isinstance(error, ConnectionResetError | BrokenPipeError)
@@ -223,10 +210,10 @@ class Mailbox:
         with self.changed:
             self.closing = True
             self.changed.notify_all()
-            self.changed.wait_for(self._all_left, min(LEAVING, self.timeout))
-
-    def _all_left(self) -> bool:
-        return not any(count for peer, count in self.buffered.items() if peer not in self.unreachable)
+            self.changed.wait_for(
+                lambda: not any(count for peer, count in self.buffered.items() if peer not in self.unreachable),
+                min(LEAVING, self.timeout),
+            )
 
     def wait(self, call: Call) -> None:
         """Wait until all frames of the call have been sent and received, then return.

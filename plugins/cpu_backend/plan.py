@@ -2,9 +2,9 @@
 says in which data type the CPU backend computes. The module needs only NumPy.
 
 A grouped matmul multiplies each expert's rows by that expert's weight. CPU has no such kernel. Two forms exist
-in static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the layout planned
-here: every expert's rows are padded up to a multiple of `block`, so that each block of rows belongs to one
-expert and one batched matmul of gathered weights does the rest. Work is rows + at most E * (block - 1).
+in static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the padded blocks of
+`layers.GroupedMatMul`: every expert's rows are padded up to a multiple of `block`, so that each block of rows belongs
+to one expert and one batched matmul of gathered weights does the rest. Work is rows + at most E * (block - 1).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 
 
 def refused_dtype(compute_dtype: object) -> str:
-    """Return why the CPU backend does not compute in a data type (`compute_dtype`); return "" for float32, in which it
-    computes.
+    """Return why the CPU backend does not compute in a `compute_dtype`; "" for float32, in which it does.
 
     Of MindSpore 2.9.0's kernels on CPU, those of float16 train a mini recipe; those of bfloat16 lack the matmul.
     """
@@ -26,10 +25,9 @@ def refused_dtype(compute_dtype: object) -> str:
 
 
 def block_count(rows: int, experts: int, block: int) -> int:
-    """Return a number of blocks that is enough for any distribution of `rows` over `experts`, so that shapes are
-    static.
+    """Return a number of blocks, rows / block + experts, that is enough for any distribution of the rows.
 
-    Each expert wastes less than one block, so the bound is floor(rows / block) + experts.
+    Each expert wastes less than one block, and shapes are static.
     """
     return rows // block + experts
 
@@ -44,37 +42,6 @@ def default_block(rows: int, experts: int) -> int:
     while block < 128 and 4 * experts * block <= rows:
         block = 2 * block
     return block
-
-
-def block_layout(ends: np.ndarray, rows: int, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plan the padded layout of `rows` rows, which are sorted by expert, in blocks of one expert each.
-
-    Args:
-        ends: [E] cumulative counts of rows per expert; the last entry is `rows`.
-        rows: number of rows.
-        block: rows in a block.
-
-    Returns:
-        expert_of_block [n]: the expert whose weight a block uses;
-        source [n * block]: the row that fills a padded slot (slots without a row repeat some row: their
-        results are never read, so their gradients are zero);
-        slot_of_row [rows]: where each row went.
-    """
-    experts = len(ends)
-    counts = np.diff(ends, prepend=0)
-    blocks = -(-counts // block)
-    block_ends = np.cumsum(blocks)
-    count = block_count(rows, experts, block)
-    expert_of_block = np.minimum(np.searchsorted(block_ends, np.arange(count), side="right"), experts - 1)
-
-    slot_start = (block_ends - blocks) * block
-    row_start = ends - counts
-    shift = slot_start - row_start
-    expert_of_row = np.searchsorted(ends, np.arange(rows), side="right")
-    slot_of_row = np.arange(rows) + shift[expert_of_row]
-    slots = np.arange(count * block)
-    source = np.clip(slots - shift[expert_of_block[slots // block]], 0, rows - 1)
-    return expert_of_block, source, slot_of_row
 
 
 def grouped_matmul(rows: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -1,6 +1,4 @@
-"""This module replaces code of MindFormers' training graph that works only in graphs, so that the model also runs in
-PyNative on CPU, where hooks see the output of each module.
-"""
+"""This module lets MindFormers' training graph run in PyNative on CPU, where hooks see each module's output."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def stand_ins() -> list[Hook]:
 
 
 def _call_morph(self, *args):
-    """Call the function of `ops.Morph`, which the graph compiler keeps whole until it has sharded the graph; in
-    PyNative nothing is sharded.
-    """
+    """Call the function of `ops.Morph`, which only a graph has to keep whole until it is sharded."""
     return self.__morph_fn__(*args)
 
 
@@ -53,9 +49,7 @@ def _call_zeros_like(self, tensor, dtype=None):
 
 
 def _shared_experts(self, hidden_states):
-    """Compute the shared experts; MindFormers' method unpacks three values into two names, which only the graph
-    compiler accepts.
-    """
+    """Compute the shared experts; MindFormers' method unpacks three values into two, as only a graph may."""
     output, bias, _ = super(SharedExpertMLPInterleaved, self).construct(hidden_states)
     if self.use_shared_expert_gate:
         gate = self.sigmoid(self.shared_experts_gate(self.cast(hidden_states, self.router_dense_type)))
@@ -76,9 +70,7 @@ def pynative():
 
 @contextmanager
 def counters_kept(network):
-    """Save the parameters that a forward pass changes without training, such as the counters of experts' loads, and
-    restore them when the block ends.
-    """
+    """Restore at the end of the block what a forward pass changes, such as the counters of experts' loads."""
     counters = [(param, param.asnumpy().copy()) for param in network.get_parameters() if not param.requires_grad]
     try:
         yield
@@ -89,9 +81,7 @@ def counters_kept(network):
 
 @contextmanager
 def without_recomputation(network):
-    """Let PyNative call the modules themselves, instead of the wrappers that it makes for recomputation in the backward
-    pass: these wrappers lose outputs that are None.
-    """
+    """Let PyNative call the modules and not their wrappers for recomputation, which lose outputs that are None."""
     made = [(cell, cell._recompute_cell) for _, cell in network.cells_and_names() if cell._recompute_cell is not None]
     try:
         for cell, _ in made:
@@ -103,8 +93,7 @@ def without_recomputation(network):
 
 
 def module_outputs(network, batch):
-    """Return the logits of a batch, and a dictionary from each module to its output [B, S, ...], in the order in which
-    the modules compute.
+    """Return the logits of a batch, and module -> output [B, S, ...] in the order of computing.
 
     The network is in evaluation mode; the modules are those of tools/accuracy/reference/forward.py.
     """
