@@ -151,7 +151,11 @@ def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarr
 
 def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
     """Return max/mean of the devices for loads and slots [..., E]; a layer without tokens gives 1."""
-    on = device_loads(loads, slots, devices)
+    return fullest_over_mean(device_loads(loads, slots, devices))
+
+
+def fullest_over_mean(on: np.ndarray) -> np.ndarray:
+    """Return max/mean of the tokens `on` of devices, [..., D]; 1 where there are none."""
     mean = on.mean(-1)
     return np.where(mean > 0, on.max(-1) / np.where(mean > 0, mean, 1), 1.0)
 
