@@ -1,6 +1,4 @@
-"""This module tells callbacks, outside the graph, whether a rank computes the loss, and computes the sum of a value
-over all ranks of the run.
-"""
+"""This module says, outside the graph, whether a rank computes the loss, and sums a value over all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +31,5 @@ def sum_over_ranks(value: float) -> float:
 
 
 def use(way: Callable[[float], float]) -> None:
-    """Let `sum_over_ranks` call `way` from now on, for runs in which MindSpore's own communication cannot compute the
-    sum.
-    """
+    """Let `sum_over_ranks` call `way` from now on, where MindSpore's own communication cannot compute the sum."""
     _way[0] = way

@@ -1,6 +1,4 @@
-"""This module enables `plugins.ep_overlap` of a recipe, which sends the tokens of a micro-batch through the experts in
-chunks so that communication and computation overlap.
-"""
+"""This module enables `plugins.ep_overlap`: tokens go through the experts in chunks, and communication overlaps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""This module computes the sum over micro-batches of a gradient of grouped weights in NumPy, as a reference for
-tests.
-"""
+"""This module sums a gradient of grouped weights over micro-batches in NumPy."""
 
 from __future__ import annotations
 

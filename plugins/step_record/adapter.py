@@ -49,12 +49,7 @@ def enable(config, settings) -> None:
 
 
 class Record:
-    """This callback writes the step record of one rank. The file has a line for the start of the run and a line for
-    each recorded step.
-
-    Args:
-        config: the config of the run. steps: the number of recorded steps of this part of the run.
-    """
+    """This callback writes the record of one rank: a line for the start, and one for each of `steps` steps."""
 
     def __init__(self, config, steps: int):
         self.optimizer = dict(config.optimizer or {})
@@ -85,16 +80,12 @@ class Record:
             self.modules = self._outputs(params, START, self.before, self.first)
 
     def finish(self, params, step: int) -> None:
-        """Record every module's output for the last step's batch, computed with the weights at the end of the training,
-        in one CPU process.
-        """
+        """Record every module's output for the last step's batch and the final weights, in one CPU process."""
         if self.traced and self.passed and (modules := self._outputs(params, END, _arrays(params), step)):
             append_line(self.file, json.dumps({"step": step, "end": True, "state": {}, "modules": modules}))
 
     def _outputs(self, params, kept: str, arrays: dict[str, np.ndarray], step: int) -> dict[str, Any] | None:
-        """Return module -> sketch of its output for the batch in `params`; weights and batch are kept in the file
-        `kept`.
-        """
+        """Return module -> sketch of its output for the batch in `params`; the file `kept` gets weights and batch."""
         from plugins.cpu_backend.pynative import counters_kept, module_outputs
 
         network, batch = train_step(params).network, params.train_dataset_element
@@ -147,8 +138,6 @@ class Record:
 
 
 def _recording(monitor: Any, record: Record):
-    """Return a subclass of the loss monitor class `monitor` that also makes the record."""
-
     class StepRecordMonitor(monitor):
         def on_train_begin(self, run_context):
             """Record the state in which this part of the run begins."""
@@ -171,7 +160,6 @@ def _recording(monitor: Any, record: Record):
             record.end(params, params.cur_step_num + self._done_before(params), rate)
 
         def _done_before(self, params):
-            """Return the number of steps that were made before this part of the run."""
             return params.get("initial_step") or self.initial_step
 
         def on_train_end(self, run_context):
@@ -193,7 +181,6 @@ def _arrays(params) -> dict[str, np.ndarray]:
 
 
 def _updates(params) -> int:
-    """Return the number of updates that the optimizer has made."""
     return int(np.asarray(train_step(params).optimizer.global_step.asnumpy()).reshape(-1)[0])
 
 
@@ -202,9 +189,7 @@ def _biases(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def _parts(params) -> dict[str, Any]:
-    """Return name -> [shape of the whole tensor, offset of this rank's part in units of parts]; empty in one
-    process.
-    """
+    """Return name -> [shape of the whole tensor, offset of this rank's part in parts]; empty in one process."""
     if get_real_group_size() == 1:
         return {}
     from mindformers.checkpoint.sharded_tensor import get_cur_sharded_tensor

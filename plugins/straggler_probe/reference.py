@@ -1,6 +1,4 @@
-"""This module computes `plan.slow_ranks` in a slow and obvious way: it takes one rank, one probe and one possible
-beginning of a slowdown at a time, without arrays.
-"""
+"""This module computes `plan.slow_ranks` one rank, probe and possible beginning at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ def slow_ranks(records: Sequence[Record], groups: Mapping[int, Hashable]) -> set
 
 
 def _series(kind: str, records: Sequence[Record], key: tuple[int, str]) -> dict[int, float | None]:
-    """Step -> the measure."""
     out: dict[int, float | None] = {}
     for one in records:
         if (one.rank, one.host) == key:

@@ -1,6 +1,4 @@
-"""This module is the command `tc3 data`. The group prepares and verifies a corpus, and shows how the corpus loads the
-devices of a recipe.
-"""
+"""This module is the command `tc3 data`, whose group also holds `tc3 data imbalance`."""
 
 from __future__ import annotations
 
@@ -230,7 +228,6 @@ def verify(
 
 
 def _describe(prefix: Path, summary: dict[str, Any]) -> str:
-    """Return what was written, and the lines that a recipe needs to use it."""
     lines = [_line(prefix, summary)]
     if "heldout" in summary:
         lines.append(_line(Path(f"{prefix}_heldout"), summary["heldout"]))

@@ -1,6 +1,4 @@
-"""This module runs the steps of `tc3 data prepare`: it reads the corpus, trains or loads the tokenizer, writes the
-`.bin/.idx` of each split, checks them and publishes them.
-"""
+"""This module runs `tc3 data prepare`: read, train or load the tokenizer, write each split, check, publish."""
 
 from __future__ import annotations
 
@@ -114,7 +112,6 @@ def _keep_inputs(options: PrepareOptions) -> None:
 
 
 def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Reporter) -> Tokenizer:
-    """Train or load the tokenizer."""
     if options.tokenizer != "bytes":
         reporter.start("loading the tokenizer", 0)
         return tokenizers.load(options.tokenizer, options.eod_token, options.trust_remote_code)
@@ -135,7 +132,6 @@ def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Report
 
 
 def _training_texts(options: PrepareOptions, reporter: Reporter) -> Iterator[str]:
-    """Yield the documents of the training split."""
     for index, document in enumerate(options.corpus.documents(Skips(options.strict))):
         reporter.advance(document.consumed)
         if options.split_of(index) == "train":

@@ -1,6 +1,4 @@
-"""This module reads a written .bin/.idx pair again, and checks whether the pair is complete, unchanged since it was
-written, and equal to its sources.
-"""
+"""This module checks whether a written .bin/.idx pair is complete, unchanged, and equal to its sources."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass
 class Verification:
-    """A `Verification` is the outcome of a check of a .bin/.idx pair. `findings` (about 10 at most) is empty if no
-    error was found.
+    """A `Verification` is the outcome of a check of a pair; `findings` (about 10 at most) is empty if it is right.
 
     compared: documents whose content was compared with the source. method: "text" (decoded ids equal the source's
     text), "ids" (the tokenizer loses text, so the source was encoded again and the ids are equal), or "none".
@@ -109,9 +106,7 @@ def _against_sidecar(reader: IndexReader, sidecar: dict[str, Any]) -> list[str]:
 
 
 def _ids(reader: IndexReader, sidecar: dict[str, Any], notes: list[str], reporter: Reporter) -> list[str]:
-    """Return what is wrong with the ids, from one pass over `.bin`: digest, largest id, and an end-of-document id at
-    each document's end.
-    """
+    """Return what is wrong with the ids, from one pass over `.bin`: digest, largest id, and the documents' ends."""
     digest, eod_id, largest = hashlib.sha256(), sidecar["eod_id"], -1
     ends = np.cumsum(reader.lengths, dtype=np.int64) - 1  # position of each document's last token
     start = eods = ended = 0
@@ -165,7 +160,6 @@ def _content(
     report: Verification,
     reporter: Reporter,
 ) -> None:
-    """Read the sources again and compare document by document."""
     report.method = "text" if tokenizer.lossless else "ids"
     coder = Coder(tokenizer.spec)
     reporter.start("comparing with the source", corpus.measure()[1])

@@ -1,5 +1,4 @@
-"""This module defines a check: a function that looks at a host, the reason why its result matters, with a source, and
-the command that mends a failure.
+"""This module defines a check of a host, with why its result matters, a source, and what mends a failure.
 
 A check changes nothing. It is a function from a host to an `Answer`; `check` adds the words and enters it in `CHECKS`.
 """
@@ -47,9 +46,7 @@ class Patient:
         return self.recipe.devices if self.on_cpu else min(self.recipe.devices, self.recipe.node)
 
     def find(self, pattern: str, path: str, otherwise: str) -> re.Match[str]:
-        """Return the match of a regular expression in a file of the host; raise UntoldError(`otherwise`) if no line
-        matches.
-        """
+        """Return a regular expression's match in a file of the host, or raise UntoldError(`otherwise`)."""
         return told(re.search(pattern, self.root.read(path) or "", re.MULTILINE), otherwise)
 
     @property
@@ -71,9 +68,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """A `Check` is a function that examines a host, with the texts that are reported about it. The field `npu` marks a
-    check that a recipe on CPU does not need.
-    """
+    """A `Check` is a function that examines a host, and its words; a recipe on CPU needs none of the `npu` checks."""
 
     name: str
     look: Callable[[Patient], Answer]
@@ -101,9 +96,7 @@ Told = TypeVar("Told")
 
 
 class UntoldError(ValueError):
-    """This error means that a host does not provide the facts that a check needs. The check then gets the verdict
-    "unknown", and the message says what was found instead.
-    """
+    """This error says that a host does not tell what a check needs: the verdict "unknown", with this message."""
 
 
 def told(value: Told | None, otherwise: str) -> Told:
@@ -114,9 +107,7 @@ def told(value: Told | None, otherwise: str) -> Told:
 
 
 def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Looker], Looker]:
-    """Return a decorator that adds a function to `CHECKS` under the function's name. If the function cannot read a fact
-    of the host, its check gets the verdict "unknown".
-    """
+    """Return a decorator that adds a function to `CHECKS`; what it cannot read of a host is "unknown"."""
 
     def enter(look: Looker) -> Looker:
         @wraps(look)

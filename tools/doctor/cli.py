@@ -1,6 +1,4 @@
-"""This module is the command `tc3 doctor`. The command says whether this host is fit to train, or which hosts of a
-cluster are not fit to train.
-"""
+"""This module is the command `tc3 doctor`: is this host fit to train, or which hosts of a cluster are not?"""
 
 from __future__ import annotations
 

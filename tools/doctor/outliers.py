@@ -118,9 +118,7 @@ class Link(TypedDict):
 
 
 class Probe(TypedDict):
-    """A `Probe` holds all speeds that `tc3 doctor --probe` measured on one host, or on several hosts that one host
-    controls.
-    """
+    """A `Probe` holds all that `tc3 doctor --probe` measured on one host, or on several that one controls."""
 
     device: str
     rounds: int
@@ -131,9 +129,7 @@ class Probe(TypedDict):
 
 
 class Times(NamedTuple):
-    """A `Times` holds the seconds that a unit of work took in the median round and in the best round of a
-    measurement.
-    """
+    """A `Times` holds the seconds of a unit of work in the median and in the best round."""
 
     typical: float
     best: float
@@ -141,9 +137,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` names a worker, link or disk that is slow, its host, the measurement that shows this, and the
-    measured values.
-    """
+    """An `Outlier` names a slow worker, link or disk, its host, and what was measured."""
 
     host: str
     who: str
@@ -153,8 +147,7 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return a pair for each slow worker, link or disk: its time divided by the median time of all, and the limit of
-    this ratio. A worker, link or disk counts as slow if both its median time and its best time are above the limit.
+    """Return for each that is slow its time over the median of all, and the limit, which its best time is above, too.
 
     Args:
         floors: for each worker, link or disk the smallest difference that counts as slow, as a share of the median
@@ -175,9 +168,7 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return for each worker, link or disk how much slower than the median it must at least be, as a share, to count as
-    slow. The longer the compared workers waited for a core, the larger this share must be.
-    """
+    """Return by which share of the median time each must at least be slower, more if the compared waited for a core."""
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {
         key: max(least, FLOORS[measure] / (1 - min(max(share, centre), _MOST_WAITED))) for key, share in waited.items()
@@ -189,8 +180,7 @@ def _on_cores(reports: Iterable[Probe]) -> bool:
 
 
 def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Return the workers, links and disks that are slower than others of the same kind, among the probes of all hosts
-    (name -> probe).
+    """Return what is slower than others of its kind among the probes of all hosts (name -> probe).
 
     Also what needs no comparison: workers that ended (fail), and those that waited for their cores or were stopped by
     a limit (warn).
@@ -237,9 +227,7 @@ def waited_by(worker: Worker) -> float:
 
 
 def times_of(measure: str, rounds: Sequence[float]) -> Times:
-    """Return the median and the best time of a measurement's rounds; rates are first turned into times, and latencies
-    are times already.
-    """
+    """Return the median and the best time of a measurement's rounds, which are rates, or latencies."""
     values = [number if measure == "latency" else 1 / number for number in rounds]
     return Times(median(values), min(values))
 
@@ -290,7 +278,6 @@ def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Return links that could not be measured."""
     found = []
     for host, link in ((host, link) for host, report in reports.items() for link in report["links"] if link["failed"]):
         source, target = (name(reports[host]["workers"][link[end]]) for end in ("source", "target"))
@@ -345,17 +332,14 @@ def _slow_ends(
 
 @dataclass(frozen=True)
 class Gate:
-    """A `Gate` says whether a run may start on the probed hosts, with the reasons. Only the verdict "fail" keeps the
-    run from starting; other verdicts are reported.
-    """
+    """A `Gate` says whether a run may start on the probed hosts, and why; only "fail" keeps it from starting."""
 
     verdict: Verdict
     reasons: list[str]
 
 
 def gate(reports: Mapping[str, Probe]) -> Gate:
-    """Return whether a run may start on the hosts whose probes are given (name -> probe), after a comparison of these
-    probes.
+    """Return whether a run may start on the hosts of these probes (name -> probe).
 
     fail: somebody is slower than their peers, or ended. unknown: nobody has a peer, so slow cannot be told. warn: a
     worker waited for its cores or was stopped by a limit, as others may have been. Otherwise ok.
@@ -367,9 +351,7 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return the slow workers, links and disks in the form in which `tc3 doctor` reports findings. If none of them has
-    the verdict "fail", also return a finding that says what was compared.
-    """
+    """Return what is slow as findings of `tc3 doctor`; if nothing fails, also a finding of what was compared."""
     found = outliers(reports)
     rows = [
         Finding("probe", item.verdict, f"{item.host}, {item.who}: {item.seen}".removeprefix(", "), WHY, SOURCE, mend)

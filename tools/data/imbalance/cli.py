@@ -1,6 +1,4 @@
-"""This module is the command `tc3 data imbalance`. The command shows how evenly a corpus loads the devices of a
-recipe.
-"""
+"""This module is the command `tc3 data imbalance`."""
 
 from __future__ import annotations
 

@@ -64,15 +64,12 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Return the seconds of a step whose computation takes `over_even` times as long as that of an evenly loaded
-        step.
-        """
+        """Return the seconds of a step whose computation takes `over_even` times as long as an even one's."""
         return self.even + (over_even - 1) * self.stretched
 
 
 def seconds_of(recipe: Recipe, hardware: Hardware, attended: float = 1.0) -> Seconds | str:
-    """Return the predicted seconds of a recipe's step, or the reason why there is no prediction. No value of the
-    recipe may be `auto`.
+    """Return the predicted seconds of a resolved recipe's step, or why there is no prediction.
 
     Args:
         attended: pairs of tokens that attend to each other over those of samples of one document.
@@ -99,9 +96,7 @@ _COUNTED = 1 << 20  # shorter documents are counted by length; of longer ones a 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A `Distribution` holds values and how often each occurs: int64 [n] each, the values rising. A value is either the
-    number of tokens of a document or the number of documents of a sample.
-    """
+    """A `Distribution` holds rising values (tokens or documents) and how often each occurs, int64 [n] each."""
 
     values: np.ndarray
     counts: np.ndarray
@@ -121,15 +116,11 @@ class Distribution:
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
-        """Return the smallest value v such that all values up to v together make up at least `share` of the sum of all
-        values.
-        """
+        """Return the smallest value up to which values make up at least `share` of their sum."""
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (from, below, count, sum) for each power of two in the range of the values: how many values lie in
-        [from, below), and their sum.
-        """
+        """Yield (from, below, count, sum) of the values in [from, below), for each power of two."""
         octave = np.frexp(self.values)[1] - 1  # exact below 2**53
         for power in range(int(octave[0]), int(octave[-1]) + 1):
             mine = octave == power
@@ -165,8 +156,7 @@ class Counter:
 
 
 def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
-    """Count document lengths, int32 [documents], which may be memory-mapped. The argument `name` is the name of the
-    file in error messages.
+    """Count document lengths, int32 [documents], which may be memory-mapped, of the file `name`.
 
     Raises:
         DataError: a document has no tokens.
@@ -232,9 +222,7 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return the speed-up by the plugin: the seconds of a step, or of its computation, divided by the seconds with
-        the plugin.
-        """
+        """Return the seconds of a step, or of its computation, over those with the plugin."""
         if self.result is None:
             return None
         return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up
@@ -248,8 +236,7 @@ def imbalance(
     reporter: Reporter | None = None,
     cluster: str = DEFAULT_HARDWARE,
 ) -> Imbalance:
-    """Measure how evenly the documents of PREFIX.idx load the devices of `recipe`, as if PREFIX were the recipe's only
-    corpus.
+    """Measure how evenly the documents of PREFIX.idx load the devices, as if PREFIX were the recipe's corpus.
 
     Args:
         steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.

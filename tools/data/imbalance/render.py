@@ -22,9 +22,7 @@ BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first an
 
 
 def as_json(found: Imbalance) -> dict[str, Any]:
-    """Return the imbalance of a corpus as one JSON object. Pairs are [without, with] the plugin, and loads are divided
-    by the mean of their step.
-    """
+    """Return the imbalance as one JSON object; pairs are [without, with] the plugin, loads over their step's mean."""
     rows = [dict(zip(("from", "below", "documents", "tokens"), row, strict=True)) for row in found.documents.octaves()]
     tokens = {str(share): found.documents.weighted_quantile(share) for share in QUANTILES}
     return {
@@ -126,7 +124,6 @@ def print_text(found: Imbalance, console: Console) -> None:
 
 
 def _seconds_words(found: Imbalance) -> str:
-    """Return the estimator's step and what uneven samples add."""
     seconds = found.seconds
     if isinstance(seconds, str):
         return f"not predicted: {seconds}"
@@ -183,7 +180,6 @@ def _gain(found: Imbalance) -> str:
 
 
 def _waiting(setting: Setting) -> str:
-    """Return where devices wait for each other."""
     objective, ranks = setting.layout.objective, setting.layout.ranks
     stages = f"; {objective.stages} pipeline stages" if objective.stages > 1 else ""
     together = objective.ranks_per_barrier
@@ -240,9 +236,7 @@ _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 
 def draw(found: Imbalance, path: Path) -> Path:
-    """Draw the lengths of documents and the loads of ranks and micro-batches to an .svg or .png file; return `path`. If
-    every sample costs the same, the picture shows only lengths.
-    """
+    """Draw the lengths of documents, and loads in one step if they differ, to an .svg or .png file; return `path`."""
     panels = 3 if found.result else 1
     figure = new_figure(4 + 4.5 * panels, 4)
     axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -258,7 +252,6 @@ def draw(found: Imbalance, path: Path) -> Path:
 
 
 def _lengths(axes: Any, found: Imbalance) -> None:
-    """Draw the shares of documents and of tokens by powers of two."""
     rows = list(found.documents.octaves())
     edges = [rows[0][0], *(below for _, below, _, _ in rows)]
     for column, name, colour in ((2, "documents", "0.7"), (3, "tokens", "tab:green")):
@@ -274,7 +267,6 @@ def _lengths(axes: Any, found: Imbalance) -> None:
 
 
 def _ranks(axes: Any, step: OneStep) -> None:
-    """Draw the attention work of each rank."""
     _sorted(axes, step.before.mean(1), step.after.mean(1))
     axes.set_title(f"attention of each rank in step {step.number + 1:,}", loc="left", fontsize="medium")
     axes.set_xlabel("data-parallel ranks, heaviest first")
