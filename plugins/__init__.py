@@ -1,4 +1,6 @@
-"""The plugins change what MindFormers does; a recipe switches one on under its `plugins:` key."""
+"""The plugins add functions that MindFormers lacks, or change functions of MindFormers. A recipe switches a plugin on
+under its `plugins:` key.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ REPLACED = {"finite_loss": "spike_guard"}  # what is off where another one is on
 
 
 def of_the_model(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a recipe's `plugins` section that are on and among `OF_THE_MODEL`."""
+    """Return those entries of a recipe's `plugins` section that are on and change what the model computes
+    (`OF_THE_MODEL`).
+    """
     chosen = recipe.get("plugins") or {}
     return {name: chosen[name] for name in OF_THE_MODEL if chosen.get(name, False) is not False}
 
@@ -50,9 +54,9 @@ def enable_model(config) -> None:
 
 
 def enable_plugins(config) -> None:
-    """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on.
+    """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Also enable seals (recorded
+    checksums of checkpoints) and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them.
 
-    Seals (recorded checksums of checkpoints) are always on; Hugging Face weights in `load_path` have their plugin.
     `name: False` leaves a plugin off, for a recipe that inherits it from its base, or that wants none of `UNWRITTEN`.
 
     Raises:

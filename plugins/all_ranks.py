@@ -1,4 +1,6 @@
-"""This module says, outside the graph, whether a rank computes the loss, and sums a value over all ranks."""
+"""This module tells callbacks, outside the graph, whether a rank computes the loss, and computes the sum of a value
+over all ranks of the run.
+"""
 
 from __future__ import annotations
 
@@ -31,5 +33,7 @@ def sum_over_ranks(value: float) -> float:
 
 
 def use(way: Callable[[float], float]) -> None:
-    """Let `sum_over_ranks` call `way` from now on, where MindSpore's own communication cannot compute the sum."""
+    """Let `sum_over_ranks` call `way` from now on, for runs in which MindSpore's own communication cannot compute the
+    sum.
+    """
     _way[0] = way

@@ -1,4 +1,5 @@
-"""This module defines every error that a user can cause; its message names place, fault, and a right value.
+"""This module defines every error that a user can cause. The message of an error names the place, the fault, and a
+right value.
 
 The command line turns each of these into one message and exit code 2; a traceback means a bug of ours.
 """
@@ -53,7 +54,9 @@ class VersionError(TC3Error):
 
 
 class StoppedError(Exception):
-    """A run has ended itself because of a value, such as a loss that is not finite (exit code 1)."""
+    """A run has ended itself because of a value that it observed, such as a loss that is not finite. The run has failed
+    (exit code 1); the user has made no mistake.
+    """
 
 
 def did_you_mean(word: object, known: list[str]) -> str:
@@ -82,7 +85,9 @@ def refuse_unknown(
 
 
 def not_json(error: Exception) -> str:
-    """Return why a text is not JSON, from the exception of `json.loads`; the file's name goes before it."""
+    """Return the end of an error message that says why a text is not JSON, from the exception of `json.loads`; the
+    caller begins the message with the file.
+    """
     if isinstance(error, json.JSONDecodeError):
         if not error.doc.strip():
             return "is empty: JSON was expected"

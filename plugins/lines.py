@@ -1,4 +1,5 @@
-"""This module writes and reads a run's JSON files: appended lines, whole files, and spans without training.
+"""This module writes and reads the JSON files of a run: appended lines, whole files, and the spans in which training
+stood still.
 
 Every plugin that writes such a file uses the first half. The second half is `RUN/metrics/spans.jsonl`, with one line
 for each time that a run's training stood still for a save or an evaluation. On rank 0 the plugins that save and
@@ -48,7 +49,9 @@ def append_line(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Write a file of JSON atomically; ranks on several hosts may write the same file at once."""
+    """Write a file of JSON atomically: readers see the old file or the complete new one. Ranks on several hosts may
+    write the same file at the same time.
+    """
     # open, not tempfile: the file is for whoever may read the folder, as the umask says
     part = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
     with part.open("w", encoding="utf-8") as out:
@@ -102,7 +105,8 @@ def read_steps(
 
 @dataclass(frozen=True)
 class Span:
-    """A `Span` is a time without a training step, from `begin` to `end`, in seconds since 1970 by the worker's clock.
+    """A `Span` is an interval of time in which no training step was made: from `begin` to `end`, in seconds since 1970
+    by the worker's clock.
 
     Args:
         step: the newest step before it.

@@ -1,4 +1,5 @@
-"""This module converts Megatron-Core's pipeline layout strings to MindFormers' `offset`, and orders 1F1B's work.
+"""This module converts Megatron-Core's pipeline layout strings to MindFormers' `offset` and back, and gives the order
+of work in a 1F1B stage.
 
 A layout string names what each chunk of each stage holds: E embedding, t decoder layer, m MTP layer, L loss. `|` ends
 a chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindFormers). `x*n` repeats a letter,
@@ -37,12 +38,15 @@ Counts = list[list[int]]  # [chunks][stages]
 
 
 def fewest_to_fill(stages: int, schedule: str = "") -> int:
-    """Return the fewest micro-batches that fill a pipeline's stages under one of MindSpore's schedules."""
+    """Return the smallest number of micro-batches that fills the stages of a pipeline under one of MindSpore's
+    schedules.
+    """
     return stages * MICRO_BATCHES_OF_A_STAGE.get(schedule, 1)
 
 
 def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndarray:
-    """Return a 1F1B stage's operations: `warm_up` forwards, then forward and backward by turns, then backwards.
+    """Return the operations of a 1F1B stage in order: `warm_up` forwards, then alternately one forward and one
+    backward, then the remaining backwards.
 
     Args:
         forward, backward: [operations, columns], each in its own order, with the same number of operations.
@@ -56,14 +60,17 @@ def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndar
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> np.ndarray:
-    """Return the passes of a stage in order, int64 [2 * micro_batches, 2]: (`FORWARD` or `BACKWARD`, number)."""
+    """Return the passes that `stage` of `stages` runs, in order: int64 [2 * micro_batches, 2], each row is `FORWARD` or
+    `BACKWARD` and the number of the micro-batch.
+    """
     numbers = np.arange(micro_batches)
     forward, backward = (np.stack([np.full(micro_batches, kind), numbers], axis=1) for kind in (FORWARD, BACKWARD))
     return by_turns(forward, backward, stages - 1 - stage)
 
 
 def parse(text: str) -> list[str]:
-    """Return the chunks of a layout string in model order: "Et*2|(t|)*2,L" gives Ett, t, t, L.
+    """Return the chunks of a layout string in model order, each as a string of its letters: "Et*2|(t|)*2,L" gives Ett,
+    t, t, L.
 
     Raises:
         RecipeError: a letter is unknown, a parenthesis or `*` is misplaced, or groups are nested (as in Megatron).
@@ -144,7 +151,9 @@ def text_count(chunks: list[str], letter: str) -> int:
 
 
 def offset_of(counts: Counts) -> int | list[int] | Counts:
-    """Return MindFormers' `offset` of decoder layers [chunks][stages]: one list for one chunk, 0 for one in all."""
+    """Return MindFormers' `offset` for numbers of decoder layers [chunks][stages]: one list if each stage has one
+    chunk, and 0 if there is only one chunk in all.
+    """
     size = len(counts) * len(counts[0])
     if size == 1:
         return 0
@@ -177,7 +186,9 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
 
 
 def layout_of(counts: Counts, mtp: int = 0) -> str:
-    """Return the shortest layout string for decoder layers [chunks][stages]."""
+    """Return the shortest layout string for numbers of decoder layers [chunks][stages], in which repeated chunks form
+    groups.
+    """
     flat = list(itertools.chain(*counts))
     last = max((index for index, count in enumerate(flat) if count), default=len(flat) - 1)
     chunks = []

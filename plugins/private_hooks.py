@@ -1,4 +1,5 @@
-"""This module patches private code of MindSpore, MindFormers and msprobe; no other code here does.
+"""This module replaces private code of MindSpore, MindFormers and msprobe; no other code in this repository patches
+them.
 
 A patch replaces a line of their source, and a subclass may rely on a line that calls the overridden method. The caller
 names this line, and if it no longer exists the patch refuses to work: another version may not need the patch any more,
@@ -37,7 +38,8 @@ def relies_on(function: Any, line: str) -> None:
 
 
 def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> None:
-    """Set `owner.name` (of a module or class) to `replacement` for good; a second call keeps the first one.
+    """Set `owner.name` (of a module or a class) to `replacement` permanently; a second call keeps the first
+    replacement.
 
     Raises:
         OutdatedHookError: the source of the original does not hold `line`.
@@ -66,7 +68,8 @@ def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) 
 
 
 def train_step(params: Any) -> Any:
-    """Return the train step (the cell with the optimizer) from a callback's `run_context.original_args()`.
+    """Return the train step (the cell with optimizer and loss scale) from `params`, which `run_context.original_args()`
+    gives to a callback.
 
     In sink mode, which recipes for Ascend have, MindSpore puts a cell around it after `on_train_begin`. That one
     fetches a batch by itself, and has neither an optimizer nor a loss scale; its `network` is the train step.

@@ -1,4 +1,5 @@
-"""This module reads how long this process ran, waited for a core, and was stopped by a CPU limit. Pure.
+"""This module reads from the kernel's counters how long this process ran, waited for a core, and was stopped by a CPU
+limit. Pure.
 
 A file that is not there, as in some containers, counts as 0.
 """
@@ -13,7 +14,9 @@ _THREADS, _THREAD = "/proc/self/task", "/proc/thread-self/schedstat"
 
 
 def scheduled() -> tuple[float, float]:
-    """Return the seconds in which this process's threads ran, and were ready but had no core, each summed."""
+    """Return two sums over this process's threads: the seconds in which they ran, and those in which they were ready
+    but waited for a core.
+    """
     ran = waited = 0.0
     for thread in os.listdir(_THREADS) if os.path.isdir(_THREADS) else ():
         own = _read(f"{_THREADS}/{thread}/schedstat")
@@ -27,7 +30,9 @@ def thread_waited() -> float:
 
 
 def _read(path: str) -> tuple[float, float]:
-    """Return the two times of a thread, without buffers and text, which would take five times as long."""
+    """Return the two times of a thread; the file is read without buffers and text, which would take five times as long
+    for the many threads of a process.
+    """
     try:
         file = os.open(path, os.O_RDONLY)
         try:
@@ -65,7 +70,9 @@ def text_of(path: str) -> str | None:
 
 
 def groups(text: str) -> list[tuple[str, str]]:
-    """Return the pairs (controller, group) of /proc/self/cgroup; version 2 has no name for the controller."""
+    """Return the pairs (controller, group) in /proc/self/cgroup; in version 2 of control groups the controller has no
+    name.
+    """
     rows = [line.split(":", 2) for line in text.splitlines() if line.count(":") >= 2]
     return [(name, path) for _, names, path in rows for name in names.split(",")]
 

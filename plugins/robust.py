@@ -1,4 +1,5 @@
-"""This module measures the spread of values in a way that outliers do not change.
+"""This module measures the spread of values in a way that outliers do not change; every rule for outliers is based on
+it.
 
 The median of the absolute deviations from a centre (MAD), times 1.4826, is the standard deviation of normal noise, and
 up to half of the numbers may be outliers (Rousseeuw and Croux, 1993, "Alternatives to the median absolute deviation").

@@ -1,4 +1,5 @@
-"""This module describes a plugin's settings as a dataclass, whose fields define each key once. Pure.
+"""This module describes a plugin's settings as a dataclass: type, default, range and meaning of each key are defined
+once, at its field. Pure.
 
 These follow from the class: what a recipe may write (`Section.read`, which `tc3 check` and the plugin itself call), the
 editors' schema (`tools/schema`), what a change of a key means (`tc3 recipe diff`), and the tables of docs/, which
@@ -36,7 +37,9 @@ def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """This is the base of a plugin's settings: `KEY` is its path, `RIGHT` what to write for no mapping."""
+    """This is the base of a plugin's settings: `KEY` is its key path, and `RIGHT` says what to write if the section is
+    not a mapping.
+    """
 
     KEY: ClassVar[str]
     RIGHT: ClassVar[str]
@@ -57,7 +60,9 @@ class Section:
 
     @classmethod
     def look(cls: type[S], written: Any) -> tuple[S | None, list[RecipeError]]:
-        """Return the section's settings and no errors, or None and every error for which `read` would refuse it."""
+        """Return the section's settings and no errors, or None and every error for which `read` would refuse the
+        section.
+        """
         known = {each.name: each for each in fields(cls)}
         needed = [name for name, each in known.items() if each.default is MISSING]
         right = RecipeError(cls.RIGHT, cls.KEY)
@@ -150,7 +155,9 @@ def count_at(recipe: Any, path: str) -> int:
 
 
 def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
-    """Raise RecipeError in PyNative mode, whose loader the plugin at `key` would not reach."""
+    """Raise RecipeError if the plugin at `key`, which changes what a loader delivers, would not be applied to the
+    loader.
+    """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         wrong = f"{key} works only in graph mode, because PyNative mode builds its data loader in another way; write 0"
         raise RecipeError(wrong, "context.mode")

@@ -48,7 +48,9 @@ _positions: list[Callable[[Any], AbstractContextManager[Callable[[Any], None]]]]
 
 
 def use_experts(spec) -> None:
-    """Make `spec` (a ModuleSpec or class, hook: `MoESubmodules.experts`) the routed experts of later models."""
+    """Make `spec` (a ModuleSpec or class, hook: `MoESubmodules.experts`) the routed experts of models that are built
+    later.
+    """
     _experts[:] = [spec]
 
 
@@ -58,17 +60,23 @@ def experts():
 
 
 def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
-    """Call `edit` with each GPTModel that is built later, for parts that no layer spec reaches."""
+    """Call `edit` with each GPTModel that is built later, after all its parts are built, to edit parts that no layer
+    spec reaches.
+    """
     _edits[plugin] = edit
 
 
 def edit_layers(plugin: str, edit: Callable[[list[Any]], None]) -> None:
-    """Let `edit` change, in place, the distinct layer specs (ModuleSpec) of later models, MTP's too."""
+    """Call `edit` with the distinct layer specs (ModuleSpec) of each model that is built later, including those of MTP;
+    `edit` changes them in place.
+    """
     _layer_edits[plugin] = edit
 
 
 def use_layer(module: Any, **params: Any) -> None:
-    """Make `module` (a class), with `params`, the decoder layer of later models; MTP keeps TransformerLayer."""
+    """Make `module` (a class, hook: the module of a layer's ModuleSpec) the decoder layer of models that are built
+    later, with `params` as further arguments. The layers of MTP remain MindFormers' TransformerLayer.
+    """
     _layers[:] = [(module, params)]
 
 
@@ -90,17 +98,23 @@ def apply_edits(model) -> None:
 
 
 def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any], None]]]) -> None:
-    """Build later models inside `around(TransformerConfig)`, which yields a function to call with each."""
+    """Build models from now on inside the context manager `around(TransformerConfig)`. The context manager yields a
+    function, which is then called with each GPTModel that was built.
+    """
     _positions[:] = [around]
 
 
 def use_template(make: Callable[[Any], Any]) -> None:
-    """Give later models the template of Hugging Face's weights that `make` creates from a TransformerConfig."""
+    """Give models that are built later a template of Hugging Face's weights: the one that `make` creates from a
+    TransformerConfig.
+    """
     _templates[:] = [make]
 
 
 def apply_template(model, config) -> None:
-    """Register the template of `use_template` where `register_hf_weight_template` would register one."""
+    """Register the template that `use_template` asked for, where MindFormers' `register_hf_weight_template` would
+    register it.
+    """
     for make in _templates:
         model.template = make(config)
 
@@ -180,17 +194,16 @@ class InTurn(TransformerLayer):
 
 
 def recomputes_at_once(config) -> bool:
-    """Return whether MindSpore would recompute all layers at once.
-
-    It does so in the sharded graph of a step without a pipeline and without accumulated gradients, for which
-    MindFormers sets `disable_lazy_inline` (`base_trainer.py`). In all other cases the model is a separate subgraph,
-    whose layers MindSpore recomputes one by one.
+    """Return whether MindSpore would recompute all layers at once: it does so in the sharded graph of a step without a
+    pipeline and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`). In
+    all other cases the model is a separate subgraph, whose layers MindSpore recomputes one by one.
     """
     return config.disable_lazy_inline and _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL
 
 
 def gpt_model(config, edit_layer=None) -> GPTModel:
-    """Return the GPTModel of MindFormers' training class from an edited spec, recomputed layer by layer.
+    """Return the GPTModel that MindFormers' training class of TeleChat3-MoE (or TeleChat3) would build, but from an
+    edited spec, and with layers that are recomputed one by one (`InTurn`).
 
     Args:
         config: TransformerConfig.
@@ -229,7 +242,9 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
 
 class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """This is `TrainingTeleChat3MoeForCausalLM` from an edited spec, edited by `apply_edits`."""
+    """This is `TrainingTeleChat3MoeForCausalLM` built from an edited spec; the built model is then edited by
+    `apply_edits`.
+    """
 
     def __init__(self, config):
         # not the parent's: it builds the spec and the model in one go
@@ -241,7 +256,9 @@ class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 
 class EditedTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """This is `TrainingTeleChat3ForCausalLM` built by `gpt_model` from an edited spec."""
+    """This is `TrainingTeleChat3ForCausalLM` built by `gpt_model` from an edited spec, so that plugins can replace its
+    linear layers and its rotary positions.
+    """
 
     def __init__(self, config):
         # not the parent's, as above

@@ -1,4 +1,5 @@
-"""This module enables `plugins.attention_balance`: MindFormers' Megatron loader delivers samples in the plan's order.
+"""This module enables `plugins.attention_balance` of a recipe: MindFormers' Megatron loader delivers its samples in the
+order of the plan.
 
 The loader keeps its name, by which MindFormers' trainer finds it, and its other behaviour: sharding, batches, `take`,
 skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads changes. Every
@@ -46,7 +47,13 @@ class Reordered:
 
 
 class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
-    """This is MindFormers' loader; if `schedule` (of training data) is given, it has the plan's order."""
+    """This data loader replaces the registered `BlendedMegatronDatasetDataLoader` while the plugin is on; without
+    `schedule` it does the same as MindFormers' own.
+
+    Args:
+        schedule: the schedule, only for the training data; other data sets keep their order. All other arguments are
+            those of MindFormers.
+    """
 
     def __new__(cls, *, sizes, schedule=None, num_shards=None, shard_id=None, **arguments):
         """Return a GeneratorDataset, whose samples come in the order of `schedule` if that is given."""
@@ -80,12 +87,14 @@ def enable(config, settings) -> None:
 
 
 def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
-    """Return int64 [len(source)]: for each place of the delivery order, the index of the item of `source`.
+    """Return int64 [len(source)]: for each position in the delivery order, the index of the item of `source` to
+    deliver.
 
     Args:
         source: MindFormers' BlendedDataset or GPTDataset.
         samples: `sizes[0]`; only whole steps of these samples are reordered, and the samples after them keep their
             places.
+        schedule: the schedule that says what to balance.
 
     Memory: tens of bytes per sample and some 200 MiB while it is worked out, 8 bytes per sample afterwards.
 

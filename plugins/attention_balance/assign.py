@@ -38,7 +38,8 @@ _SCALE = float(1 << 32)
 
 
 def falling_order(weights: np.ndarray) -> np.ndarray:
-    """Return int64 [rows, n], the stable indices that sort each row of `weights` (int64, at least 0) falling.
+    """Return int64 [rows, n]: indices that sort each row of `weights` (int64, at least 0) in falling order; equal
+    weights are sorted by index.
 
     Weight and index are sorted as one number: all are different, so the fast unstable sort gives the stable result.
     """
@@ -55,7 +56,9 @@ def falling_order(weights: np.ndarray) -> np.ndarray:
 
 
 def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the elements of `values` [rows, n] at `indices` [rows, ...], row by row, in the shape of `indices`."""
+    """Return the elements of `values` [rows, n] at the positions `indices` [rows, ...], in the shape of `indices`; each
+    row of indices refers to the same row of values.
+    """
     rows, count = values.shape
     if rows == 1:
         return values[0].take(indices)
@@ -202,7 +205,8 @@ def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[
 
 
 def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Return int64 [ranks, micro-batches, slots]: where MindFormers' own order puts the positions of a batch.
+    """Return int64 [ranks, micro-batches, slots]: the position in the global batch of each sample as MindFormers
+    delivers the samples without this plugin.
 
     `GeneratorDataset` deals positions to ranks in turn; a rank's samples fill its micro-batches one after the other.
     Where the graph gathers the batches first (`plan.delivery_order`) it is another order that knows no costs either.
@@ -211,11 +215,13 @@ def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:
 
 
 def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Assign each sample of a global batch (or of several at once) to a rank, a micro-batch and a slot.
+    """Assign each sample of a global batch (or of several independent ones at once) to a rank, a micro-batch and a
+    slot.
 
     Args:
         costs: float64 [..., ranks * micro_batches * slots], at least 0, in the order of the global batch.
-        slots: samples of a rank's micro-batch.
+        ranks: data-parallel ranks. micro_batches: the number of micro-batches of a step. slots: samples of a rank's
+            micro-batch.
         objective: the points at which ranks wait for each other.
 
     Returns:
@@ -238,19 +244,25 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
 
 
 def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
-    """Return the cost of each rank's micro-batches, [..., ranks, micro-batches], for costs [..., samples]."""
+    """Return the total cost of each rank's micro-batches, [..., ranks, micro-batches]. The argument `costs` holds the
+    cost of each sample, [..., samples]; `plan` has the shape that `assign` returns.
+    """
     rows = int(np.prod(plan.shape[:-3]))
     return taken(costs.reshape(rows, -1), plan.reshape(rows, -1)).reshape(plan.shape).sum(-1)
 
 
 def _integers(costs: np.ndarray) -> np.ndarray:
-    """Return costs [rows, n] as int64 of 32 bits: exact sums, the same on every rank of a mixed cluster."""
+    """Return costs [rows, n] as int64 of 32 bits: exact sums, so that every rank of a mixed cluster finds the same
+    plan.
+    """
     largest = costs.max(1, keepdims=True)
     return np.rint(costs * (_SCALE / np.where(largest > 0, largest, 1.0))).astype(np.int64)
 
 
 def _ranks_alone(weights: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Return the assignment where each rank's total counts, with a pipeline also how even its parts are."""
+    """Return the assignment for plain data parallelism, where each rank's total counts, and with a pipeline also how
+    even its micro-batches are.
+    """
     rows = len(weights)
     parts = partition(weights, ranks)
     if objective.stages > 1 and slots > 1:
@@ -260,7 +272,9 @@ def _ranks_alone(weights: np.ndarray, ranks: int, micro_batches: int, slots: int
 
 
 def _groups(weights: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Return the assignment for barriers inside groups of ranks: blocks that run together are dealt to groups."""
+    """Return the assignment for barriers inside groups of ranks: it forms blocks of samples that run together, then
+    assigns blocks to groups.
+    """
     rows, together = len(weights), objective.ranks_per_barrier
     groups = ranks // together
     plans = []

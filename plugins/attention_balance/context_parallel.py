@@ -1,4 +1,5 @@
-"""This module divides a sample of several documents over context-parallel ranks, with equal attention work. NumPy only.
+"""This module divides the tokens of one sample that holds several documents over context-parallel ranks, so that each
+rank gets equally many tokens and equal attention work. The module needs only NumPy.
 
 A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous
 split gives the last rank of a long document most of the work. Head-tail (as in ring attention: cut the sample into
@@ -28,17 +29,24 @@ class ContextPlan:
 
     @property
     def imbalance(self) -> float:
-        """Return the attending pairs of the rank with most over the mean; 1 is perfect."""
+        """Return the number of attending pairs of tokens on the rank that has most, divided by the mean over the ranks;
+        1 is perfect.
+        """
         return float(self.pairs.max() / self.pairs.mean())
 
 
 def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Cut the sample into `ranks` equal parts, one for each rank; `ranks` divides the sum of `segments`."""
+    """Cut the sample into `ranks` equal consecutive parts and give rank r the r-th part. The argument `segments` is
+    int64 [documents], the number of tokens of each document; their sum is a multiple of `ranks`.
+    """
     return _strided(segments, ranks, np.arange(ranks))
 
 
 def head_tail(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Cut the sample into 2 * ranks equal parts (this divides its tokens); rank r takes the r-th from both ends."""
+    """Cut the sample into 2 * ranks equal consecutive parts and give rank r the r-th part and the r-th from the end.
+    The argument `segments` is int64 [documents], the number of tokens of each document; their sum is a multiple of 2 *
+    ranks.
+    """
     return _strided(segments, ranks, np.concatenate((np.arange(ranks), np.arange(ranks)[::-1])))
 
 
@@ -81,7 +89,9 @@ def balanced(segments: np.ndarray, ranks: int, smallest_piece: int = 128) -> Con
 
 
 def _dealt(runs: np.ndarray, segments: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Do step 2 of `balanced` for runs int64 [n, 2] of tokens: return ranges int64 [m, 2] and the rank of each."""
+    """Do step 2 of `balanced`: return the ranges int64 [m, 2], and the rank of each, for runs int64 [n, 2] of
+    tokens.
+    """
     if not len(runs):
         return runs, np.zeros(0, np.int64)
     size = runs[:, 1] - runs[:, 0]
@@ -106,7 +116,9 @@ def _dealt(runs: np.ndarray, segments: np.ndarray, ranks: int) -> tuple[np.ndarr
 
 
 def _rank_of_strip(work: np.ndarray) -> np.ndarray:
-    """Return the rank of each strip of work [rounds, ranks]: a round's heaviest goes where least is so far."""
+    """Return the rank of each strip: in each round of work [rounds, ranks] the heaviest strip goes to the rank that has
+    the least work so far, and so on.
+    """
     loads = np.zeros(work.shape[1], np.int64)
     owner = np.empty_like(work)
     for row, own in zip(work, owner, strict=True):

@@ -65,7 +65,9 @@ def _levels(stages: int, micro_batches: int) -> list[np.ndarray]:
 
 
 def makespan(times: np.ndarray, stages: int, forward_share: float) -> np.ndarray:
-    """Return the time [...] of 1F1B over micro-batches that take `times` [..., micro-batches] on every stage."""
+    """Return the time [...] of 1F1B over micro-batches that take `times` [..., micro-batches] on every stage, in that
+    order.
+    """
     *lead, micro_batches = times.shape
     time = np.moveaxis(times, -1, 0).reshape(micro_batches, -1)
     durations = np.concatenate((forward_share * time, (1 - forward_share) * time))
@@ -79,7 +81,8 @@ def makespan(times: np.ndarray, stages: int, forward_share: float) -> np.ndarray
 
 
 def best_order(times: np.ndarray, stages: int, forward_share: float) -> np.ndarray:
-    """Return int64 [rows, micro-batches]: of four orders of a row's micro-batches, its own too, the fastest in 1F1B.
+    """Return int64 [rows, micro-batches]: for each row of `times`, the order of its micro-batches with the shortest
+    1F1B makespan among four candidates, one of which is the given order.
 
     The others rise and fall once, because a micro-batch waits for its slowest neighbours: rising; small ones at both
     ends, starting from the smallest or from the second smallest. Tests hold the best of these to 4 % above the best
@@ -107,7 +110,9 @@ class Objective:
     forward_share: float = 1 / 3
 
     def step_time(self, loads: np.ndarray) -> np.ndarray:
-        """Return the modelled time of a step [...] from `loads` [..., ranks, micro-batches], in their unit."""
+        """Return the modelled time of a step [...] from the cost `loads` [..., ranks, micro-batches], in the same
+        unit.
+        """
         *lead, ranks, micro_batches = loads.shape
         groups = ranks // self.ranks_per_barrier
         slowest = loads.reshape(*lead, groups, self.ranks_per_barrier, micro_batches).max(-2)
@@ -116,7 +121,9 @@ class Objective:
         return makespan(slowest, self.stages, self.forward_share).max(-1)
 
     def even_time(self, totals: np.ndarray, ranks: int, micro_batches: int) -> np.ndarray:
-        """Return the time of a step [...] whose cost `totals` [...] is spread evenly."""
+        """Return the time of a step [...] whose total cost `totals` [...] is spread evenly over all ranks and
+        micro-batches.
+        """
         return totals / ranks * (micro_batches + self.stages - 1) / micro_batches
 
 
@@ -129,7 +136,8 @@ def objective_of(
     pipeline_stages: int = 1,
     recomputed: float = 0.0,
 ) -> Objective:
-    """Return the objective of a `parallel_config`; `recomputed` is the repeated share of the forward pass.
+    """Return the objective of a recipe's `parallel_config`; `recomputed` is the share of the forward pass that is
+    repeated.
 
     Raises:
         RecipeError: EP groups do not consist of equally many whole data-parallel ranks.
@@ -147,7 +155,8 @@ def objective_of(
 
 
 def lower_bound(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Return a lower bound on the step time [...] of any assignment of samples with `costs` [..., samples].
+    """Return a lower bound on the step time [...] of any assignment of the samples, in the unit of `costs` [...,
+    samples]. The returned bound is the largest of several bounds.
 
     With one sample a slot, one group of ranks and no pipeline the bound is attained (`assign.py`). In the others
     (x: costs falling; y: the falling block maxima of `assign.py`'s claim, G groups of M blocks):
@@ -184,7 +193,9 @@ def _least_maxima(falling: np.ndarray, together: int, slots: int) -> np.ndarray:
 
 
 def _pigeonhole(falling: np.ndarray, groups: int) -> np.ndarray:
-    """Return bound 3 for items [rows, n] in falling order, in `groups` groups of equal size."""
+    """Return bound 3 for items [rows, n] in falling order, which are divided into `groups` groups
+    of equal size.
+    """
     rows, count = falling.shape
     size = count // groups
     total = np.concatenate((np.zeros((rows, 1)), np.cumsum(falling, axis=1)), axis=1)

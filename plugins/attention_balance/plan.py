@@ -4,7 +4,7 @@ each step.
     index = build_gpt_index(lengths, 131072, samples, seed)         # or the arrays that MindFormers cached
     costs = Cost(per_pair, per_token).of_dataset(index)             # one a sample, no token read
     layout = Layout(ranks, micro_batches, slots, objective_of(...))
-    plan = epoch_plan(costs, layout)[step]                          # [ranks, micro_batches, slots] items of the dataset
+    plan = epoch_plan(costs, layout, step, 1)[0]                    # [ranks, micro_batches, slots] items of the dataset
 
 A global batch is `layout.batch` consecutive items of the dataset, as without the plugin; the plan only says who trains
 which of them. It follows only from the costs of that batch: the dataset's order comes from its seed, so any step's
@@ -100,7 +100,8 @@ def epoch_plan(costs: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
-    """Return int64 [steps * batch]: the items in the order in which a loader must hold them.
+    """Return int64 [steps * batch]: the items in the order in which a loader must hold them, so that each rank reads
+    the samples that the plan assigns to it.
 
     MindSpore's sharded, unshuffled `GeneratorDataset` gives position p to rank p % ranks.
 
@@ -147,7 +148,9 @@ def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout) -> Balance:
 
 
 def _plan(costs: np.ndarray, layout: Layout, first: int, stop: int) -> np.ndarray:
-    """Return the plan of steps [first, stop), which are whole windows; the dataset's last window may be shorter."""
+    """Return the plan of steps [first, stop), which are whole windows; the last window of the
+    dataset may be shorter.
+    """
     batch = np.asarray(costs[first * layout.batch : stop * layout.batch], np.float64).reshape(-1, layout.batch)
     shape = (layout.ranks, layout.micro_batches, layout.slots)
     if layout.window == 1:
@@ -159,7 +162,9 @@ def _plan(costs: np.ndarray, layout: Layout, first: int, stop: int) -> np.ndarra
 
 
 def _looking_ahead(batch: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return each step's positions in `batch` [steps, batch]; a window's samples are dealt if that is faster."""
+    """Return the positions in `batch` [steps, batch] of each step's samples; the samples of a window are dealt out to
+    its steps if the steps then take less time.
+    """
     shape, objective = (layout.ranks, layout.micro_batches, layout.slots), layout.objective
     position = np.arange(batch.size).reshape(batch.shape)
     for at in range(0, len(batch), layout.window):
@@ -178,7 +183,9 @@ _SECONDS = "write measured seconds, 0 or more"
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings of `plugins.attention_balance` say which samples change places, and what a sample costs."""
+    """These settings of `plugins.attention_balance` say which samples may change places, and what a sample costs. A
+    launch writes the model's cost in FLOP; a user may write measured costs in seconds instead.
+    """
 
     KEY = KEY
     RIGHT = f"write `window: 1` under it, or {KEY}: False to leave it off"
@@ -201,7 +208,9 @@ class Settings(Section):
     )
 
     def agree(self) -> None:
-        """Raise RecipeError if only one of `per_pair` and `per_token` is given, or if attention costs nothing."""
+        """Raise RecipeError if only one of `per_pair` and `per_token` is given, or if `per_pair` is 0, because
+        attention then costs nothing.
+        """
         written = [name for name in COST if getattr(self, name) is not None]
         missing = [name for name in COST[:2] if name not in written]
         if written and missing:

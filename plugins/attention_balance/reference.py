@@ -25,7 +25,9 @@ Scheduler = Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
 def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
-    """Return the lengths of a sample's documents; one ends after each end-of-document token."""
+    """Return the lengths of the documents in one sample by walking through its tokens: a document ends after each
+    end-of-document token.
+    """
     lengths = [0]
     for token in tokens:
         lengths[-1] += 1
@@ -42,14 +44,18 @@ def sample_tokens(index: GPTIndex, documents: list[list[int]], item: int) -> lis
 
 
 def pairs_of_tokens(tokens: list[int], end_of_document: int) -> int:
-    """Return how many pairs of tokens attend to each other in one sample, counted in its mask."""
+    """Return the number of pairs of tokens that attend to each other in one sample, counted in its block-diagonal
+    causal mask.
+    """
     document = np.cumsum([0] + [token == end_of_document for token in tokens[:-1]])
     position = np.arange(len(tokens))
     return int(((document[:, None] == document) & (position[:, None] >= position)).sum())
 
 
 def makespan(times: list[float], stages: int, forward_share: float) -> float:
-    """Return the 1F1B makespan of one rank's micro-batches: run what can run, stage by stage, until none is left."""
+    """Return the 1F1B makespan of one rank's micro-batches, whose times are `times`: run any operation that can run,
+    stage by stage, until none is left.
+    """
     waiting = [one_forward_one_backward(stage, stages, len(times)).tolist() for stage in range(stages)]
     ends: dict[tuple[bool, int, int], float] = {}
     free = [0.0] * stages
@@ -82,7 +88,8 @@ def step_time(costs: np.ndarray, plan: np.ndarray, objective: Objective) -> floa
 
 
 def shortest_step(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> float:
-    """Return the shortest step time of all assignments, for a handful of samples.
+    """Return the shortest step time over all possible assignments; the search is feasible only for a handful of
+    samples.
 
     Bins (a rank's micro-batch) are filled in turn with every set of samples that remain. Of orders of bins that only
     rename micro-batches one is enough without a pipeline.
@@ -135,7 +142,9 @@ def sort_snake(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) ->
 
 
 def longest_first(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Plan by LPT with equal counts: the heaviest sample left goes to the lightest rank that is not full."""
+    """Plan by LPT (longest processing time first) with equal counts: give the heaviest sample that is left to the
+    lightest rank that is not full.
+    """
     size = micro_batches * slots
     heap = [(0.0, rank) for rank in range(ranks)]
     chosen: list[list[int]] = [[] for _ in range(ranks)]

@@ -40,7 +40,8 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """A `GPTIndex` holds the place of every sample of one dataset in the corpus, in arrays or memory-mapped files.
+    """A `GPTIndex` holds the position of every sample of one dataset in the corpus. The arrays may be memory-mapped
+    files.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;
@@ -101,11 +102,15 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
 
 
 def blended(values: list[np.ndarray], dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> np.ndarray:
-    """Return float64 [items], the values of a `BlendedDataset`'s items, from those of its datasets' samples.
+    """Return the values of a `BlendedDataset`'s items, in the order of the blend, from the values of the samples of its
+    datasets.
 
     Args:
         values: for each dataset, float64 [its samples], in that dataset's order.
         dataset_index, dataset_sample_index: [items], as in `BlendedDataset`.
+
+    Returns:
+        float64 [items].
     """
     out = np.empty(len(dataset_index))
     for number, of_dataset in enumerate(values):
@@ -183,7 +188,8 @@ def segments_of(index: GPTIndex, start: int, stop: int) -> Segments:
 
 
 def segments_in_stream_order(index: GPTIndex):
-    """Yield (number of the first sample, `Segments`) for groups of samples before shuffling.
+    """Yield (number of the first sample, `Segments`) for consecutive groups of the samples before shuffling; each group
+    has a limited number of segments.
 
     Sequential in the indices, so a memory-mapped corpus of 10^8 documents is read once.
     """
@@ -238,7 +244,9 @@ UNITS = MEASURED, COMPUTED = "s", "FLOP"
 
 
 def causal_pairs(segments: Segments) -> np.ndarray:
-    """Return the attending pairs of tokens of each sample, int64 [samples]: n (n + 1) / 2 of each segment."""
+    """Return the number of pairs of tokens that attend to each other in each sample, int64 [samples]: the sum of n * (n
+    + 1) / 2 over the sample's segments.
+    """
     return np.add.reduceat(segments.values * (segments.values + 1) // 2, segments.offsets[:-1])
 
 
@@ -259,7 +267,9 @@ class Cost:
         return self.per_pair * causal_pairs(segments) + self.per_token * tokens
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
-        """Return the cost float64 [items], in `unit`, of a dataset in its own order; 16 bytes a sample are needed."""
+        """Return the cost float64 [items], in `unit`, for a dataset in its own order. The computation takes 16 bytes of
+        memory per sample, besides one chunk of segments.
+        """
         return _of_items(index, self.of, np.float64)
 
 
@@ -323,11 +333,13 @@ def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: 
     over an unfinished mask); from + 2 on it raises in the step that meets the sample.
 
     Args:
-        documents: [samples], the number of documents of each sample, in the order of training.
+        documents: [samples], the number of documents of each sample, in the order of training. batch: the number of
+            samples in a step.
         padding: the number of entries that must stay padding (`padding_under`).
 
     Raises:
-        RecipeError: a sample has too many documents.
+        RecipeError: a sample has too many documents; the message names the first such sample, the largest one, and a
+            sufficient length.
     """
     over = np.flatnonzero(documents + padding > eod_pad_length)
     if len(over):
@@ -343,7 +355,9 @@ def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: 
 
 
 def check_last_tokens(tokens: np.ndarray, eod: int, corpus: str) -> None:
-    """Refuse an `eod` that is not the last token of the documents looked at.
+    """Refuse an `eod` that is not the token with which this corpus' documents end.
+
+    tokens: [documents looked at], the last one of each.
 
     Raises:
         DataError: the last token is not the EOD token, so masks would not end where the documents end.

@@ -87,7 +87,9 @@ class Steps:
 
 
 def _deal_by_steps(ramp: Ramp, division: Division) -> None:
-    """Replace the functions that cut the training data into batches, and that end it, for steps of one size."""
+    """Replace the function that cuts the training data into batches of one size, and that which ends it after a number
+    of steps of that size.
+    """
     batched = stock_dataset.dataset_batch_func
 
     def dataset_batch_func(config, dataset):
@@ -116,7 +118,8 @@ def _deal_by_steps(ramp: Ramp, division: Division) -> None:
 
 
 class Stage:
-    """A `Stage` gives the train step and the callbacks the numbers of samples and micro-batches of a run's stage.
+    """A `Stage` is the stage of a growing batch in which a run is: it gives the train step and the callbacks the
+    numbers of samples and micro-batches.
 
     Attributes:
         samples: the number of samples in a step, 0 before the first step. division: the division of these samples over
@@ -143,7 +146,9 @@ class Stage:
         cutting.micro_size = step.micro_size = fresh.micro_size
 
     def tell(self, callbacks: list[Any]) -> None:
-        """Tell callbacks the samples and micro-batches of a step, by which they divide losses and loads."""
+        """Tell the callbacks the numbers of samples and micro-batches of a step, by which they divide losses
+        and loads.
+        """
         count, pipeline = self.division.micro_batches_at(self.samples), self.division.pipeline > 1
         for each in callbacks:
             if isinstance(each, MFLossMonitor) and each.global_batch_size != self.samples:
@@ -157,7 +162,9 @@ class Stage:
 
 
 def _begin_in(stage: Stage, ramp: Ramp) -> None:
-    """Make the train step for the batch of its first step: a resume compiles it before it loads slices."""
+    """Let a trainer make its train step for the batch of its first step: a resume compiles it before it loads the
+    slices of a sharded model.
+    """
     make = base_trainer.BaseTrainer.create_model_wrapper
 
     def create_model_wrapper(self, network, optimizer):

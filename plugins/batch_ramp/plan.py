@@ -1,4 +1,5 @@
-"""This module says which samples each step trains while the global batch grows (`plugins.batch_ramp`). Pure Python.
+"""This module says which samples each step of a run trains while the global batch grows, and reads
+`plugins.batch_ramp` of a recipe. Pure Python.
 
 A ramp is a list of stages `[last step, samples of a step]`; after the last stage a step has the samples that the
 recipe's own keys say (`runner_config.batch_size`, data-parallel ranks, micro-batches). So a recipe without a ramp is a
@@ -117,22 +118,25 @@ class Ramp:
 
 
 def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
-    """Return the ramp of a recipe whose own batch is `full` samples, without stages if it is off or refused."""
+    """Return the ramp of a recipe whose own global batch is `full` samples. The ramp has no stages if the plugin is
+    off, or if `Settings` refuses the plugin's section.
+    """
     settings = Settings.look(value_at(recipe, KEY))[0]
     return Ramp(settings.stages if settings else (), full)
 
 
 def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
-    """Return how many steps `lr_schedule` counts for `steps` steps; by samples, those of the full batch, rounded up."""
+    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run. With `learning_rate: samples`
+    this is the number of steps with the full batch that train as many samples, rounded up; otherwise it is `steps`.
+    """
     settings = Settings.look(value_at(recipe, KEY))[0]
     by_samples = settings is not None and settings.learning_rate == SAMPLES
     return -(-ramp.samples_until(steps) // ramp.full) if by_samples else steps
 
 
 def fewest_micro_batches(pipeline: int, scheduler: str = "") -> int:
-    """Return the fewest micro-batches of a step on `pipeline` stages.
-
-    They fill the stages, and are at least two, because MindSpore accumulates a single micro-batch wrongly.
+    """Return the smallest number of micro-batches that a step of a growing batch may have on `pipeline` stages: those
+    that fill the stages, and at least two, because MindSpore accumulates a single micro-batch wrongly.
     """
     return max(2, fewest_to_fill(pipeline, scheduler))
 
@@ -172,7 +176,9 @@ class Division:
         return 1 if self.whole else fewest_micro_batches(self.pipeline, self.scheduler)
 
     def advice(self, micro_batches: int, word: str = "write at least") -> str:
-        """Return what to write for a stage of this many micro-batches, or to leave it out if it is too large."""
+        """Return the advice for a stage that needs this number of micro-batches: a number of samples, or to leave the
+        stage out if the recipe's own batch is not larger than that.
+        """
         samples = micro_batches * self.unit
         if samples < self.full:
             return f"{word} {samples}"

@@ -1,4 +1,6 @@
-"""This module computes the results of `plan.Ramp` sample by sample."""
+"""This module computes the results of `plan.Ramp` sample by sample instead of by arithmetic, as the slow reference for
+the tests.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from collections.abc import Sequence
 
 
 def batches(stages: Sequence[tuple[int, int]], full: int, samples: int) -> list[list[int]]:
-    """Return the samples that each step of a run over `samples` samples trains; what fills no step is left out.
+    """Return the indices of the samples that each step of a run over `samples` samples trains; samples at the end that
+    do not fill a step are not trained.
 
     Args:
         stages: (last step, samples of a step) of each stage. full: samples of a step after the last stage.

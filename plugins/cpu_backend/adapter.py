@@ -1,4 +1,5 @@
-"""This module points a recipe's MindFormers config at the CPU classes, and patches what no hook reaches.
+"""This module points a recipe's MindFormers config at the CPU classes, and patches the lines of MindFormers that no
+hook reaches.
 
 `launch/train.py` calls this when, and only when, `context.device_target` is CPU: `before_mindformers` first, `enable`
 when the context is built. The two functions that patch are the only monkeypatches of the CPU backend; each line that
@@ -81,7 +82,9 @@ def enable(config) -> None:
 
 
 def documents_apart(loader: Mapping[str, Any]) -> bool:
-    """Return whether the masks of a `train_dataset.data_loader` section keep documents or conversations apart."""
+    """Return whether the attention masks that this `train_dataset.data_loader` section makes keep documents, or packed
+    conversations, apart.
+    """
     if any(handler.get("type") == "PackingHandler" for handler in loader.get("handler") or []):
         return not loader.get("create_compressed_eod_mask")
     data = loader.get("config") or {}

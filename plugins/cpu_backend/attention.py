@@ -80,7 +80,9 @@ def document_gradients(
     dout: np.ndarray,
     scale: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of query, key and value; `dout` has the shape of `out` of `document_attention`."""
+    """Return the gradients of query, key and value; `out` and `log_sum` come from `document_attention`, and `dout` has
+    the shape of `out`.
+    """
     gradients = np.empty(query.shape, query.dtype), np.zeros(key.shape, key.dtype), np.zeros(value.shape, value.dtype)
     inner = (out * dout).sum(-1).transpose(1, 2, 0)[..., None]  # [B, N, S, 1]
     for sample in range(len(breaks)):
@@ -106,7 +108,9 @@ def _heads_first(x: np.ndarray, sample: int) -> np.ndarray:
 
 
 def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scale: float) -> np.ndarray:
-    """Return scores [N, queries, keys] of one block, -inf where a key comes after its query."""
+    """Return scores [N, queries, keys] of one block, -inf where a key comes after its query: only in the last
+    square.
+    """
     scores = with_keys(q[:, first:end], k[:, start:end])
     scores *= scale
     size = end - first
@@ -115,7 +119,9 @@ def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scal
 
 
 def follow_documents(follows: bool) -> None:
-    """Set whether models that are built later compute attention document by document."""
+    """Set whether models that are built later compute attention document by document; this is only for data with
+    `reset_attention_mask`.
+    """
     global _follows_documents
     _follows_documents = follows
 
@@ -141,7 +147,8 @@ class Unrounded(PrimitiveLike):
 
 
 def compute_unrounded(network):
-    """Let a model's attention without latent compression compute in float32 if `compute_dtype` says so.
+    """Let attention layers without latent compression compute in float32 if the model's `compute_dtype` is float32;
+    this changes the built model in place.
 
     MindFormers rounds queries, keys and values, and so their gradients, to float16 for its kernel on Ascend. Most
     gradients of a mini recipe are too small for that type.
@@ -236,7 +243,8 @@ class CoreAttention(nn.Cell):
 
 
 class DocumentCoreAttention(CoreAttention):
-    """This is `CoreAttention` for masks of `reset_attention_mask`; only products within documents are computed.
+    """This is `CoreAttention` for masks of `reset_attention_mask`: tokens attend only within their document, and only
+    those products are computed.
 
     The dataset delivers a dense mask; its entry below the diagonal says whether a token sees the one before it, and
     so where documents begin. Nothing else of the mask is read. Memory does not grow with S squared, the mask apart.
@@ -247,7 +255,9 @@ class DocumentCoreAttention(CoreAttention):
         self.within_documents = WithinDocuments(self.scale)
 
     def attend(self, query, key, value, attention_mask):
-        """Compute the same as `CoreAttention.attend` within documents; attention_mask is [B, 1, S, S]."""
+        """Compute the attention within documents, with the arguments and result of `CoreAttention.attend`;
+        attention_mask is [B, 1, S, S].
+        """
         length, batch = query.shape[0], query.shape[1]
         # the entries (i + 1, i), behind each other at a stride of S + 1
         flat = ops.reshape(attention_mask, (batch, length * length))

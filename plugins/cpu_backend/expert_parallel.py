@@ -1,4 +1,5 @@
-"""This module computes expert parallelism on CPU: each worker holds its own experts, and only their tokens travel.
+"""This module computes expert parallelism on CPU: each worker holds its own experts' weights, and only the tokens
+routed to them are sent.
 
 Collectives, row operations and grouped matmul are host functions in the graph. MindSpore's CPU backend has AllReduce
 only, and gradients of shapes that depend on data fail there. So a buffer is as large as its worst case, rows in use
@@ -69,14 +70,18 @@ def _scattering(group):
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator exchanges rows between the members of a group."""
+    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
+    member.
+    """
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
         self.there, self.back = _moving(group), _moving(group)
 
     def construct(self, rows, send, receive, room):
-        """Return the received rows [room, w] for the sent rows [C, w]; send and receive are int32 [n]."""
+        """Return the received rows [room, w] for the sent rows [C, w]; send and receive are int32 [n], and `room` is
+        the number of rows that the result has.
+        """
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
     def bprop(self, rows, send, receive, room, out, dout):
@@ -85,7 +90,9 @@ class AllToAllV(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """This collective is a linear function of rows; the operator `back` computes its gradient."""
+    """This collective operator is a linear function of rows of tokens; in the backward pass, the operator `back`
+    computes the gradient.
+    """
 
     def __init__(self, there, back):
         super().__init__(auto_prefix=False)
@@ -110,7 +117,9 @@ class ExchangeCounts(nn.Cell):
         self.one = Tensor(np.ones(self.size), ms.int32)
 
     def construct(self, counts):
-        """Return int32 send [n], receive [n] and the arriving rows by kind [m], for `counts` int32 [n, m]."""
+        """Return int32 send [n], receive [n] and the arriving rows by kind [m], for `counts` int32 [n, m]: the number
+        of rows of each of m kinds that this rank sends to each of n members.
+        """
         counts = ops.stop_gradient(counts)
         arriving = self.move(counts, self.one, self.one, counts)
         return _sum(counts, 1), _sum(arriving, 1), _sum(arriving, 0)
@@ -135,31 +144,43 @@ class Net:
         return [self.ranks[index] for index in group]
 
     def all_gather(self, group, small=False):
-        """Return an AllGather cell, [m, ...] of n ranks to [n * m, ...]; its gradient is a ReduceScatter."""
+        """Return an AllGather cell, which joins the tensors [m, ...] of n ranks to one tensor [n * m, ...], in the
+        order of the group; its gradient is a ReduceScatter.
+        """
         return Linear(_gathering(self._global(group)), _scattering(self._global(group)))
 
     def reduce_scatter(self, group):
-        """Return a ReduceScatter cell, [n * m, ...] of n ranks to sums [m, ...]; its gradient is an AllGather."""
+        """Return a ReduceScatter cell, which sums the tensors [n * m, ...] of n ranks and gives each rank a part [m,
+        ...] of the sum; its gradient is an AllGather.
+        """
         return Linear(_scattering(self._global(group)), _gathering(self._global(group)))
 
     def all_to_all_v(self, group, width, small=False):
-        """Return an `AllToAllV` cell; rows of any width travel."""
+        """Return an AlltoAllV cell: it takes rows [C, width], the counts to send and to receive, and the number of rows
+        `room` that the receive buffer has, and returns the buffer [room, width].
+        """
         return AllToAllV(self._global(group))
 
     def exchange_counts(self, group):
-        """Return an `ExchangeCounts` cell."""
+        """Return a cell that takes the counts [n, m], and returns how many rows to send [n] and to receive [n], and how
+        many arrive [m].
+        """
         return ExchangeCounts(self._global(group))
 
 
 class Rows(nn.Cell):
-    """A `Rows` holds the dispatcher's row operations with static shapes, as a CPU graph needs them."""
+    """A `Rows` holds the dispatcher's row operations (sort, gather, add) with static shapes, as a CPU graph needs
+    them.
+    """
 
     limit = 2**31  # of int32
     spare = 0  # buffers of a fixed size may arrive with no row in use
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many values the unique keys have that `sort` makes from `count` elements of `kinds` values."""
+        """Return how many different values the keys may have that `sort` makes from `count` elements of `kinds` values;
+        each key is unique.
+        """
         return kinds * count
 
     def __init__(self):
@@ -182,7 +203,9 @@ class Rows(nn.Cell):
         return inverse
 
     def keep(self, values, mask):
-        """Return `values` unchanged: unused rows stay at the end of a buffer, and no rank sends them."""
+        """Return `values` unchanged: buffers have a fixed size on CPU, so unused rows stay at the end of the buffer,
+        and no rank sends them.
+        """
         return values
 
     def take(self, values, index):
@@ -200,7 +223,9 @@ class Rows(nn.Cell):
 
 
 class SparseGroupedMatmul(nn.Cell):
-    """This operator multiplies rows [C, h], sorted by expert, by weights [E, h, H]; unused rows give zeros."""
+    """This operator multiplies rows [C, h], sorted by expert, by weights [E, h, H]; it computes only the used rows of
+    [C, H].
+    """
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -219,7 +244,9 @@ class SparseGroupedMatmul(nn.Cell):
         self.dw = operator(grouped_matmul_dw, weight_gradient)
 
     def construct(self, rows, weight, ends):
-        """Return [C, H] of rows [C, h] and weights [E, h, H]; ends int32 [E] are cumulative counts."""
+        """Return the products [C, H] of rows [C, h] and weights [E, h, H]; ends is int32 [E], the cumulative counts of
+        rows.
+        """
         return self.forward(rows, weight, ends)
 
     def bprop(self, rows, weight, ends, out, dout):
@@ -246,7 +273,8 @@ class _Share(nn.Cell):
 
 
 class CpuRoutedExperts(RoutedExperts):
-    """This is `RoutedExperts` for data parallelism on CPU: a worker's own experts, which no reducer changes.
+    """This is `RoutedExperts` for data parallelism on CPU: each worker has only its own experts' weights, and the
+    gradient reducer leaves them unchanged.
 
     Args:
         spare: the number of additional slots of a worker, for a subclass that fills them (`plugins.expert_balance`).
@@ -265,11 +293,15 @@ class CpuRoutedExperts(RoutedExperts):
             setattr(self, name, _part(getattr(self, name), first, end, self.num_local_experts))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """Compute the same as the parent; the gradients of w1 and w2 are divided by the number of workers."""
+        """Compute the same output as the parent's `forward_func`; the gradients of w1 and w2 are divided by the number
+        of workers.
+        """
         return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
-        """Return the SwiGLU [R, h] of rows [R, h] by expert, with cumulative counts [E], w1 and w2."""
+        """Return the SwiGLU [R, h] of rows [R, h] that are sorted by expert, with cumulative counts [E], w1 [E, h, 2H]
+        and w2 [E, H, h].
+        """
         gate, up = ops.chunk(self.matmul(permuted_local_hidden_states, w1, tokens_per_expert), 2, -1)
         return self.matmul(gate * ops.sigmoid(gate) * up, w2, tokens_per_expert)
 

@@ -1,4 +1,5 @@
-"""This module computes products of grouped-query attention in NumPy: query heads of a group share keys and values.
+"""This module computes products of grouped-query attention in NumPy, where consecutive query heads share one head of
+keys and values.
 
 Query head n reads the keys and values of group n // (heads / groups), as in MindFormers and Megatron. Heads of one
 group are laid behind each other as rows of one matrix, so that neither keys nor values are repeated, and their
@@ -26,5 +27,7 @@ def from_keys(weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def to_keys(weights: np.ndarray, x: np.ndarray, groups: int) -> np.ndarray:
-    """Return [groups, columns, d]: transposed [heads, rows, columns] times [heads, rows, d], summed over a group."""
+    """Return the products [groups, columns, d] of the transpose of [heads, rows, columns] and [heads, rows, d], summed
+    over a group's heads.
+    """
     return np.matmul(_grouped(weights, groups).swapaxes(-1, -2), _grouped(x, groups))

@@ -80,7 +80,8 @@ def register(function: Callable[..., Any]) -> int:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's module, qualified name, and the values that it has captured or as defaults.
+    """Return the name of a function: its module, its qualified name, and the values that it has captured or has as
+    defaults of its arguments.
 
     Raises:
         TypeError: the function was not made by `def`, or one of its captured values is mutable or has no exact text.
@@ -97,7 +98,9 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return 62 bits of the name's digest, plus 2 ** 62: more than any memory address."""
+    """Return the number by which graphs call the function of this name: 62 bits of the name's digest, plus 2 ** 62, so
+    that the number is larger than any memory address.
+    """
     return 1 << 62 | int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
@@ -120,9 +123,8 @@ def names_in(graph: bytes) -> set[str] | None:
 
 
 def require(rank: int) -> None:
-    """Refuse cached graphs of this worker that call a Python function that it has not registered.
-
-    Call this after the network was built and before anything is compiled.
+    """Refuse the cached graphs that this worker is about to load if they call a Python function that the worker has not
+    registered. Call this after the network was built and before anything is compiled.
 
     Raises:
         ClusterError: the graph calls such a function; the message names it.

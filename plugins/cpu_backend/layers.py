@@ -1,8 +1,9 @@
-"""This module holds layers of the model from operators that a CPU has.
+"""This module holds layers of the model on CPU, from operators that a CPU has: top-k, outer product, embedding lookup,
+and routed experts.
 
 The first half stands in for operators that have no CPU kernel in MindSpore 2.9.0 (`TopkExt`, `Outer`, `IndexSelect`).
 The second half are the routed experts of a run with one expert-parallel rank: a dispatch that drops nothing, and
-grouped matmul in blocks (see `plan.py`). Experts over several workers: `expert_parallel.py`.
+grouped matmul in the blocks of `plan.block_layout`. Experts over several workers: `expert_parallel.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from plugins.cpu_backend.plan import block_count, default_block
 
 
 class PrimitiveLike(nn.Cell):
-    """This cell ignores what MindFormers chains on primitives (`shard`, `add_prim_attr`, `recompute`)."""
+    """This cell accepts the calls that MindFormers chains on primitives (`shard`, `add_prim_attr`, `recompute`), and
+    ignores them.
+    """
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -69,7 +72,8 @@ class EmbeddingLookup(PrimitiveLike):
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """This is `MoEAlltoAllTokenDispatcher` for `expert_parallel: 1`, without `SortExt`, `IndexSelect` and `MoveTo`.
+    """This is `MoEAlltoAllTokenDispatcher` for `expert_parallel: 1`, computed without the operators `SortExt`,
+    `IndexSelect` and `MoveTo`.
 
     Nothing is dropped, so no pad tokens are needed (`use_pad_tokens` keeps Ascend's GroupedMatmul from an
     empty input, which the block layout here does not mind).
@@ -102,7 +106,9 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, ends, (probs, inverse, tokens.shape)
 
     def token_unpermutation(self, tokens, ctx):
-        """Return for each token the sum of its k outputs of [N * k, h], weighted by probabilities, [1, N, h]."""
+        """Put the experts' outputs [N * k, h] back in the order of tokens. Return for each token the sum of its k
+        outputs, weighted by the router's probabilities, [1, N, h].
+        """
         probs, inverse, shape = ctx
         rows = self.gather(ops.reshape(tokens, (-1, self.hidden_size)), inverse, 0)
         rows = ops.reshape(rows, (shape[0], shape[1], self.moe_router_topk, self.hidden_size))
@@ -110,7 +116,9 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class GroupedMatMul(PrimitiveLike):
-    """This cell multiplies rows, sorted by expert, by their expert's weight, in padded blocks (see `plan.py`)."""
+    """This cell multiplies rows, sorted by expert, by their expert's weight, in the padded blocks that
+    `plan.block_layout` plans.
+    """
 
     def __init__(self, experts):
         super().__init__()
@@ -120,13 +128,8 @@ class GroupedMatMul(PrimitiveLike):
         self.cumsum = P.CumSum()
 
     def layout(self, ends, rows):
-        """Return the padded layout of `rows` rows, which are sorted by expert, in blocks of one expert each.
-
-        `ends`, int32 [E], are the cumulative counts of rows. The layout is, as int32:
-        expert_of_block [n]: the expert whose weight a block uses;
-        source [n, block]: the row that fills a padded slot (slots without a row repeat some row: their
-        results are never read, so their gradients are zero);
-        slot_of_row [rows]: where each row went.
+        """Compute the layout of `plan.block_layout` by graph operators; return (expert_of_block, source,
+        slot_of_row).
         """
         block = default_block(rows, self.experts)
         count = block_count(rows, self.experts, block)
@@ -147,7 +150,9 @@ class GroupedMatMul(PrimitiveLike):
         return self.gather(x, source, 0)
 
     def construct(self, packed, weight, expert_of_block):
-        """Return [blocks, block, H]: each block of `packed` [blocks, block, h] times its expert's of [E, h, H]."""
+        """Return the product of each block of `packed` [blocks, block, h] and its expert's weight of [E, h, H], as
+        [blocks, block, H].
+        """
         return self.matmul(packed, self.gather(weight, expert_of_block, 0))
 
     def unpack(self, packed, slot_of_row):

@@ -1,4 +1,5 @@
-"""This module defines the messages between two ranks of a `transport.Mesh`, and lets a call wait for its own.
+"""This module defines the messages between two ranks of a `transport.Mesh`, keeps the messages that have arrived, and
+lets a call wait for the messages that the call needs.
 
 A `Frame` on a socket is a header of fixed size, a note, then the raw bytes of one array. Nothing is pickled: a header
 holds numbers and the name of a dtype, so a stranger's bytes can only be refused.
@@ -38,7 +39,9 @@ LEAVING = 60.0
 
 
 class Disconnected(OSError):
-    """The other end of a connection closed it, or sent bytes that are not a message of this module."""
+    """This error says that the rank at the other end of a connection closed the connection, or sent bytes that are not
+    a message of this module.
+    """
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,16 @@ def receive(connection: socket.socket) -> Frame:
 
 
 def greet(connection: socket.socket, rank: int, size: int) -> None:
-    """Send the greeting of rank `rank` of `size` ranks; raise OSError if the connection is closed."""
+    """Send the greeting by which the rank at the other end of the connection learns which rank connects: `rank` of
+    `size` ranks. The function raises OSError if the connection is closed.
+    """
     connection.sendall(HELLO.pack(MAGIC, rank, size))
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Read a greeting; return the other rank and its number of ranks, or raise the errors of `receive`."""
+    """Read the greeting from the rank at the other end of a connection; return the number of that rank and the number
+    of ranks. The function raises the errors that `receive` raises.
+    """
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
     magic, rank, size = HELLO.unpack(hello)
@@ -150,9 +157,11 @@ class Call:
 
 
 class Mailbox:
-    """A `Mailbox` holds the frames that have arrived at this rank, and which other ranks are lost or waiting.
+    """A `Mailbox` holds the frames that have arrived at this rank, by sender and tag, and records which other ranks are
+    lost or waiting.
 
     Args:
+        rank: the rank that owns the mailbox.
         timeout: the seconds that a call may wait.
         tell: a function that sends a text to all other ranks, which says where this rank waits.
     """
@@ -182,7 +191,9 @@ class Mailbox:
             self.changed.notify_all()
 
     def sent(self, peer: int, call: Call | None) -> None:
-        """Record that a frame for this peer has left; it belongs to `call`, or (None) to a buffered send."""
+        """Record that a frame for this peer was written to the peer's socket; the frame belongs to `call`, or (None) to
+        a buffered send.
+        """
         with self.changed:
             if call is None:
                 self.buffered[peer] -= 1
@@ -191,7 +202,9 @@ class Mailbox:
             self.changed.notify_all()
 
     def lose(self, peer: int, error: OSError) -> None:
-        """Record that this peer sends no more; one that ends before it has read everything resets its connections."""
+        """Record that this peer will send no further frames. A process that ends before it has read everything resets
+        its connections, so a reset is treated like an orderly end.
+        """
         with self.changed:
             error = self.unreachable.get(peer, error)
             closed = isinstance(error, ConnectionResetError | BrokenPipeError)

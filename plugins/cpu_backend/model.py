@@ -1,4 +1,6 @@
-"""This module builds TeleChat3 and TeleChat3-MoE from a layer spec of MindFormers' whose leaves run on CPU."""
+"""This module builds TeleChat3 and TeleChat3-MoE on CPU: MindFormers' GPTModel from a layer spec whose leaves run on
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def build_gpt(config):
 
 
 def replace_hard_coded(model, config):
-    """Replace the operators that MindFormers' classes create by name, which no layer spec reaches."""
+    """Replace in a built model the operators that MindFormers' classes create by name, because no layer spec reaches
+    them.
+    """
     if model.rotary_pos_emb is not None:
         model.rotary_pos_emb.outer = Outer()
         model.rotary_pos_emb.outer_for_eod = Outer()
@@ -115,7 +119,8 @@ def cells_of(model, kind):
 
 
 def build(model, parent, config, latent):
-    """Build a training model in place of its `__init__`, which would make a GPTModel for Ascend.
+    """Build a training model in place; this replaces the `__init__` of its MindFormers class, which would make a
+    GPTModel for Ascend.
 
     Args:
         parent: MindFormers' class of pre-trained models from which the class inherits.
@@ -128,7 +133,9 @@ def build(model, parent, config, latent):
 
 
 def average_loads(model):
-    """Average each router's counts of tokens per expert over the ranks, which count only their own tokens."""
+    """Average each router's counts of tokens per expert over the ranks, because each rank has counted only its own
+    tokens.
+    """
     if train_step.distributed():
         mean = ops.AllReduce()
         for router in cells_of(model, TopKRouter):
@@ -136,7 +143,9 @@ def average_loads(model):
 
 
 class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """This is `TrainingTeleChat3MoeForCausalLM` for a CPU, with or without experts."""
+    """This is `TrainingTeleChat3MoeForCausalLM` as `build` makes it for a CPU: with multi-latent attention,
+    with or without experts.
+    """
 
     def __init__(self, config):
         build(self, TeleChat3MoePreTrainedModel, config, latent=True)
@@ -148,7 +157,9 @@ class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 
 class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """This is `TrainingTeleChat3ForCausalLM` for a CPU, usually without experts."""
+    """This is `TrainingTeleChat3ForCausalLM` as `build` makes it for a CPU: with grouped-query attention, usually
+    without experts.
+    """
 
     def __init__(self, config):
         build(self, TeleChat3PreTrainedModel, config, latent=False)

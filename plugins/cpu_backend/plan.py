@@ -2,9 +2,9 @@
 says in which data type the CPU backend computes. The module needs only NumPy.
 
 A grouped matmul multiplies each expert's rows by that expert's weight. CPU has no such kernel. Two forms exist
-in static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the padded blocks of
-`layers.GroupedMatMul`: every expert's rows are padded up to a multiple of `block`, so that each block of rows belongs
-to one expert and one batched matmul of gathered weights does the rest. Work is rows + at most E * (block - 1).
+in static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the layout planned
+here: every expert's rows are padded up to a multiple of `block`, so that each block of rows belongs to one
+expert and one batched matmul of gathered weights does the rest. Work is rows + at most E * (block - 1).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 
 def refused_dtype(compute_dtype: object) -> str:
-    """Return why the CPU backend does not compute in a `compute_dtype`; "" for float32, in which it does.
+    """Return why the CPU backend does not compute in a data type (`compute_dtype`); return "" for float32, in which it
+    computes.
 
     Of MindSpore 2.9.0's kernels on CPU, those of float16 train a mini recipe; those of bfloat16 lack the matmul.
     """
@@ -25,9 +26,10 @@ def refused_dtype(compute_dtype: object) -> str:
 
 
 def block_count(rows: int, experts: int, block: int) -> int:
-    """Return a number of blocks, rows / block + experts, that is enough for any distribution of the rows.
+    """Return a number of blocks that is enough for any distribution of `rows` over `experts`, so that shapes are
+    static.
 
-    Each expert wastes less than one block, and shapes are static.
+    Each expert wastes less than one block, so the bound is floor(rows / block) + experts.
     """
     return rows // block + experts
 

@@ -1,4 +1,6 @@
-"""This module lets MindFormers' training graph run in PyNative on CPU, where hooks see each module's output."""
+"""This module replaces code of MindFormers' training graph that works only in graphs, so that the model also runs in
+PyNative on CPU, where hooks see the output of each module.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def stand_ins() -> list[Hook]:
 
 
 def _call_morph(self, *args):
-    """Call the function of `ops.Morph`, which only a graph has to keep whole until it is sharded."""
+    """Call the function of `ops.Morph`, which the graph compiler keeps whole until it has sharded the graph; in
+    PyNative nothing is sharded.
+    """
     return self.__morph_fn__(*args)
 
 
@@ -49,7 +53,9 @@ def _call_zeros_like(self, tensor, dtype=None):
 
 
 def _shared_experts(self, hidden_states):
-    """Compute the shared experts; MindFormers' method unpacks three values into two, as only a graph may."""
+    """Compute the shared experts; MindFormers' method unpacks three values into two names, which only the graph
+    compiler accepts.
+    """
     output, bias, _ = super(SharedExpertMLPInterleaved, self).construct(hidden_states)
     if self.use_shared_expert_gate:
         gate = self.sigmoid(self.shared_experts_gate(self.cast(hidden_states, self.router_dense_type)))
@@ -70,7 +76,9 @@ def pynative():
 
 @contextmanager
 def counters_kept(network):
-    """Restore at the end of the block what a forward pass changes, such as the counters of experts' loads."""
+    """Save the parameters that a forward pass changes without training, such as the counters of experts' loads, and
+    restore them when the block ends.
+    """
     counters = [(param, param.asnumpy().copy()) for param in network.get_parameters() if not param.requires_grad]
     try:
         yield
@@ -81,7 +89,9 @@ def counters_kept(network):
 
 @contextmanager
 def without_recomputation(network):
-    """Let PyNative call the modules and not their wrappers for recomputation, which lose outputs that are None."""
+    """Let PyNative call the modules themselves, instead of the wrappers that it makes for recomputation in the backward
+    pass: these wrappers lose outputs that are None.
+    """
     made = [(cell, cell._recompute_cell) for _, cell in network.cells_and_names() if cell._recompute_cell is not None]
     try:
         for cell, _ in made:
@@ -93,7 +103,8 @@ def without_recomputation(network):
 
 
 def module_outputs(network, batch):
-    """Return the logits of a batch, and module -> output [B, S, ...] in the order of computing.
+    """Return the logits of a batch, and a dictionary from each module to its output [B, S, ...], in the order in which
+    the modules compute.
 
     The network is in evaluation mode; the modules are those of tools/accuracy/reference/forward.py.
     """

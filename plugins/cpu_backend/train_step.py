@@ -33,7 +33,8 @@ def distributed() -> bool:
 
 
 class TokensOfARank(nn.Cell):
-    """This cell computes by what each rank divides its sum of losses: the counted tokens of all, by the ranks.
+    """A `TokensOfARank` computes the number by which each rank divides its sum of losses: the counted tokens of all
+    ranks divided by the number of ranks.
 
     Losses and gradients are averaged over the ranks. Divided by a rank's own count, the tokens of a rank with few of
     them (`eod_mask_loss`, packed conversations) would weigh more than others', and more ranks would be another loss.
@@ -45,12 +46,17 @@ class TokensOfARank(nn.Cell):
         self.sum = ops.AllReduce()
 
     def construct(self, tokens, least):
-        """Return the divisor [1] of a rank's `tokens` [], plus `least` [1] against a division by 0."""
+        """Return the divisor [1]: the counted tokens of all ranks divided by the number of ranks, plus `least`. The
+        argument `tokens` is float32 [], the counted tokens of this rank; `least` [1] is a small number that avoids a
+        division by 0.
+        """
         return self.sum(ops.reshape(ops.stop_gradient(tokens), (1,))) / self.ranks + least
 
 
 class MeanOfSamples(nn.Cell):
-    """This cell computes the mean over the equally many samples of all ranks, for `gbs_aux_loss`."""
+    """A `MeanOfSamples` computes the mean over the samples of all ranks (each rank has equally many); `gbs_aux_loss`
+    needs this mean for the share of tokens that each expert gets.
+    """
 
     def __init__(self, ranks: int):
         super().__init__(auto_prefix=False)
@@ -67,7 +73,9 @@ PARTS = ("lm_loss", "aux_loss", "mtp_loss", "indexer_loss")
 
 
 def separate_losses() -> tuple[np.ndarray, ...]:
-    """Return the parts of the last step's loss, averaged over the ranks, each float32 [1], and clear them."""
+    """Return the language-model, auxiliary, MTP and indexer losses of the last step, averaged over the ranks, each
+    float32 [1]; clear them for the next step.
+    """
     values = losses_of_this_rank()
     if distributed():
         values = ops.AllReduce()(Tensor(values)).asnumpy() / get_group_size()
@@ -75,7 +83,9 @@ def separate_losses() -> tuple[np.ndarray, ...]:
 
 
 def losses_of_this_rank() -> np.ndarray:
-    """Return this rank's parts of the last step's loss, float32 [4], by `PARTS`, and clear them."""
+    """Return this rank's parts of the loss of the last step, float32 [4], in the order of `PARTS`; clear them for the
+    next step.
+    """
     values = np.concatenate([parameter_register.get(name).asnumpy() for name in PARTS])  # a copy: see above
     for name in PARTS:
         parameter_register.clear(name)
@@ -97,7 +107,9 @@ def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
 
 
 def strategy_of_this_rank(network) -> dict[int, dict[str, list]]:
-    """Return this rank's metadata as `mindspore.parallel.get_current_strategy_metadata` does, under 0."""
+    """Return this rank's metadata in the form of `mindspore.parallel.get_current_strategy_metadata`: a dictionary whose
+    only key is 0.
+    """
     return {0: strategy_of_all_ranks(network, 0)[0]}
 
 
@@ -127,7 +139,8 @@ class AllReduceMean(nn.Cell):
 
 
 class ClipSplitGradNorm(nn.Cell):
-    """This is `ClipGradNorm` where some weights (experts) are split over the ranks: their squares are added up.
+    """This is `ClipGradNorm` for models of which some weights (experts) are split over the ranks: it adds up the
+    squared gradients of those weights over the ranks.
 
     Args:
         max_norm: the norm to which gradients are clipped; split: for each gradient, whether its weight is split over
@@ -160,7 +173,9 @@ def _scaled(scale, gradient):
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER)
 class CpuTrainOneStepCell(MFTrainOneStepCell):
-    """This is `MFTrainOneStepCell` without `NPUGetFloatStatusV2`, whose loss is the mean over all ranks."""
+    """This is `MFTrainOneStepCell` without `NPUGetFloatStatusV2`; the loss that it returns is the mean over all
+    ranks.
+    """
 
     def __init__(self, network, optimizer, **kwargs):
         super().__init__(network, optimizer, **kwargs)
@@ -174,14 +189,18 @@ class CpuTrainOneStepCell(MFTrainOneStepCell):
         _train_step[:] = [self]
 
     def grads_for_mcore(self, scaling_sens, *inputs):
-        """Compute loss and gradients as the parent does, and the mean of the loss over the ranks."""
+        """Compute loss and gradients as the parent does, and average the reported loss over the ranks, as the sharded
+        graph on Ascend does.
+        """
         loss, grads, factor = super().grads_for_mcore(scaling_sens, *inputs)
         if self.mean is not None:
             loss = self.mean(loss)
         return loss, grads, factor
 
     def get_overflow_status(self, status, compute_output):
-        """Return True (as a tensor) if a gradient of any rank holds an inf or nan."""
+        """Return True (as a tensor) if a gradient holds an inf or nan on any rank; shared gradients are reduced
+        already.
+        """
         flags = ops.AddN()(self.hyper_map(_count_not_finite, compute_output))
         if self.split:
             flags = ops.reshape(self.sum(ops.reshape(flags, (1,))), ())

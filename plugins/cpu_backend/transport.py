@@ -74,7 +74,8 @@ class Mesh:
         return self._listener.getsockname()[:2]
 
     def connect(self, addresses: Sequence[Address], timeout: float = 60.0) -> None:
-        """Open the connections to lower ranks, and accept those of higher ranks.
+        """Connect to every other rank: this rank opens the connections to lower ranks and accepts those of higher
+        ranks.
 
         Args:
             addresses: [size] the results of `listen`, by rank.
@@ -151,7 +152,10 @@ class Mesh:
         return results
 
     def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:
-        """Send each peer its part; return peer -> the frame that it sent, of which nothing is checked.
+        """Send each peer its part of `parts`; return a dictionary peer -> the frame that this peer sent, without
+        checking what the frame contains.
+
+        As `all_to_all_v`, but nothing of a frame is checked. Returns after the kernel took every part.
 
         Args:
             parts: peer -> its part; the part is empty if this rank only waits for the peer.
@@ -165,7 +169,11 @@ class Mesh:
         return self._exchange(tag, parts, note, where).arrived
 
     def send(self, peer: int, tag: int, part: np.ndarray, note: str) -> None:
-        """Send a copy of `part` to a peer in the background; `close` waits for it to leave."""
+        """Send a copy of `part` to a peer in the background and return at once; the peer may call `receive` for it at
+        any time.
+
+        `close` waits for it to leave.
+        """
         copied = np.array(part, order="C")
         with self._mail.changed:
             number = self._sent[peer, tag]
@@ -174,7 +182,9 @@ class Mesh:
         self._outboxes[peer].put((None, mailbox.pack(tag, number, copied, note)))
 
     def receive(self, peer: int, tag: int, where: str) -> Frame:
-        """Return the next frame with this tag from a peer, or wait for it; raise the errors of `exchange`."""
+        """Return the next frame with this tag from a peer, and wait for it if necessary; this raises the errors of
+        `exchange`.
+        """
         with self._mail.changed:
             number = self._taken[peer, tag]
             self._taken[peer, tag] += 1
@@ -183,7 +193,9 @@ class Mesh:
         return call.arrived[peer]
 
     def tell(self, text: str) -> None:
-        """Tell all other ranks in which call this rank waits, for their error messages; "" means none."""
+        """Tell all other ranks in which call this rank waits, so that their error messages can name the call; "" means
+        that it waits in none.
+        """
         for peer, outbox in self._outboxes.items():
             with self._mail.changed:
                 self._mail.buffered[peer] += 1

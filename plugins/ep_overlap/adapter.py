@@ -1,4 +1,6 @@
-"""This module enables `plugins.ep_overlap`: tokens go through the experts in chunks, and communication overlaps."""
+"""This module enables `plugins.ep_overlap` of a recipe, which sends the tokens of a micro-batch through the experts in
+chunks so that communication and computation overlap.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""This module chooses how an MoE layer cuts its tokens into chunks and orders their steps (report, section 4.4).
+"""This module chooses into how many chunks an MoE layer cuts the tokens of a micro-batch, and in which order it issues
+the steps of the chunks. The module implements section 4.4 of the report.
 
 One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way back.
 With chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts run at once.
@@ -62,7 +63,9 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Stage:
-    """A `Stage` is a step of each chunk: name, stream, and the seconds for a chunk's share of the tokens."""
+    """A `Stage` is one step through which each chunk of tokens passes: its name, its stream, and the seconds that it
+    takes as a function of the chunk's share of the tokens.
+    """
 
     name: str
     stream: str
@@ -74,7 +77,9 @@ Chain = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class Passes(Generic[T]):
-    """A `Passes` holds a value for the forward, the backward, and a backward that first repeats the forward."""
+    """A `Passes` holds one value for each kind of pass: forward, backward, and a backward that first repeats the
+    forward.
+    """
 
     forward: T
     backward: T
@@ -118,7 +123,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Choice:
-    """A `Choice` holds the chunks and the order chosen for an MoE layer, and seconds of one layer and micro-batch.
+    """A `Choice` holds the division into chunks and the order of issue that were chosen for an MoE layer, with the
+    predicted times. All times of a `Choice` are in seconds, for one layer and one micro-batch.
 
     Args:
         chunks: (b, s), the numbers of parts of batch and sequence.
@@ -142,7 +148,9 @@ class Choice:
 
     @property
     def cutting(self) -> Passes[float]:
-        """Return the seconds of computation that chunks add: smaller matmuls, launches, weights read again."""
+        """Return the additional seconds of computation that chunks cost: smaller matmuls, more kernel launches, weights
+        read more than once.
+        """
         busy, uncut = self.after.map(lambda timeline: timeline.busy("compute")), self.compute
         return Passes(busy.forward - uncut.forward, busy.backward - uncut.backward, busy.replayed - uncut.replayed)
 
@@ -191,14 +199,17 @@ def _check(batch: int, sequence: int, chunks: Chunks) -> None:
 
 
 def candidates(batch: int, sequence: int) -> list[Chunks]:
-    """Return the pairs (parts of batch, parts of sequence) that `choose` tries, the fewest chunks first."""
+    """Return the pairs (parts of the batch, parts of the sequence) that `choose` tries, the pairs with the fewest
+    chunks first.
+    """
     pairs = product(BATCH_CHUNKS, SEQUENCE_CHUNKS)
     fitting = [(b, s) for b, s in pairs if b <= batch and s <= sequence and b * s <= MOST_CHUNKS]
     return sorted(fitting, key=lambda pair: (pair[0] * pair[1], pair[1]))
 
 
 def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int = 1) -> list[tuple[int, str]]:
-    """Return the (chunk, step) pairs in the order in which every rank issues them.
+    """Return as (chunk, step) pairs the order in which every rank issues the steps of all chunks; all ranks have the
+    same order.
 
     Step i of chunk c stands at place stride * c + i, the earlier chunk first: a chunk starts `stride` steps after the
     one before it.
@@ -217,7 +228,8 @@ def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int =
 
 
 def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, shared: float = 0.0) -> list[Op]:
-    """Return the operators of one pass in chunks, in the order of issue; the shared expert comes first.
+    """Return the operators of one pass of a layer in chunks, in the order in which they are issued; the shared expert
+    comes first, because it depends on no other operator.
 
     Args:
         chains: the steps of a chunk (`Layer.passes`).
@@ -236,14 +248,17 @@ def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, sha
 
 
 def uncut_ops(chains: Sequence[Chain], shared: float = 0.0, shared_beside: bool = False) -> list[Op]:
-    """Return the operators of one pass without chunks; the shared expert comes last, or beside the routed ones."""
+    """Return the operators of one pass without chunks; the shared expert comes last, unless it runs in parallel with
+    the routed experts.
+    """
     if shared_beside or not shared:
         return layer_ops(chains, (1.0,), 1, shared)
     return [*layer_ops(chains, (1.0,), 1), Op("shared", WHOLE, "compute", shared, ((0, chains[-1][-1].name),))]
 
 
 def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-    """Return the division and the order with the shortest forward and backward, repeated forward included.
+    """Return the division into chunks and the order for which the layer's forward plus backward time is shortest; if
+    the layer is recomputed, the backward pass repeats the forward pass.
 
     Args:
         batch, sequence: the numbers of samples and of tokens of a sequence that a rank holds of a micro-batch.
@@ -272,7 +287,9 @@ def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (),
 
 
 def cut_layer(layer: Layer, chunks: Chunks, stride: int, shares: Sequence[float]) -> Choice:
-    """Return the predicted times of a layer whose passes all use these chunks and this order."""
+    """Return the predicted times of a layer whose forward, recomputed and backward passes all use the same number of
+    chunks and the same order of issue.
+    """
     passes = layer.passes
     each = (passes.forward, passes.backward, passes.replayed)
     compute, communication = [], []
@@ -298,7 +315,9 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
 
 
 def read(settings: Any) -> tuple[Any, int]:
-    """Return (chunks, stride) of `plugins.ep_overlap`; this raises as `Settings.read` does."""
+    """Return (chunks, stride) of `plugins.ep_overlap`, as `Settings` describes them; this raises the errors that
+    `Settings.read` raises.
+    """
     ours = Settings.read(settings)
     return ours.chunks, ours.stride
 

@@ -1,4 +1,5 @@
-"""This module computes when each operator runs on a device's in-order streams (figure 5 of the report). Pure.
+"""This module computes when each operator runs on a device's streams, which run operators in order. The module needs
+only the standard library. The streams are those of figure 5 of TeleChat3's technical report.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
@@ -17,7 +18,9 @@ Key = tuple[int, str]  # chunk and name
 
 @dataclass(frozen=True)
 class Op:
-    """An `Op` is one operator: name, chunk, stream, duration, and the operators after which it runs."""
+    """An `Op` is one operator: its name, its chunk, its streams, its duration, and the operators after which it
+    runs.
+    """
 
     name: str
     chunk: int

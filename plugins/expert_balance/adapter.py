@@ -1,4 +1,6 @@
-"""This module enables `plugins.expert_balance`, which records the experts' loads and moves experts between ranks."""
+"""This module enables `plugins.expert_balance` of a recipe: it records the experts' loads, and moves experts between
+ranks of an EP group.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def _rows(config) -> Ramp:
 
 
 def _add_callback(config, ours: Settings, kind: str, devices: int, samples: Ramp) -> None:
-    """Add a callback for EP groups of `devices` ranks; `samples` says how many of a micro-batch a rank counts."""
+    """Add the callback of this `kind`, for EP groups of `devices` ranks; `samples` says how many samples of a
+    micro-batch a rank counts.
+    """
     model, checkpoint = config.model.model_config, config.get("checkpoint") or {}
     config.callbacks.append({
         "type": kind,
@@ -98,7 +102,9 @@ def _rate(model) -> float:
 
 
 def _nodes(config) -> int:
-    """Return over how many nodes of an EP group a plan balances first: a token may go to each node only once."""
+    """Return the number of nodes of an EP group that a plan balances first, because a token goes to each node only
+    once.
+    """
     from plugins.hierarchical_ep import adapter as hierarchical_ep
 
     if not (config.get("plugins") or {}).get("hierarchical_ep"):

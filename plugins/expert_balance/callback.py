@@ -1,4 +1,6 @@
-"""This module records the experts' loads after each step, and moves and copies experts when due, before a save."""
+"""This module records the experts' loads after every step, and moves experts and changes their copies when a plan is
+due, before anything is saved.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class Experts:
 
 
 class Alone:
-    """An `Alone` stands in for the connection of ranks in a run of only one rank."""
+    """An `Alone` replaces the communication between ranks in a run that consists of only one rank."""
 
     rank, size = 0, 1
 
@@ -188,7 +190,9 @@ class ExpertBalance(ExpertMigrateCallback):
         append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes, told))
 
     def _remember(self):
-        """Let rank 0, which may be the only one with the file, hand out the records of the steps before."""
+        """Let rank 0 read the records of the steps before, because only rank 0 may have the file; all ranks get the
+        same records.
+        """
         form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
         missing, copies = "", self.held[None][:0]
         if not self.ranks.rank:
@@ -211,7 +215,9 @@ class ExpertBalance(ExpertMigrateCallback):
             )  # fmt: skip
 
     def _last_copies(self, records):
-        """Return the copies [1, layers, D x spare] that the last step left; [0, ...] if they are not known."""
+        """Return the copies [1, layers, D x spare] with which the run continued after its last step, or [0, ...] if
+        they are not known.
+        """
         if records and records[-1].step == self.done:
             slots, copies = records[-1].after
             if copies.shape == self.held.shape and np.array_equal(slots, self._placements()):
@@ -220,7 +226,11 @@ class ExpertBalance(ExpertMigrateCallback):
 
 
 def layers_of(network, optimizer, decoder):
-    """Return the MoE layers of a network as sorted `Experts`; `decoder` is the number of its decoder layers."""
+    """Return the MoE layers of a network, as `Experts`, in the order of their numbers.
+
+    Args:
+        decoder: decoder layers of the model.
+    """
     states = optimizer.parameters_dict()
     found = []
     for name, cell in network.cells_and_names():

@@ -92,7 +92,9 @@ class Choose(nn.Cell):
         self.slots = host_functions.operator(choose, same)
 
     def construct(self, homes):
-        """Return the slots, int32, that compute tokens whose experts have the home slots `homes`, int32."""
+        """Return the slots, int32, that compute the tokens; the argument holds the own slots (those that are not
+        copies) of the tokens' experts, int32, in the same shape.
+        """
         return self.slots(homes)
 
     def bprop(self, homes, out, dout):
@@ -101,7 +103,9 @@ class Choose(nn.Cell):
 
 
 class CopiedRoutedExperts(CpuRoutedExperts):
-    """This is `RoutedExperts` with a `placement` parameter, and with copies in `spare` more slots of a worker."""
+    """This is `RoutedExperts` with experts on several workers, placed as the `placement` parameter says, and copies in
+    `spare` additional slots of each worker.
+    """
 
     def __init__(self, config, settings, spare):
         super().__init__(config, settings, spare)
@@ -115,11 +119,17 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         self.take_copies(np.arange(config.num_moe_experts), none(1, devices, spare)[0])
 
     def take_copies(self, slots, copies):
-        """Use the placement `slots` [E] and the `copies` [D x spare] of experts from the next step on."""
+        """Use the given placement and the given copies of experts from the next step on.
+
+        Args:
+            slots: int [E], the placement. copies: int [D x spare], as in `plugins.expert_balance.copies`.
+        """
         _tables[self.layer_number] = Table(slots, copies, self.devices)
 
     def construct(self, tokens, probs, routing_map):
-        """Return the same as `PlacedRoutedExperts.construct`."""
+        """Return the experts' outputs [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k]
+        of logical experts.
+        """
         homes = ops.cast(self.slot_of(self.placement, routing_map, 0), ms.int32)
         return super().construct(tokens, probs, self.choose(homes))
 

@@ -35,7 +35,9 @@ def none(layers: int, devices: int, spare: int) -> np.ndarray:
 
 
 def share(loads: np.ndarray, parts: int | np.ndarray) -> np.ndarray:
-    """Return the tokens of the largest part where `loads` tokens are dealt to `parts` parts, one by one."""
+    """Return the number of tokens in the largest part if `loads` tokens are divided into `parts` parts that differ by
+    at most one token.
+    """
     return -(-loads // parts)
 
 
@@ -79,7 +81,9 @@ def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, leas
 
 
 def fullest(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> int:
-    """Return the tokens of the fullest device if each expert's are dealt, in whole tokens, to its home and copies."""
+    """Return the number of tokens on the fullest device if each expert's tokens are dealt equally, in whole tokens, to
+    its own slot and its copies.
+    """
     filled = np.flatnonzero(copies != NOTHING)
     parts = share(loads, 1 + np.bincount(copies[filled], minlength=len(loads)))
     on = device_loads(parts, slots, devices)
@@ -269,7 +273,9 @@ class Table:
         return [row % self.each for row in mine]
 
     def taken(self, rank: int) -> list[np.ndarray]:
-        """Return for each device the spare slots (0 to spare - 1) of this rank with copies of its experts."""
+        """Return for each device the spare slots of this rank (0 to spare - 1) that hold copies of the device's
+        experts.
+        """
         row = self.source[rank]
         return [np.flatnonzero((row != NOTHING) & (row // self.each == device)) for device in range(self.devices)]
 

@@ -128,7 +128,9 @@ def total(ranks: Ranks, own: np.ndarray) -> np.ndarray:
 
 
 def from_first(ranks: Ranks, own: np.ndarray) -> np.ndarray:
-    """Return rank 0's array [n, ...] on every rank; all other ranks pass an `own` of zero rows."""
+    """Return rank 0's array [n, ...] on every rank. All other ranks pass an array `own` with zero rows and the same
+    other dimensions.
+    """
     return _from_all(ranks, _LOADS, own)[0]
 
 

@@ -67,7 +67,9 @@ def apart() -> Iterator[None]:
 
 
 class Exchange(nn.Cell):
-    """This All-to-All operator exchanges int32 words between the ranks of a group."""
+    """This All-to-All operator sends int32 words to the ranks of a group; `send` holds the number of words for each
+    rank.
+    """
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -154,19 +156,25 @@ def _rows(words: np.ndarray, count: int, shape: tuple[int, ...], dtype: np.dtype
 
 
 class PlacedGroupedGEMM(FFNGroupedGEMM):
-    """This is MindFormers' `FFNGroupedGEMM` with a `placement` parameter, which says where each expert lives."""
+    """This is MindFormers' `FFNGroupedGEMM` with its own dispatch, in which a `placement` parameter says where each
+    expert lives.
+    """
 
     def __init__(self, config):
         super().__init__(config)
         place(self, config)
 
     def construct(self, tokens, probs, routing_map):
-        """Return outputs [ranks, N, h] for tokens [ranks, N, h], probs and routing_map (int32) [ranks, N, k]."""
+        """Return the experts' outputs [ranks, N, h] for tokens [ranks, N, h], probs [ranks, N, k] and routing_map int32
+        [ranks, N, k].
+        """
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))
 
 
 class PlacedDispatch(RoutedExperts):
-    """These are the experts of `plugins.hierarchical_ep` with a `placement` parameter."""
+    """These are the experts of `plugins.hierarchical_ep` with its dispatch, in which a `placement` parameter says where
+    each expert lives.
+    """
 
     def __init__(self, config, settings, net, rows, streams):
         super().__init__(config, settings, net, rows, streams)
@@ -178,7 +186,9 @@ class PlacedDispatch(RoutedExperts):
 
 
 def place(cell, config) -> None:
-    """Add the parameter `placement` to `cell`, and a Gather in it that is split over the ranks of a stage."""
+    """Add to `cell` the parameter `placement` and a Gather that looks experts up in it; the Gather is split over the
+    ranks of a stage.
+    """
     identity = Tensor(np.arange(config.num_moe_experts), ms.int32)
     cell.placement = Parameter(identity, name="placement", requires_grad=False, parallel_optimizer=False)
     ranks = config.data_parallel_size * config.tensor_model_parallel_size * config.context_parallel_size
@@ -204,7 +214,9 @@ class ShardedExpertBalance(ExpertBalance):
         return self._among(range(devices))
 
     def of_all(self, shares, slots):
-        """Return what `ExpertBalance.of_all` returns; a stage's EP groups are added up."""
+        """Return the experts' loads of all ranks, in the form that `ExpertBalance.of_all` returns. The token counts of
+        all EP groups of a stage are added up.
+        """
         batches = np.rint(shares.sum(1)) * (self.stage.size // self.devices)
         own = np.column_stack([np.rint(shares * self.copies), slots, batches]).astype(np.int64)
         held = [self._holds(layer) for layer in self.layers]
@@ -229,14 +241,18 @@ class ShardedExpertBalance(ExpertBalance):
         return layer.tensors[0].name in self.compiled.parameter_layout_dict
 
     def _slice(self, tensor):
-        """Return this rank's slice of a tensor; a moment is cut as its weight is, or more finely."""
+        """Return the slice of a tensor that this rank holds; a moment is cut as its weight is, or
+        more finely.
+        """
         mesh, cuts, *_, whole = self.compiled.parameter_layout_dict[_MOMENT.sub("", tensor.name)][:7]
         first = cuts[0] if isinstance(cuts[0], (list, tuple)) else cuts[:1]
         sets = self.first + holders(mesh, first, whole[0] // tensor.shape[0])
         return Slice(tensor, self._among(next(each for each in sets.tolist() if self.rank in each)))
 
     def _among(self, members):
-        """Return what connects the ranks `members`, made once and in one order on all of them."""
+        """Return the object that connects the ranks `members`; each group is created once, in the same order on all
+        its ranks.
+        """
         key = tuple(members)
         if key not in self.groups:
             self.groups[key] = CollectiveRanks(key, self.rank) if len(key) > 1 else Alone()

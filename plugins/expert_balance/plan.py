@@ -101,7 +101,9 @@ Exchange = tuple[np.ndarray, np.ndarray]  # slots whose experts go, and where ea
 
 
 def _best(held: np.ndarray, on: np.ndarray, fullest: int, width: int, aligned: bool, left: int) -> Exchange | None:
-    """Return the best exchange with one of the node's `width` devices; None: nothing helps, or is left to do."""
+    """Return the best exchange with devices of the same node, `width` devices wide; None: nothing helps, or is left to
+    do.
+    """
     each = held.shape[1]
     first = fullest // width * width
     held, on, fullest = held[first : first + width], on[first : first + width], fullest - first
@@ -143,7 +145,9 @@ def _best_swap(held: np.ndarray, on: np.ndarray, fullest: int, places: np.ndarra
 
 
 def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """Return the tokens of each device, [..., D], for tokens and slots of the experts, both [..., E]."""
+    """Return the tokens of each device, [..., D], for `loads` (tokens of each expert) and `slots` (the placement), both
+    [..., E].
+    """
     by_slot = np.empty_like(loads)
     np.put_along_axis(by_slot, slots, loads, axis=-1)
     return by_slot.reshape(*loads.shape[:-1], devices, -1).sum(-1)
@@ -177,7 +181,9 @@ def moved(new: np.ndarray, old: np.ndarray, devices: int) -> int:
 
 
 def greedy(loads: np.ndarray, devices: int) -> np.ndarray:
-    """Return the placement that puts each expert, the largest load first, on the emptiest device with a free slot."""
+    """Return the placement of the greedy rule: take the experts from the largest load down, and put each on the device
+    with the least load that has a free slot.
+    """
     each = len(loads) // devices
     full, used = np.zeros(devices, loads.dtype), np.zeros(devices, np.int64)
     slots = np.empty(len(loads), np.int64)
@@ -255,7 +261,9 @@ class Prediction:
 
 
 def due(step: int, every: int) -> bool:
-    """Return whether a placement has to be planned after this step; `every: 0` plans none."""
+    """Return whether a new placement has to be planned after this step; if `every` is 0, no placement is ever
+    planned.
+    """
     return every > 0 and step % every == 0
 
 

@@ -1,4 +1,5 @@
-"""This module holds `RUN/metrics/expert_load.jsonl`, which has a line of a run's expert loads for each step.
+"""This module writes, reads and continues `RUN/metrics/expert_load.jsonl`, which holds a run's expert loads, one line
+for each step.
 
 The prediction of loads starts from the recorded loads of the steps before a resume, and the record goes on behind them
 (`carry_over`). A checkpoint holds no prediction: the same loads, fed again, give the same one, bit for bit. Pure.
@@ -68,17 +69,23 @@ class Record:
 
     @property
     def held(self) -> np.ndarray:
-        """Return the copies during the step, [layers, D x spare], or [layers, 0] without spare slots."""
+        """Return the copies of experts during the step, as [layers, D x spare]; without spare slots this is an array of
+        shape [layers, 0].
+        """
         return np.empty((len(self.layers), 0), np.int64) if self.copies is None else self.copies
 
     @property
     def on_devices(self) -> np.ndarray:
-        """Return the tokens of each device, [layers, D]; an expert's are dealt to its slot and its copies."""
+        """Return the tokens of each device, [layers, D]; the tokens of an expert are dealt equally to its own slot and
+        its copies.
+        """
         return loads_with(self.tokens, self.slots, self.held, self.devices)
 
     @property
     def after(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the placement [layers, E] and the copies, as `held` has them, in use after the step."""
+        """Return the placement [layers, E] and the copies [layers, D x spare] that are in use after the step; the
+        copies are [layers, 0] if there are no spare slots.
+        """
         copies = self.copies if self.moved is None else self.moved.copies
         slots = self.slots if self.moved is None else self.moved.slots
         return slots, self.held[:, :0] if copies is None else copies
@@ -267,7 +274,9 @@ def _strange(slots: np.ndarray, copies: np.ndarray | None, devices: int) -> str:
 
 
 def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str | Path) -> Path:
-    """Return the load file of the run, this or another, that saved `checkpoint` (the folder of one iteration)."""
+    """Return the load file of the run that saved `checkpoint` (the folder of one iteration); this may be the current
+    run or another one.
+    """
     if checkpoint is None or Path(os.path.realpath(checkpoint)).parent == Path(os.path.realpath(save_path)):
         return load_file(run_dir)
     return load_file(Path(os.path.realpath(checkpoint)).parent.parent)

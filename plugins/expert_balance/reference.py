@@ -81,13 +81,17 @@ def _held(slots: list[int], copies: list[int], devices: int) -> list[list[int]]:
 
 
 def _counted(loads: list[int], held: list[list[int]]) -> list[int]:
-    """Return the tokens of each device if an expert's are dealt to all that hold it, in whole parts rounded up."""
+    """Return the tokens of each device, if each expert's are dealt to all devices that hold it, in whole parts rounded
+    up.
+    """
     devices = [sum(expert in here for here in held) for expert in range(len(loads))]
     return [sum((loads[expert] + devices[expert] - 1) // devices[expert] for expert in here) for here in held]
 
 
 def planned_slowly(loads: list[int], slots: list[int], devices: int, spare: int, least: float = 0.0) -> list[int]:
-    """Return the same as `plugins.expert_balance.copies.planned`, counting every device anew for each copy."""
+    """Return the same result as `plugins.expert_balance.copies.planned`, computed by counting every device anew for
+    each possible copy.
+    """
     copies = [NOTHING] * (devices * spare)
     while True:
         held = _held(slots, copies, devices)
@@ -111,7 +115,9 @@ def planned_slowly(loads: list[int], slots: list[int], devices: int, spare: int,
 
 
 def divided_slowly(loads: list[int], devices: int, spare: int) -> list[int]:
-    """Return the same as `plugins.expert_balance.copies.divided`, dividing all loads anew for each copy."""
+    """Return the same result as `plugins.expert_balance.copies.divided`, computed by dividing all loads anew for each
+    copy.
+    """
     count = [1] * len(loads)
     for _ in range(devices * spare):
         left = [(loads[e] + count[e] - 1) // count[e] if count[e] < devices else -1 for e in range(len(loads))]
@@ -130,7 +136,9 @@ def least_with_copies(loads: list[int], slots: list[int], devices: int, spare: i
 
 
 def chosen_slowly(homes: list[int], slots: list[int], copies: list[int], devices: int, rank: int) -> list[int]:
-    """Return the same as `plugins.expert_balance.copies.Table.choose`, one (token, expert) pair after the other."""
+    """Return the same result as `plugins.expert_balance.copies.Table.choose`, computed one (token, expert) pair after
+    the other.
+    """
     each, spare = len(slots) // devices, len(copies) // devices
     seen, found = dict.fromkeys(homes, rank), []
     for home in homes:

@@ -1,4 +1,5 @@
-"""This module replays recorded loads: it asks a policy, this plugin's or another planner's, for its placements.
+"""This module computes step by step which placements a policy would have made under recorded loads; the policy may be
+that of this plugin or of another planner.
 
 The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) and `eplb_with_copies` plan
 from scratch at every plan; they are here for reports and benchmarks.
@@ -130,7 +131,9 @@ def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
 
 
 def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int) -> np.ndarray:
-    """Return max/mean of each step and layer for a run in which `eplb_with_copies` makes every plan due."""
+    """Return for each step and layer the tokens of the fullest device divided by the mean, for a run in which
+    `eplb_with_copies` plans whenever a plan is due.
+    """
     devices, prediction, ratios = records[0].devices, Prediction(decay), []
     held: np.ndarray | None = None  # [layers, D, slots], after the first plan
     for record in records:
@@ -156,7 +159,9 @@ def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
 
 
 def _packed(loads: np.ndarray, packs: int) -> np.ndarray:
-    """Return the pack of each of [items], equally many in each, packed as `plan.greedy` does."""
+    """Return [items] the pack of each item, equally many in each: the heaviest first, to the lightest pack that has
+    room.
+    """
     return greedy(loads, packs) // (len(loads) // packs)
 
 

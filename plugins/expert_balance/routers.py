@@ -67,7 +67,9 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Measures:
-    """A `Measures` holds one step's row of the module's table for each layer; `similarity` may be NaN."""
+    """A `Measures` holds the measures of the routers in one step, which the table of this module lists: arrays with one
+    value for each layer. The field `similarity` is NaN if the step before is not known.
+    """
 
     step: int
     layers: tuple[int, ...]
@@ -125,7 +127,9 @@ class Watcher:
         return Measures(step, self.layers, **now, idle=idle, streak=streak, alarms=raised)
 
     def _count(self, tokens: np.ndarray, sign: np.ndarray) -> None:
-        """Count the steps in a row without tokens, and above (positive) or below (negative) the mean."""
+        """Count the steps in a row without tokens, and the steps in a row above (positive) or below (negative) the
+        mean.
+        """
         if self.side.shape != tokens.shape:
             self.unused, self.side = np.zeros((2, *tokens.shape), np.int64)
         self.unused = np.where(tokens == 0, self.unused + 1, 0)

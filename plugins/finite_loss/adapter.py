@@ -1,4 +1,5 @@
-"""This module ends a run whose loss, gradients or saved weights are not finite (see `plan`), before it saves them.
+"""This module ends a run whose loss, gradients or saved weights are not finite (see `plan`), before such a step is
+saved.
 
 MindFormers sorts unknown callbacks after its CheckpointMonitor, which would already have saved the step. So this module
 reads the loss and its parts in MFLossMonitor, the first callback, whose reading clears them.
@@ -34,7 +35,11 @@ relies_on(callback._get_loss_output, "loss, overflow, scaling_sens, *res = outpu
 
 
 def enable(config, settings) -> None:
-    """Add the check to the loss and checkpoint monitors of `config` (a MindFormerConfig).
+    """Add the check for values that are not finite to the loss and checkpoint monitors of `config` (a
+    MindFormerConfig).
+
+    Args:
+        settings: see `plan.Settings`.
 
     Raises:
         RecipeError: a setting is unknown or impossible.
@@ -43,7 +48,9 @@ def enable(config, settings) -> None:
 
 
 def undefined_of(config) -> tuple[str, ...]:
-    """Return what `plan.undefined_parts` returns for a run of this config."""
+    """Return the parts of the loss that MindFormers computes as 0/0 in a run of this config (see
+    `plan.undefined_parts`).
+    """
     stages = (config.get("parallel_config") or {}).get("pipeline_stage") or 1
     micro_steps = (config.get("runner_config") or {}).get("gradient_accumulation_steps") or 1
     model = config.model.model_config
@@ -123,7 +130,9 @@ def end(saver, step, wrong):
 
 
 def way_on(saver):
-    """Return from which checkpoint to resume, or that the run starts over, and what to change first."""
+    """Return the end of the error message: the checkpoint from which to resume (or that the run has to start over), and
+    what to change first.
+    """
     change = "with a lower learning rate or other data: as it was, it would come to the same"
     newest = newest_of_rank(Path(saver.directory), get_real_rank()) if saver and not saver.use_legacy_format else None
     if newest is None:
@@ -132,7 +141,9 @@ def way_on(saver):
 
 
 def _withholding(watch, end):
-    """Return a class of checkpoint monitors that saves no step, and seals no weights, that are not finite."""
+    """Return a class of checkpoint monitors that saves no step which is not finite, and seals no weights that are
+    not.
+    """
 
     class FiniteCheckpointMonitor(SealingCheckpointMonitor):
         def _save_megatron_ckpt_file_format(self, cb_params):
@@ -153,7 +164,9 @@ def _withholding(watch, end):
 
 
 def _anywhere(flag, stop_after):
-    """Return whether `flag` is set on any rank; with `stop_after: 1` this is never called with it set."""
+    """Return whether `flag` is set on any rank: all ranks save, or none does. With `stop_after: 1` this is never called
+    with the flag set.
+    """
     if stop_after == 1 or get_real_group_size() == 1:
         return flag
     return sum_over_ranks(float(flag)) > 0
@@ -166,7 +179,9 @@ def _scale_falls(network):
 
 
 def _number(value):
-    """Return a float for what MindFormers hands over: None, a flag, a number, or an array of one element."""
+    """Return a float for whatever MindFormers hands over: None, a flag, a number, an array or a tensor of one
+    element.
+    """
     if value is None:
         return None
     array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value, dtype=np.float64).reshape(-1)

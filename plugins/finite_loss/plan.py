@@ -63,11 +63,12 @@ def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tup
 
 @dataclass
 class Watch:
-    """A `Watch` counts how many steps in a row had a value that is not finite.
+    """A `Watch` counts how many steps in a row had a loss, a part of the loss or a gradient norm that is not finite.
 
     Attributes:
-        stop_after: the number of such steps with which the run ends; scale_falls: whether a loss-scale manager lowers
-            the scale when gradients overflow; run: (step, description) of the last such steps in a row;
+        stop_after: the number of consecutive steps that are not finite after which the run ends; scale_falls: whether a
+            loss-scale manager lowers the scale when gradients overflow; run: (step, description) of the last
+            consecutive steps that were not finite;
         scale_before: the loss scale of the previous step; undefined: the parts of the loss that are not judged;
         logged: the step's loss in the log, None if it is not logged.
     """

@@ -1,4 +1,5 @@
-"""This module enables `plugins.group_aux_loss`: the auxiliary loss is that of an EP group's tokens (Pangu Ultra MoE).
+"""This module enables `plugins.group_aux_loss` of a recipe: the auxiliary loss balances the tokens of an EP group
+together (Pangu Ultra MoE).
 
 With p the mean of the router's normalised scores over tokens, f the share of choices that falls on an expert, and E
 experts, the loss of a layer is coefficient x E x sum(p f). It is linear in p, and f has no gradient: so it is enough
@@ -36,7 +37,9 @@ for _line in (
 
 
 class GroupMean(nn.Cell):
-    """This cell is the mean over all workers of a tensor without gradient, for the router's `reduce_mean_sp`."""
+    """A `GroupMean` computes the mean over all workers of a tensor that has no gradient; it replaces the router's
+    `reduce_mean_sp`.
+    """
 
     def __init__(self, workers):
         super().__init__(auto_prefix=False)
@@ -44,7 +47,9 @@ class GroupMean(nn.Cell):
         self.sum = ops.AllReduce().recompute(False)
 
     def construct(self, f, axis):
-        """Return the mean over the workers of f [1, 1, E]; `axis`, along which f has one entry, is ignored."""
+        """Return the mean over the workers of f [1, 1, E], the shares of this rank; `axis` is ignored, because f has
+        one entry along it.
+        """
         return ops.stop_gradient(self.sum(f) / self.workers)
 
 
@@ -74,14 +79,18 @@ def enable(config, settings) -> None:
 
 
 def over_workers(router, mean=None) -> None:
-    """Let a router of a data-parallel CPU run take all tokens of this worker, and f by the cell `mean` if given."""
+    """Set up a router of a data-parallel CPU run to compute the loss over all tokens of this worker, and f (each
+    expert's share of the choices) by the cell `mean`, such as `GroupMean`, if given.
+    """
     router.dp, router.takes_batches_whole = 1, True  # of plugins.batch_ramp, too
     if mean is not None:
         router.reduce_mean_sp = mean
 
 
 def over_ranks(router, ranks) -> None:
-    """Let a router of a sharded graph take f over `ranks` consecutive ranks (MoeLayoutManager)."""
+    """Set up a router of a sharded graph to compute the loss with f (each expert's share of the choices) taken over the
+    `ranks` consecutive ranks of an EP group (MoeLayoutManager).
+    """
     groups = router.dp // ranks
     router.original_tp = ranks
     router.ones_sp = Tensor(np.ones((1, ranks, 1), np.float32), mstype.float32)

@@ -1,4 +1,6 @@
-"""This module reads `plugins.group_aux_loss`, and refuses recipes that have no such loss. Pure."""
+"""This module reads `plugins.group_aux_loss`, and refuses recipes for which the auxiliary loss of a group cannot be
+computed. Pure.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
             of an EP group; tensor_parallel: the number of ranks that share a sequence, 1 if the model is not split.
 
     Raises:
-        RecipeError: the loss is missing or of another kind, or groups are smaller than MindFormers' own.
+        RecipeError: the recipe has no auxiliary loss or another kind of it, or its groups are smaller than MindFormers'
+            own.
     """
     if not coefficient:
         raise RecipeError(

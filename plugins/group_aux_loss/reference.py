@@ -1,4 +1,6 @@
-"""This module computes the auxiliary loss and its gradient in NumPy from all tokens of a group."""
+"""This module computes the auxiliary loss and its gradient in NumPy, from the tokens of all ranks of a group
+together.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import numpy as np
 
 
 def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
-    """Return coefficient x E x sum over experts of (share of choices x mean score).
+    """Return the loss of one process that holds all tokens: coefficient x E x sum over experts of (share of choices x
+    mean score).
 
     Args:
         scores: [N, E], the router's normalised scores; chosen: int [N, k], the experts of each token.
@@ -15,7 +18,9 @@ def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
 
 
 def gradient(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> np.ndarray:
-    """Return the gradient [N, E] of the loss with respect to the scores; the choices stay as they are."""
+    """Return the gradient [N, E] of the auxiliary loss with respect to the scores; a small change of the scores does
+    not change which experts are chosen.
+    """
     tokens, experts = scores.shape
     return np.broadcast_to(coefficient * experts * shares(chosen, experts) / tokens, scores.shape).copy()
 

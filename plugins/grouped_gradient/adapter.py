@@ -1,4 +1,5 @@
-"""This module registers the compiler pass of `plugins.grouped_gradient` by MindSpore's hook for custom passes.
+"""This module passes `plugins.grouped_gradient` to MindSpore: it registers a compiler pass of this repository by
+MindSpore's hook for custom passes.
 
 `mindspore.graph.register_custom_pass` (experimental in 2.9.0) runs the pass of `csrc/` on each graph that is compiled
 later, between the pipeline scheduler and the validator. `tc3 dryrun` compiles with it, too, and shows what it did.
@@ -20,17 +21,20 @@ WITHOUT = f"until then write {plan.KEY}: False"
 
 
 def enable(config, settings) -> None:
-    """Make graphs that are compiled later add gradients of grouped weights in place; on a CPU this does nothing.
+    """Make graphs that are compiled later add the gradients of their grouped weights in place; on a CPU this does
+    nothing.
 
     Raises:
-        RecipeError, ClusterError: see `plan.check` and `add_pass`.
+        RecipeError: see `plan.check`.
+        ClusterError: see `add_pass`.
     """
     if plan.check(config):
         add_pass()
 
 
 def add_pass() -> None:
-    """Compile the C++ pass if needed, and register it; a model that it cannot change then fails to compile.
+    """Compile the C++ pass if needed, and register it for this process. Later, compiling a model fails if the pass
+    cannot do its work.
 
     Raises:
         ClusterError: the pass cannot be compiled, or MindSpore refuses it.

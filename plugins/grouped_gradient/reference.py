@@ -1,4 +1,6 @@
-"""This module sums a gradient of grouped weights over micro-batches in NumPy."""
+"""This module computes the sum over micro-batches of a gradient of grouped weights in NumPy, as a reference for
+tests.
+"""
 
 from __future__ import annotations
 

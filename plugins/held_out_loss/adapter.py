@@ -52,7 +52,9 @@ _LOSS = "lm_loss"
 
 
 class SwitchedStep(MFPipelineWithLossScaleCell):
-    """This is MindFormers' train step for micro-batches, with a switch that keeps weights and optimizer."""
+    """This is MindFormers' train step for micro-batches with a switch; when it is set, the step updates neither weights
+    nor optimizer.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -81,7 +83,8 @@ class Forward(nn.Cell):
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HeldOutLoss(Callback):
-    """This callback evaluates the held-out loss before the first step, when `plan.due`, and after the last step.
+    """This callback evaluates the held-out loss before the first step, every `every` steps of the whole run (see
+    `plan.due`), and after the last step.
 
     Args:
         data_loaders: a `train_dataset.data_loader` section for each held-back corpus, whose whole global batches are
@@ -89,6 +92,8 @@ class HeldOutLoss(Callback):
         names: the names of the corpora, under which their losses are recorded; None for one corpus without a name.
         columns: `train_dataset.input_columns`.
         batches: the distribution of a step's samples over the ranks.
+        every: the number of steps between evaluations.
+        run_dir: the run's folder.
         ramped: whether `plugins.batch_ramp` prepares the network for another number of samples than an evaluation has.
     """
 
@@ -151,7 +156,7 @@ class HeldOutLoss(Callback):
             note(self.run_dir, Span("evaluation", step, began, time.time()))
 
     def _losses(self, step):
-        """Return the mean language-model loss over the tokens of each corpus's batches, on every rank.
+        """Return the mean language-model loss over the tokens of each corpus's batches; it is the same on every rank.
 
         The forward pass of training counts the experts' load, and a whole step more; these are put back. What a pass
         does not change, such as where experts live, is not written; weights that plugins.lora freezes are not even
@@ -182,7 +187,9 @@ class HeldOutLoss(Callback):
         return _number(loss) / (_number(tokens) if step.calculate_per_token_loss else self.micro)
 
     def _of_step(self, step, batch):
-        """Return the mean loss of a step, whose sum MindFormers may have divided by all tokens already."""
+        """Return the mean loss of a step, for which MindFormers adds up the losses of the micro-batches, or divides
+        their sum by all their tokens.
+        """
         parameter_register.clear(_LOSS)
         step(*batch)
         return _number(parameter_register.get(_LOSS)) / (1 if step.calculate_per_token_loss else self.micro)
@@ -201,6 +208,11 @@ def _number(tensor):
 
 def enable(config, settings) -> None:
     """Add the callback that evaluates the held-out loss to `config` (a MindFormerConfig).
+
+    Args:
+        settings: `data_path`, the prefix of a Megatron .bin/.idx, a list of several, or a file of HFDataLoader's;
+            `samples`, the number of samples of `seq_length` tokens to read from each (by default those of one step, and
+            for a file of HFDataLoader's all); `every`, in steps.
 
     Raises:
         RecipeError: a setting is unknown or impossible, or the train step does not return the loss of the language

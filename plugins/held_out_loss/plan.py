@@ -1,4 +1,6 @@
-"""This module reads `plugins.held_out_loss`, divides the held-out samples over ranks, and names the results' file."""
+"""This module holds the settings of `plugins.held_out_loss`, and says how the held-out samples are divided over the
+ranks, and to which file the results are written.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def paths_of(data_path: Any) -> tuple[str, ...]:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return a name for each path: its last part, with as many folders before it as tell it from the others."""
+    """Return a name for each path: the path's last part, with as many folders before it as distinguish this path from
+    the other paths.
+    """
     parts = [Path(os.path.normpath(path)).parts for path in paths]
     names = []
     for own in parts:
@@ -143,7 +147,9 @@ class Batches:
         )
 
     def share_of(self, rank: int, ranks: int) -> float:
-        """Return the weight of a rank's loss in the mean over the ranks; 0 where no loss is computed."""
+        """Return the weight of a rank's loss in the mean over the ranks; 0 for a rank that does not compute the
+        loss.
+        """
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
 
 
@@ -172,7 +178,8 @@ def counted(batch: Mapping[str, np.ndarray]) -> int:
 
 
 def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the weight of each batch in its corpus's mean, and of each corpus in the mean over all tokens.
+    """Return the weight of each batch in the mean over its corpus, and the weight of each corpus in the mean over all
+    tokens.
 
     Args:
         tokens: the number of tokens in the loss, for each corpus and batch.
@@ -197,7 +204,8 @@ def held_out_file(run_dir: str | Path) -> Path:
 
 
 def due(step: int, every: int, total: int | None = None) -> bool:
-    """Return whether a run evaluates after `step` of the whole run; `total` is its last step, if known.
+    """Return whether a run evaluates after `step`, counted from the run's beginning; `total` is the run's last step, if
+    it is known.
 
     A resumed part evaluates at the steps of a run that was never interrupted. The agent, which must not take an
     evaluation for a hang, asks the same (`launch/agent/phases.py`).
@@ -206,7 +214,8 @@ def due(step: int, every: int, total: int | None = None) -> bool:
 
 
 def check(settings: Any, global_batch: int, instructions: bool = False) -> Settings:
-    """Return the settings; refuse those that would evaluate nothing, or other data than held-out data.
+    """Return the settings; refuse settings that would evaluate nothing, or that would evaluate other data than held-out
+    data.
 
     Args:
         settings: the plugin's section.
@@ -233,7 +242,9 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
 
 
 def check_files(recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the held-out data is a list of files, which HFDataLoader would read as one."""
+    """Raise RecipeError if the held-out data is a list of files for HFDataLoader, which would read all of them as
+    one.
+    """
     written = value_at(recipe, f"{KEY}.data_path")
     if of_instructions(value_at(recipe, "train_dataset.data_loader", {})) and not isinstance(written, str | None):
         wrong = f"HFDataLoader reads its held-out data from one file, not from {written!r}; write the file's path"
@@ -241,7 +252,9 @@ def check_files(recipe: Mapping[str, Any]) -> None:
 
 
 def check_step(recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the train step would not return the language model's loss separately."""
+    """Raise RecipeError if the train step would not return the language model's loss separately from the other parts of
+    the loss.
+    """
     if stages_and_micro_batches(recipe)[1] > 1 and recipe.get("print_separate_loss") is False:
         raise RecipeError(
             f"with micro-batches {KEY} reads the language model's loss, which MindFormers reports separately from the "
@@ -269,5 +282,7 @@ def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> d
 
 
 def of_instructions(loader: Any) -> bool:
-    """Return whether a data loader is an HFDataLoader, whose held-out data is one file of conversations."""
+    """Return whether a data loader is an HFDataLoader, which reads files of conversations; the held-out data is then
+    one such file and not a list of Megatron prefixes.
+    """
     return isinstance(loader, Mapping) and loader.get("type") == "HFDataLoader"

@@ -1,4 +1,6 @@
-"""This module enables `plugins.hierarchical_ep`: MindFormers' routed experts get this plugin's dispatch of tokens."""
+"""This module enables `plugins.hierarchical_ep` of a recipe: it builds MindFormers' routed experts with this plugin's
+dispatch of tokens.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ from mindspore.ops.auto_generate import CumsumExt, IndexSelect, SortExt
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator exchanges rows between the members of a group."""
+    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
+    member.
+    """
 
     def __init__(self, group, width, small):
         super().__init__(auto_prefix=False)
@@ -30,7 +32,9 @@ class AllToAllV(nn.Cell):
 
 
 class ExchangeCounts(nn.Cell):
-    """This operator tells the members of a group how many rows come from each other, as counts in host memory."""
+    """This operator tells each member of a group how many rows it sends to, and receives from, each other member, as
+    counts in host memory.
+    """
 
     def __init__(self, group, size):
         super().__init__(auto_prefix=False)
@@ -62,26 +66,37 @@ class Net:
         return get_group([self.ranks[index] for index in group])
 
     def create_groups(self, topology, rank) -> None:
-        """Create the groups of which rank `rank` is a member: EP group, then inter-node, then intra-node."""
+        """Create the groups in which rank `rank` takes part, in this order: EP group, inter-node group, intra-node
+        group.
+        """
         for group in (topology.ep_group, topology.inter_group(rank), topology.intra_group(rank)):
             if len(group) > 1:
                 self._name(group)
 
     def all_gather(self, group, small=False):
-        """Return an AllGather of tensors [m, ...] to [n * m, ...]; no recomputation sends a `small` one again."""
+        """Return an AllGather operator, which joins the tensors [m, ...] of n ranks to one tensor [n * m, ...]; a
+        `small` result is stored for the backward pass, so that recomputation does not send it again.
+        """
         gather = ops.AllGather(group=self._name(group))
         return gather.recompute(False) if small else gather
 
     def reduce_scatter(self, group):
-        """Return a ReduceScatter, which sums n ranks' tensors [n * m, ...] and gives each rank a part [m, ...]."""
+        """Return a ReduceScatter operator, which sums the tensors [n * m, ...] of n ranks and gives each rank a part
+        [m, ...] of the sum.
+        """
         return ops.ReduceScatter(group=self._name(group))
 
     def all_to_all_v(self, group, width, small=False):
-        """Return an `AllToAllV` cell for rows of `width`; no recomputation sends a `small` one again."""
+        """Return an AlltoAllV cell: it takes rows [C, width], the counts to send and to receive, and the number of rows
+        `room` of the receive buffer, and returns the buffer [R, width]; a `small` result is kept, so that
+        recomputation does not send it again.
+        """
         return AllToAllV(self._name(group), width, small)
 
     def exchange_counts(self, group):
-        """Return an `ExchangeCounts` cell."""
+        """Return a cell that takes the counts [n, m], and returns how many rows to send [n] and to receive [n], and how
+        many arrive [m].
+        """
         return ExchangeCounts(self._name(group), len(group))
 
 
@@ -93,7 +108,9 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return the number of different values in a sort of `count` keys of `kinds` kinds, or in its inverse."""
+        """Return how many different values `sort` and `invert` must be able to sort, for `count` keys of `kinds`
+        values.
+        """
         return max(kinds, count)
 
     def __init__(self):

@@ -71,7 +71,9 @@ class _Leave(nn.Cell):
 
 
 class _Pass(nn.Cell):
-    """This cell returns the turn after another scalar is there, on which the turn's gradient does not depend."""
+    """This cell returns the turn after another scalar is there; the turn's gradient does not depend
+    on that scalar.
+    """
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -84,7 +86,9 @@ class _Pass(nn.Cell):
 
 
 class InTurn(nn.Cell):
-    """An `InTurn` starts a collective only after the one before it has run, forward and backward."""
+    """An `InTurn` wraps a collective so that it starts only after the collective before it has run, in the forward and
+    in the backward pass.
+    """
 
     def __init__(self, collective):
         super().__init__(auto_prefix=False)
@@ -97,7 +101,9 @@ class InTurn(nn.Cell):
 
 
 class InTurnOnce(nn.Cell):
-    """This is a collective without gradient, which waits for the one before it in the forward pass only."""
+    """This is a collective without gradient: it starts only after the collective before it in the forward pass, and has
+    no backward pass.
+    """
 
     def __init__(self, collective):
         super().__init__(auto_prefix=False)
@@ -105,14 +111,16 @@ class InTurnOnce(nn.Cell):
         self.through = _Pass()
 
     def construct(self, rows, turn, *rest):
-        """Return the same as `InTurn.construct`."""
+        """Return the collective's result for (rows, *rest), and a value on which the next collective depends."""
         waiting = ops.stop_gradient(turn)
         out = ops.stop_gradient(self.collective(ops.depend(ops.stop_gradient(rows), waiting), *rest))
         return out, self.through(turn, ops.depend(waiting, out))
 
 
 def first_turn(rows):
-    """Return the turn of a layer's first collective: a scalar that the compiler cannot make a constant."""
+    """Return the value on which the first collective of a layer depends: a scalar that the compiler cannot replace by a
+    constant.
+    """
     return ops.stop_gradient(ops.cast(ops.reshape(rows, (-1,))[0], mstype.float32))
 
 
@@ -132,7 +140,9 @@ class Stay(nn.Cell):
 
 
 class Gather(nn.Cell):
-    """This is the first step in the hierarchical mode: an AllGather between nodes, on the way back a ReduceScatter."""
+    """This is the first step of the dispatch in the hierarchical mode: an AllGather between nodes on the way to the
+    experts, and a ReduceScatter on the way back.
+    """
 
     def __init__(self, group, net):
         super().__init__(auto_prefix=False)
@@ -141,7 +151,9 @@ class Gather(nn.Cell):
         self.scatter = InTurn(net.reduce_scatter(group))
 
     def construct(self, rows, meta, turn):
-        """Send rows [N, h] and metadata [N, 2k] to all nodes; return those of all nodes, [nodes * N, h or 2k]."""
+        """Send rows [N, h] and their metadata [N, 2k] to all nodes; return the gathered rows [nodes * N, h] and
+        metadata [nodes * N, 2k].
+        """
         meta, turn = self.gather_meta(meta, turn)
         rows, turn = self.gather(rows, turn)
         return rows, meta, (), turn
@@ -152,7 +164,9 @@ class Gather(nn.Cell):
 
 
 class Select(nn.Cell):
-    """This is the first step in the deduplicated mode: an All-to-All brings a row once to every node that needs it."""
+    """This is the first step of the dispatch in the deduplicated mode: an All-to-All between nodes that sends each row
+    once to every node that needs it.
+    """
 
     def __init__(self, topology: Topology, rank, hidden, top_k, net, rows):
         super().__init__(auto_prefix=False)
@@ -169,7 +183,9 @@ class Select(nn.Cell):
         self.rows = rows
 
     def construct(self, rows, meta, turn):
-        """Send rows [N, h] and metadata [N, 2k]; return what arrives, [R, h] and [R, 2k], this node's own included."""
+        """Send rows [N, h] and their metadata [N, 2k]; return the rows [R, h] and metadata [R, 2k] that arrive,
+        including those from this rank's node.
+        """
         tokens = rows.shape[0]
         ids = ops.cast(ops.stop_gradient(meta[:, : self.top_k]), ms.int32) - 1
         ids = ops.reshape(ids, (tokens, self.top_k, 1))
@@ -248,7 +264,9 @@ class Exchange(nn.Cell):
         self.rows = rows
 
     def construct(self, rows, meta, turn):
-        """Return for [M, h] and [M, 2k] the copies [R, h] by local expert, their cumulative counts, and the route."""
+        """Return for rows [M, h] and meta [M, 2k] the copies [R, h] sorted by local expert, the cumulative counts
+        [E_local], and the route.
+        """
         count, top_k = rows.shape[0], self.top_k
         ids = ops.reshape(ops.cast(ops.stop_gradient(meta[:, :top_k]), ms.int32), (-1,)) - 1 - self.first
         weights = ops.reshape(meta[:, top_k:], (-1,))
@@ -313,19 +331,27 @@ class Dispatcher(nn.Cell):
         self.second = Exchange(group, rank, experts, hidden, top_k, net, rows, pad)
 
     def to_nodes(self, rows, meta, turn):
-        """Run the first step for rows [N, h] and metadata [N, 2k]: return [M, h], [M, 2k], the route, the turn."""
+        """Run the first step of the dispatch for rows [N, h] and metadata [N, 2k]; return rows [M, h], metadata [M,
+        2k], the route, and a value on which the next collective depends.
+        """
         return self.first(rows, meta, turn)
 
     def to_experts(self, rows, meta, turn):
-        """Run the second step: return copies by expert [R, h], cumulative counts [E_local], route and turn."""
+        """Run the second step of the dispatch; return copies sorted by expert [R, h], cumulative counts [E_local], the
+        route, and a value on which the next collective depends.
+        """
         return self.second(rows, meta, turn)
 
     def from_experts(self, copies, route, turn):
-        """Run the second step in reverse: rows [R, h] become rows [M, h]; return them and the turn."""
+        """Run the second step in reverse: it takes rows [R, h], and returns rows [M, h] and a value on which the next
+        collective depends.
+        """
         return self.second.back(copies, route, turn)
 
     def from_nodes(self, rows, route, turn):
-        """Run the first step in reverse: rows [M, h] become rows [N, h]; return them and the turn."""
+        """Run the first step in reverse: it takes rows [M, h], and returns rows [N, h] and a value on which the next
+        collective depends.
+        """
         return self.first.back(rows, route, turn)
 
 
@@ -364,7 +390,9 @@ class RoutedLayer(nn.Cell):
         self.join = ops.Concat(0).add_prim_attr("parallel_branch", 1)
 
     def construct(self, tokens, probs, ids, w1, w2):
-        """Return the experts' outputs [N, h] for tokens [N, h], probs and ids [N, k], and this rank's weights."""
+        """Return the experts' outputs [N, h] for tokens [N, h], probs and ids [N, k], and the weights of this rank's
+        experts.
+        """
         meta = pack(probs, ids)
         start = first_turn(tokens)
         turns = (start, start)
@@ -392,7 +420,9 @@ class RoutedLayer(nn.Cell):
         return self.rows.take(self.join(tuple([chunk[0] for chunk in chunks])), self.whole)
 
     def start(self, tokens, meta):
-        """Return each chunk's rows and metadata (later counts), and room for the routes of both steps."""
+        """Return for each chunk a tuple of its rows, its metadata (later replaced by counts), and two empty records.
+        The two steps of the dispatch store in these records how to send results back.
+        """
         if self.count == 1:
             return ((tokens, meta, (), ()),)
         return tuple([

@@ -82,7 +82,9 @@ class Transfer:
         return next(group for group in self.groups if rank in group)
 
     def adjoint(self) -> Transfer:
-        """Return the transfer of the gradients: back to where rows came from, summed over a row's copies."""
+        """Return the transfer of the gradients: each row's gradient goes back to the rank from which the row came, and
+        the gradients of copies of one row are summed.
+        """
         kinds = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all_v": "all_to_all_v"}
         return replace(self, kind=kinds[self.kind], rows=self.rows.T)
 
@@ -106,7 +108,9 @@ def copy_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """These are the bytes [ep, ep] from rank s to rank d over each class of link; the diagonal is zero."""
+    """These are the bytes that one step sends between each pair of ranks: `inter` and `intra`, each [ep, ep], hold the
+    bytes from rank s to rank d over that link, with zero on the diagonal.
+    """
 
     name: str
     inter: np.ndarray
@@ -140,7 +144,9 @@ def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int) -> int
 def step_bytes(
     topology: Topology, transfer: Transfer, top_k: int, hidden: int, itemsize: int, gradient: bool = False
 ) -> StepBytes:
-    """Return the bytes of a forward step from rank s to rank d; a `gradient` has no counts."""
+    """Return the bytes of a forward step from rank s to rank d (with `gradient`, without the counts, which have no
+    gradient).
+    """
     moved = transfer.rows * row_bytes(transfer, top_k, hidden, itemsize)
     if not gradient:
         moved = moved + _count_bytes(topology, transfer)
@@ -317,7 +323,9 @@ def _copies(mode, topology, routing, row_rank, row_token, rank) -> tuple[np.ndar
 
 
 def _arrivals(topology, group, copies, rank) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order by expert of what arrives at `rank` (by source rank), and the rows of each local expert."""
+    """Return expert order of the copies that arrive at `rank` (they come by source rank), and rows of each local
+    expert.
+    """
     first, last = topology.expert_bounds[rank : rank + 2]
     arrived = np.concatenate([copies[source][2] for source in group])
     arrived = arrived[(arrived >= first) & (arrived < last)]

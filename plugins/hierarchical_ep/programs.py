@@ -93,7 +93,9 @@ def _call(step: Transfer, rank: int, tag: str) -> Call:
 
 
 def creation_orders(topology: Topology) -> list[list[tuple[int, ...]]]:
-    """Return the groups that each rank creates, in one order: EP group, inter-node, intra-node."""
+    """Return the groups that each rank creates, in the one order that all ranks share: EP group, inter-node,
+    intra-node.
+    """
     groups = dict.fromkeys((topology.ep_group, *topology.inter_groups, *topology.intra_groups))
     return [[group for group in groups if rank in group and len(group) > 1] for rank in range(topology.ep)]
 

@@ -1,4 +1,6 @@
-"""This module computes the MoE layer expert by expert in NumPy, with any float type."""
+"""This module computes the MoE layer in the most direct way: each expert processes the tokens that chose it. The
+computation is in NumPy, with any float type.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ def swiglu(gate_up: np.ndarray) -> np.ndarray:
 
 
 def swiglu_backward(gate_up: np.ndarray, d_out: np.ndarray) -> np.ndarray:
-    """Return the gradient [..., 2H] of `swiglu`'s argument, for the gradient d_out [..., H] of its result."""
+    """Return the gradient [..., 2H] of `swiglu` with respect to its argument, for the gradient d_out [..., H] of its
+    result.
+    """
     gate, up = np.split(gate_up, 2, -1)
     sigmoid = 1 / (1 + np.exp(-gate))
     return np.concatenate([d_out * up * sigmoid * (1 + gate * (1 - sigmoid)), d_out * gate * sigmoid], -1)
@@ -52,7 +56,9 @@ def moe(tokens: np.ndarray, probs: np.ndarray, ids: np.ndarray, w1: np.ndarray, 
 def moe_backward(
     tokens: np.ndarray, probs: np.ndarray, ids: np.ndarray, w1: np.ndarray, w2: np.ndarray, d_out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of tokens, probs, w1 and w2, for the gradient d_out [N, h] of the result of `moe`."""
+    """Return the gradients of `moe` with respect to tokens, probs, w1 and w2, for the gradient d_out [N, h] of its
+    result.
+    """
     d_tokens, d_probs, d_w1, d_w2 = (np.zeros_like(value) for value in (tokens, probs, w1, w2))
     for e in range(len(w1)):
         for j in range(ids.shape[1]):

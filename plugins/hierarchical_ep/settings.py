@@ -23,7 +23,9 @@ DEFAULT_DISPATCHER = "alltoall"  # which leaves its place to this plugin
 
 
 def uncut(batch: int, config: Any) -> list[np.ndarray]:
-    """Return the indices of all tokens of a rank as one chunk, in the form of `plugins.ep_overlap.plan.slices`."""
+    """Return the indices of all tokens of a rank as one chunk; the function takes the same arguments as
+    `plugins.ep_overlap.plan.slices`.
+    """
     return [np.arange(batch * config.seq_length // (config.tensor_model_parallel_size * config.context_parallel_size))]
 
 
@@ -65,10 +67,13 @@ def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: in
 
 
 def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare: int = 0) -> list[tuple[int, int]]:
-    """Return (kinds, count) of the largest case of each sort in `dispatcher.py`: `count` keys of `kinds` values.
+    """Return (kinds, count) for the largest case of each sort in `dispatcher.py`, which sorts `count` keys of `kinds`
+    different values.
 
     Args:
-        tokens: the tokens of a rank that are dispatched at once; spare: the pairs that each rank sends to itself.
+        mode: one of `plan.MODES`.
+        tokens: the number of tokens of a rank that are dispatched at once; top_k: the number of experts of each token.
+        spare: the number of additional pairs that each rank sends to itself.
     """
     local = topology.experts // topology.ep
     crosses = mode != "global" and topology.nodes > 1

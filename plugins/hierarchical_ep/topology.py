@@ -1,4 +1,5 @@
-"""This module says which rank of an expert-parallel (EP) group owns which expert and lies on which node. NumPy only.
+"""This module decides which rank owns which expert, and which ranks share a machine, inside one expert-parallel (EP)
+group. NumPy only.
 
 Ranks of an EP group are 0 .. ep - 1, node-major, as MindFormers lays them out: rank = node * devices_per_node + local.
 MindFormers calls the number of nodes `oep` (outer expert parallel) and the ranks of a node `iep` (inner).

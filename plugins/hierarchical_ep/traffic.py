@@ -111,7 +111,9 @@ def expected_steps(
 
 
 def check_routing(topology: Topology, top_k: int, skew: float) -> None:
-    """Raise RecipeError if there are fewer than `top_k` experts, or if `skew` is below 1."""
+    """Raise RecipeError if there are fewer than `top_k` experts, or if `skew` (the load of the busiest rank over the
+    mean) is below 1.
+    """
     if not 1 <= top_k <= topology.experts:
         raise RecipeError(
             f"hierarchical_ep: num_experts_per_tok is {top_k}, but the model has {topology.experts} routed experts; "
@@ -140,7 +142,9 @@ def _expected_rows(mode: str, topology: Topology, tokens: float, top_k: int) -> 
 
 
 def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
-    """Return the Step of expected rows; `busy` holds what each rank's loaded end would see as the busiest."""
+    """Return the Step of expected rows; `busy` holds, rank by rank, what its loaded end would see as the busiest
+    rank.
+    """
     loaded = "sent" if transfer.step.startswith("combine") else "received"
     other = "received" if loaded == "sent" else "sent"
 
@@ -174,7 +178,9 @@ def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradi
 
 
 def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "forward") -> tuple[StepBytes, ...]:
-    """Return the exact bytes between all ranks, step by step; direction is "forward" or "backward"."""
+    """Return the exact bytes between all pairs of ranks, step by step as executed; direction is "forward" or
+    "backward".
+    """
     forward = [
         step_bytes(plan.topology, step, plan.top_k, hidden, itemsize, gradient=direction == "backward")
         for step in plan.forward
@@ -185,7 +191,9 @@ def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "for
 
 
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the steps of the backward pass, in reverse: the same bytes the other way, without the counts."""
+    """Return the steps of the backward pass, in reverse order of the forward steps: each sends the same bytes in the
+    other direction, without the counts, which have no gradient.
+    """
     return tuple(
         replace(
             step,
@@ -224,7 +232,9 @@ class BreakEven:
 
     @property
     def deduplicated_over_global(self) -> float:
-        """Return the same ratio of modes deduplicated and global."""
+        """Return the inter-node bytes of deduplicated dispatch and combine, divided by the inter-node bytes of the
+        global All-to-All.
+        """
         return self.hierarchical_over_global * self.deduplicated_over_hierarchical
 
 

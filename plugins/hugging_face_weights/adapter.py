@@ -1,4 +1,5 @@
-"""This module is a weight template with which MindFormers loads Hugging Face's weights of TeleChat3-MoE.
+"""This module is a weight template for TeleChat3-MoE, so that MindFormers loads Hugging Face's weights as it loads
+those of Qwen3.
 
 MindFormers 1.9.0 looks for `network.template`, a `WeightTemplate` of conversions by name, which it has for qwen3 and
 qwen3_moe (`checkpoint/converter/template.py`). MindFormers' decorator makes a template from patterns in the class.
@@ -45,7 +46,9 @@ class Halves(ConcatConvertOp):
 
 
 class TeleChat3MoeTemplate(WeightTemplate):
-    """This template says from which Hugging Face tensors each parameter of one model is made."""
+    """This template says for each parameter of one model, by its full name, from which Hugging Face tensors it is
+    made.
+    """
 
     def __init__(self, config: Any):
         """Prepare the template for the model that `config` (a TransformerConfig) describes."""
@@ -66,7 +69,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
         self.set_model_config(config)
 
     def get_mf_name(self, hf_name: str) -> list[str]:
-        """Return the parameter of a Hugging Face tensor, in a list; raise CheckpointError if it has none."""
+        """Return a list with the name of the parameter to which a Hugging Face tensor belongs; raise CheckpointError if
+        it belongs to no parameter.
+        """
         if hf_name in copies(self.model):
             return [""]  # of no parameter of its own: MindFormers goes on without it
         if hf_name not in self.parameters:
@@ -91,7 +96,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
     def preprocess_hf_weights(
         self, src_name: str, parameter: Any, experts_weights: dict, qkv_weights: dict, num_moe_experts: int
     ) -> tuple[str | None, Any]:
-        """Stack the tensors of one kind of all experts; return (None, None) until the last one comes."""
+        """Stack the tensors of one kind of all experts under their common name; return (None, None) until the tensor of
+        the last expert comes.
+        """
         words = src_name.split(".")
         number = words.index("experts") + 1
         index, words[number] = int(words[number]), "stack"
@@ -104,7 +111,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return stack, np.concatenate([waiting[each].asnumpy() for each in range(num_moe_experts)])
 
     def get_mf_state_dict(self, hf_state_dict: dict) -> dict:
-        """Return the parameters of this rank; raise CheckpointError if one has no tensor or is cut otherwise."""
+        """Return the parameters of this rank; raise CheckpointError if a parameter is missing or has no name in Hugging
+        Face's form, or is cut in a way that cannot be assembled.
+        """
         strange = [name for name in self.network_tensor_info if self._is_strange(name)]
         if strange:
             raise CheckpointError(

@@ -1,4 +1,5 @@
-"""This module says which Hugging Face tensors make up which parameter of TeleChat3 and TeleChat2. Names only.
+"""This module finds which Hugging Face tensors make up which parameter of TeleChat3 and TeleChat2. The module works
+with names only, without MindFormers.
 
 MTP is named as in DeepSeek-V3's checkpoints: it is one more layer, and these checkpoints also hold the `copies` of
 embedding and head. TeleChat2's names are those of Tele-AI's own class, which vLLM (`telechat2.py`) and MindFormers
@@ -47,7 +48,9 @@ class Row:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Return `parts`, of experts one common name without the number for the tensors of one kind."""
+        """Return `parts` with one common name, without the expert's number, in place of the tensors of one kind of all
+        experts.
+        """
         if self.how != "experts":
             return self.parts
         return tuple(dict.fromkeys(".".join(_without_number(part)) for part in self.parts))
@@ -103,7 +106,9 @@ def rows(model: Model) -> list[Row]:
 
 
 def copies(model: Model) -> dict[str, str]:
-    """Return for each copy (of embedding or head) in DeepSeek's MTP layers its original; MindFormers has no copies."""
+    """Return for each tensor that is a copy in DeepSeek's MTP layers (embedding and head) the tensor of which it is a
+    copy; MindFormers has no such copies.
+    """
     ends = (("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", HEAD))
     layers = range(model.layers, model.layers + model.mtp_layers)
     return {f"model.layers.{layer}.{end}": original for layer in layers for end, original in ends}

@@ -49,7 +49,9 @@ def enable(config, settings) -> None:
 
 
 def along_of(config) -> str:
-    """Return "cp_tp" if MindFormers splits sequences between layers over these ranks, else "None"."""
+    """Return "cp_tp" if MindFormers splits sequences between layers over context- and tensor-parallel ranks, and
+    "None" if it does not split them.
+    """
     return "cp_tp" if config.sequence_parallel or (config.context_parallel_size or 1) > 1 else "None"
 
 
@@ -81,7 +83,12 @@ def _on_tokens(function: Callable[..., Any], shape: Callable[..., list[int]], dt
 
 
 class HyperConnection(nn.Cell):
-    """A `HyperConnection` computes the gates of one sublayer, and the streams' products with them."""
+    """A `HyperConnection` computes the gates of one sublayer, and the products of the residual streams with these
+    gates.
+
+    Args:
+        config: TransformerConfig. settings: the settings of the plugin.
+    """
 
     def __init__(self, config, settings: Settings):
         super().__init__()
@@ -151,7 +158,11 @@ class HyperConnection(nn.Cell):
 
 
 class HyperConnectedLayer(TransformerLayer):
-    """This is a transformer layer that reads from and writes to n residual streams."""
+    """This is a transformer layer that reads from and writes to n residual streams.
+
+    Args:
+        settings: the settings of the plugin. The other arguments are those of TransformerLayer.
+    """
 
     def __init__(self, config, submodules, layer_number=1, hidden_dropout=None, settings=None):
         super().__init__(config, submodules, layer_number, hidden_dropout)
@@ -188,7 +199,9 @@ class HyperConnectedLayer(TransformerLayer):
         sharded_value=None,
         attention_loss=0.0,
     ):
-        """Return the streams [S, B, n h] (after the last layer their mean) and what TransformerLayer returns."""
+        """Return the streams [S, B, n h] after the layer (after the last layer their mean, [S, B, h]), and the other
+        values that TransformerLayer returns.
+        """
         if self.in_turn:
             rotary_pos_emb, actual_seq_len = telechat3_moe.after_input(hidden_states, rotary_pos_emb, actual_seq_len)
         streams = self.expand(hidden_states) if self.first else hidden_states

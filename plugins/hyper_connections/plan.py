@@ -76,14 +76,18 @@ def gates(streams: int) -> int:
 
 
 def shapes(streams: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of one sublayer's hyper-connections; none with one residual stream."""
+    """Return the shapes of the weights of one sublayer's hyper-connections; the result is empty with one residual
+    stream.
+    """
     if streams == 1:
         return {}
     return dict(zip(WEIGHTS, ((gates(streams), streams * hidden), (gates(streams),), (3,)), strict=True))
 
 
 def mixing_flops(streams: int, hidden: int) -> int:
-    """Return a token's forward FLOPs at one sublayer with H_pre, H_post and H_res, without those of `hc_fn`."""
+    """Return the forward FLOPs of a token at one sublayer for the products with H_pre, H_post and H_res. The product
+    with `hc_fn` is not counted here, because it is counted with the other weights that multiply a token.
+    """
     return 2 * hidden * gates(streams) if streams > 1 else 0
 
 

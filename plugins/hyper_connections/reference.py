@@ -26,7 +26,9 @@ class Weights:
 
 
 def sinkhorn(matrix: Array, iterations: int) -> tuple[Array, list[tuple[Array, Array, int]]]:
-    """Return a matrix [n, n] after `iterations` divisions, and (result, sum, axis) of each for the backward."""
+    """Return a positive matrix [n, n] whose rows and then columns were divided by their sums `iterations` times, and
+    the values that the backward pass needs: (result, sum, axis) of each division.
+    """
     kept = []
     for _ in range(iterations):
         for axis in (1, 0):
@@ -48,7 +50,9 @@ def _sigmoid(x: Array) -> Array:
 
 
 def gates_of(x: Array, weights: Weights, iterations: int, eps: float) -> tuple[Array, Array, Array, Any]:
-    """Return H_pre [n], H_post [n], H_res [n, n] of a token's streams x [n, h], and what the backward needs."""
+    """Return H_pre [n], H_post [n], H_res [n, n] of the streams x [n, h] of a token, and the values that the backward
+    pass needs.
+    """
     n = len(x)
     flat = x.reshape(-1)
     rms = np.sqrt((flat**2).mean() + eps)
@@ -81,7 +85,8 @@ def forward(x: Array, weights: Weights, sublayer: Any, iterations: int, eps: flo
 def backward(
     x: Array, weights: Weights, sublayer: Any, gradient_of_sublayer: Any, dout: Array, iterations: int, eps: float
 ) -> tuple[Array, Weights]:
-    """Return the gradients of x [T, n, h] and of the weights, for the gradient dout [T, n, h] of the result.
+    """Return the gradients with respect to x [T, n, h] and to the weights, for the gradient dout [T, n, h] of the
+    result.
 
     Args:
         gradient_of_sublayer: a function of (input [T, h], gradient of the output [T, h]) to the gradient of the input.

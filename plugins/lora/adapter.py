@@ -1,4 +1,5 @@
-"""This module enables `plugins.lora`: linear layers with adapters, in a model whose other weights are frozen.
+"""This module enables `plugins.lora` of a recipe: linear layers with adapters, in a model whose other weights are
+frozen.
 
 MindFormers 1.9.0 has LoRA for its training graph (`model_config.pet_config`), which replaces linear layers by name
 after a model is built (`pet/tuners/lora_adapter.py`). What does not serve, and what is done here:
@@ -88,7 +89,8 @@ def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
 
 
 class Adapted:
-    """This class adds an adapter to the linear layer whose class follows it in the list of base classes.
+    """This class adds an adapter to a linear layer; the linear layer's class must follow it in the list of base
+    classes.
 
     `plain` is that layer's `construct`: of `super().construct` in a class with two bases MindSpore's compiler makes an
     endless recursion.
@@ -106,7 +108,9 @@ class Adapted:
         add_adapter(self, lora_rank, lora_scale)
 
     def construct(self, input_):
-        """Return the layer's result plus the adapter's, [S, B, outputs], and the bias that was not added."""
+        """Return the sum of the layer's result and the adapter's result, [S, B, outputs], and the bias that the layer
+        did not add.
+        """
         output, bias = self.plain(input_)
         thin = self.lora_times(self.lora_A(input_)[0], self.lora_scale)
         return self.lora_plus(output, self.lora_B(thin)[0]), bias
@@ -131,7 +135,9 @@ class WholeAdapted(Adapted, LinearNoTP):
 
 
 class SequenceAdapted(Adapted, SequenceParallelLinear):
-    """This is a linear layer with an adapter, which each device computes for a part of the sequence."""
+    """This is a linear layer with an adapter that every device holds whole; each device computes it for a part of the
+    sequence.
+    """
 
     plain = SequenceParallelLinear.construct
 
@@ -175,7 +181,9 @@ def put_in(layers: list[Any], settings: Settings) -> None:
 
 
 def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
-    """Return (name, submodules of the spec, attribute) of the linear layers of attention and dense MLP."""
+    """Return (name, submodules of the spec, attribute) of each linear layer of attention, and of an MLP without
+    experts.
+    """
     found = []
     for name in ("self_attention", "mlp"):
         part = getattr(layer.submodules, name)
@@ -188,7 +196,9 @@ def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
 
 
 def freeze(model: Any) -> None:
-    """Freeze all weights of `model` (a GPTModel) but the adapters, and keep the routers' biases unchanged."""
+    """Freeze all weights of `model` (a GPTModel) except the adapters, so that the optimizer, which is built next, gets
+    only these, and keep the routers' biases unchanged.
+    """
     if hasattr(model, RATE):  # the biases have no gradient to freeze: a callback moves them, at a rate by default
         setattr(model, RATE, 0.0)
         setattr(model.config, RATE, 0.0)

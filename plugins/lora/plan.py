@@ -1,4 +1,5 @@
-"""This module says which linear layers of a model get adapters, and how adapters are merged into weights. Pure.
+"""This module reads `plugins.lora`, and says which linear layers of a model get adapters, and how adapters are merged
+into the weights. Pure.
 
 LoRA (Hu et al., 2021, arXiv 2106.09685) freezes a trained model and learns for a linear layer y = x W^T the product of
 two thin matrices: y = x W^T + (alpha / rank) x A^T B^T, with A [rank, inputs] and B [outputs, rank]. B begins with
@@ -145,7 +146,9 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
 
 
 def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:
-    """Return name -> shape of the adapters' parameters, of a model with parameters of these names and shapes."""
+    """Return a dictionary name -> shape of the adapters' parameters, for a model whose own parameters have these names
+    and shapes.
+    """
     found: dict[str, tuple[int, int]] = {}
     for name, shape in shapes.items():
         layer = layer_of(name)

@@ -23,7 +23,9 @@ def forward(x: np.ndarray, weight: np.ndarray, a: np.ndarray, b: np.ndarray, sca
 def backward(
     x: np.ndarray, weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, dy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of sum(dy * y) with respect to x, A and B; W is frozen."""
+    """Return the gradients of sum(dy * y) with respect to x, A and B; W is frozen, so no gradient is returned for
+    it.
+    """
     dx, da, db = np.zeros(x.shape), np.zeros(a.shape), np.zeros(b.shape)
     for token, row in enumerate(x):
         for out in range(len(weight)):

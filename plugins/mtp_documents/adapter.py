@@ -50,7 +50,9 @@ def layers_of(model_config) -> int:
 
 
 def keep_within(model, end_of_document: int) -> None:
-    """Make the MTP block of a built GPTModel predict within documents, which end with `end_of_document`."""
+    """Make the MTP block of a built GPTModel predict only within documents, which end with the token
+    `end_of_document`.
+    """
     block, ranks = model.mtp, model.config.data_parallel_size
     block.__class__ = BlockWithinDocuments
     block.end_of_document = end_of_document
@@ -59,10 +61,14 @@ def keep_within(model, end_of_document: int) -> None:
 
 
 class BlockWithinDocuments(MultiTokenPredictionBlock):
-    """This is a `MultiTokenPredictionBlock` that predicts only within documents (`keep_within`)."""
+    """This is a `MultiTokenPredictionBlock` that predicts only within documents; the function `keep_within`
+    makes it.
+    """
 
     def continues(self, tokens):
-        """Return `plan.continues` of ids [B, S], in their type; the first column may be 0 as well."""
+        """Return the result of `plan.continues` for token ids [B, S], in the type of the ids; the first column may be 0
+        as well.
+        """
         batch, length = self.shape(tokens)
         before = self.slice(tokens, (0, 0), (batch, length - 1), (1, 1))
         before = self.concat_2d((self.cast(self.zeros_op((batch, 1)), tokens.dtype), before))

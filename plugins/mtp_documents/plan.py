@@ -1,4 +1,5 @@
-"""This module reads `plugins.mtp_documents` of a recipe, and says which tokens begin a document. NumPy only.
+"""This module reads the section `plugins.mtp_documents` of a recipe, refuses recipes for which the plugin cannot work,
+and says which tokens begin a document. The module needs only NumPy.
 
 MindFormers 1.9.0 shifts tokens, labels and the loss mask of a whole sample for its multi-token prediction (MTP) layer
 (`multi_token_prediction.py`, `roll_tensor`). The MTP layer's input at the last token of a document is then the first

@@ -6,7 +6,8 @@ import numpy as np
 
 
 def rolled(values: np.ndarray, tokens: np.ndarray, end_of_document: int) -> np.ndarray:
-    """Shift each document to the left by one token, and put 0 at its end, as MindFormers does with a sample.
+    """Shift each document to the left by one token, and put 0 at the document's end, as MindFormers does with a whole
+    sample.
 
     Args:
         values: [B, S], one value for each token. tokens: ids [B, S]; `end_of_document` ends a document.

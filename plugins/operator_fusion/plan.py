@@ -1,4 +1,5 @@
-"""This module turns `plugins.operator_fusion` into flags of MindSpore's graph kernels (report section 4.5). Pure.
+"""This module turns `plugins.operator_fusion` of a recipe into the flags of MindSpore's graph kernels. The module is
+pure Python (report section 4.5).
 
 MindSpore 2.9.0 enables graph kernels if the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0 (vector
 operators only), and reads all other settings from one environment variable when it compiles.
@@ -86,7 +87,9 @@ class Fusion(Section):
 
     @property
     def flags(self) -> str:
-        """Return the value of `VARIABLE`, with every flag written out whatever MindSpore's defaults are."""
+        """Return the value of `VARIABLE`, with every flag of the level written out, so that MindSpore's defaults do not
+        matter.
+        """
         if self.level == "off":
             return "--opt_level=0"
         flags = ["--opt_level=2", f"--fusion_ops_level={LEVELS.index(self.level) - 1}"]
@@ -107,7 +110,8 @@ def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
 
 
 def check(recipe: Mapping[str, Any]) -> Fusion | None:
-    """Return the settings in a recipe (`chosen`), if they do not contradict its other keys.
+    """Return the settings of `plugins.operator_fusion` in a recipe (`chosen`), if they do not contradict other keys of
+    the recipe.
 
     Raises:
         RecipeError: see `Fusion.read`; on Ascend also if the recipe has another jit level, or MindSpore's own switches
@@ -134,7 +138,8 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
 
 
 def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that the workers of `recipe` need; empty if the plugin is off, or not on Ascend.
+    """Return the environment variable that the workers of `recipe` need; the result is empty if the plugin is off, or
+    the target is not Ascend.
 
     Args:
         environ: the environment in which the recipe is launched.

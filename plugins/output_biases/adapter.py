@@ -1,4 +1,5 @@
-"""This module enables `plugins.output_biases`: only layers that write into the residual stream have a bias (TeleChat2).
+"""This module enables `plugins.output_biases` of a recipe: only those linear layers of a dense model that write into
+the residual stream have a bias, as in the public TeleChat2.
 
 `add_bias_linear` gives all of them one. The plugin takes those of `linear_qkv` and `linear_fc1` from a model that is
 built; their forward pass adds a bias only if the layer has one, so that nothing else changes, sharded or not. A spec

@@ -34,7 +34,10 @@ def pack_examples(dataset, config):
 
 
 def process_source(process_name, dataset, **kwargs):
-    """Return the data set after a step of HFDataLoader; of `take` beyond its end this raises a clear error."""
+    """Return the data set after a processing step of MindFormers' HFDataLoader (the method `process_name` of
+    `datasets.Dataset`). This replaces HFDataLoader's own function, and raises a clear error if `take` asks for more
+    samples than the data set has.
+    """
     if process_name == "take":
         enough(kwargs.get("n", 0), len(dataset))
     return getattr(dataset, process_name)(**kwargs)

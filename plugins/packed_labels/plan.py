@@ -1,4 +1,5 @@
-"""This module packs conversations into full samples, in which each label is the next token. Pure Python.
+"""This module packs conversations into samples of full length, in which each token's label is the next token. Pure
+Python.
 
 MindFormers 1.9.0's PackingHandler moves labels by one place (`dataset/handler/packing_handler.py`), although
 AlpacaInstructDataHandler has already done so: the model is trained to predict the token after the next. PackingHandler
@@ -67,7 +68,9 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
 
 
 def next_token_labels(labels: Sequence[int], shifted: bool, ignore: int) -> list[int]:
-    """Return the next-token labels of a conversation, [tokens]; the last token has none of its own."""
+    """Return the labels of one conversation, [tokens], so that each token's label is the next token; the last token has
+    no label unless text was cut off behind it.
+    """
     return list(labels) if shifted else [*labels[1:], ignore]
 
 

@@ -81,7 +81,8 @@ relies_on(CheckpointMonitor, "save_checkpoint_path=self.directory")  # an attemp
 
 
 class SealingCheckpointMonitor(CheckpointMonitor):
-    """This monitor seals each new-format checkpoint when its files are written.
+    """This checkpoint monitor seals each new-format checkpoint (records the sizes and checksums of its files) when the
+    files are written (with `async_save`, when the saving thread has finished).
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
     The legacy format is left unchanged: it cannot be resumed on one worker anyway.
@@ -174,7 +175,9 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         barrier_world("Rank 0 to put the checkpoint in its place.")  # a worker that ends meanwhile is not waited for
 
     def _followed(self):
-        """Return whether the run goes on in a later attempt already: then this one changes nothing."""
+        """Return whether the run goes on in another attempt than this one already: then this one changes nothing any
+        more.
+        """
         if not (self.attempt and self.run_dir):
             return False
         folders = (Path(self.run_dir) / "attempts").glob("[0-9]*")

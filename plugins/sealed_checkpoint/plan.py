@@ -1,4 +1,5 @@
-"""This module writes and reads seals: whether a checkpoint is complete, and which attempt made it. Pure Python.
+"""This module writes and reads seals, which say whether a checkpoint folder is complete, and which attempt of a run
+made it. Pure Python.
 
 MindFormers writes an iteration's files in place and names the newest iteration in a tracker file; a run killed in the
 middle of a save leaves a folder that looks like a checkpoint. Here every rank, after its files are on disk, writes
@@ -48,12 +49,16 @@ def iterations(root: Path) -> list[Path]:
 
 
 def unfinished(root: Path) -> list[Path]:
-    """Return the iterations, newest first, that attempts have begun to save and not moved into `root`."""
+    """Return the folders of iterations that attempts have begun to save but not yet moved to the checkpoints in `root`,
+    newest first.
+    """
     return sorted(root.glob(f"{SAVING}*/iteration_*"), key=iteration, reverse=True)
 
 
 def saving_folder(root: Path, attempt: str | None) -> Path:
-    """Return the folder in which an attempt saves until a save is complete; `root` without an attempt."""
+    """Return the folder in which an attempt saves its iterations until they are complete; it is `root` itself for
+    workers without an attempt.
+    """
     return root / f"{SAVING}{attempt}" if attempt else root
 
 
@@ -79,12 +84,12 @@ def files_of_rank(folder: Path, rank: int, world_size: int) -> list[Path]:
 
 
 def expected_files(prefix: str, rank: int, world_size: int, optimizer: bool) -> list[str]:
-    """Return the names of all files that rank `rank` writes in a complete save.
+    """Return the names of all files that rank `rank` writes in a complete save (MindFormers 1.9.0,
+    `checkpoint/checkpoint.py`).
 
     Weights, the optimizer's state where `optimizer` (not `checkpoint.no_save_optim`), and for rank 0 common.json and,
-    with several ranks, metadata.json (MindFormers 1.9.0, `checkpoint/checkpoint.py`).
-    `checkpoint.save_remove_redundancy` changes what is in the files, not their names: MindFormers counts the ranks that
-    have a share, and breaks off in one that has none.
+    with several ranks, metadata.json. `checkpoint.save_remove_redundancy` changes what is in the files, not their
+    names: MindFormers counts the ranks that have a share, and breaks off in one that has none.
     """
     kinds = ("model", "opt") if optimizer else ("model",)
     shared = ["common.json", "metadata.json"][: min(world_size, 2)] if rank == 0 else []
@@ -100,7 +105,8 @@ def write_seal(
     known: Mapping[str, str] = MappingProxyType({}),
     made: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Write atomically the seal of the files that rank `rank` wrote into `folder`; return its path.
+    """Write atomically the seal of the files that rank `rank` wrote into `folder`: their sizes and checksums. Return
+    the path of the written seal.
 
     Args:
         folder: the folder of one iteration.
@@ -141,7 +147,9 @@ def write_seal(
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
-    """Write, in place of a seal, why no run may go on from this checkpoint; return the path."""
+    """Write atomically a file that takes the place of a seal and says why no run may go on from this checkpoint. Return
+    the path of the written file.
+    """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
     return _write({"rank": rank, "refused": reason}, folder, rank)
 
@@ -152,7 +160,8 @@ def _write(seal: dict, folder: Path, rank: int) -> Path:
 
 
 def publish(saved: Path, root: Path) -> Path | None:
-    """Move a checkpoint that all ranks have sealed into `root`; return the new path.
+    """Move a checkpoint that all ranks have completed and sealed into `root`, the folder of finished checkpoints;
+    return the new path.
 
     An iteration of that name makes room: it is of an attempt before. None where it is of a later one, or somebody else
     has published this one meanwhile. Who saves in place is done already.
@@ -186,7 +195,8 @@ def _is_later(folder: Path, saved: Path) -> bool:
 
 
 def adopt(root: Path) -> list[Path]:
-    """Move complete checkpoints whose attempt ended before it could move them into `root`; return the new paths.
+    """Move complete checkpoints to the folder of finished checkpoints, if the attempt that saved them ended before it
+    could move them; return the new paths.
 
     For a launch, between attempts; several nodes may do so at once. What is whole already stays. The tracker file then
     names the newest complete checkpoint, also if a process died before it could write that.
@@ -232,19 +242,24 @@ def _is_wrong(root: Path, said: str | None, newest: Path | None) -> bool:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether any rank has written a seal; only runs of this repository write seals."""
+    """Return whether any rank has written a seal (a file that says that the rank's part is complete) into a checkpoint
+    folder; only runs of this repository write seals.
+    """
     return any(folder.glob("seal_rank_*.json"))
 
 
 def _say_newest(root: Path, place: Path) -> None:
-    """Write the tracker file, by way of a folder of `place`'s own, which goes with it if the process dies here."""
+    """Write the tracker file. The unfinished file is in a folder of `place`'s own, which no reader lists and a save of
+    the same step or the removal of `place` takes away, if the process dies here.
+    """
     part = place / f".{TRACKER}.{uuid.uuid4().hex}"
     part.write_text(str(iteration(place)), encoding="utf-8")
     part.replace(root / TRACKER)
 
 
 def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) -> list[Path]:
-    """Remove the oldest checkpoints of a run but `keep`, whoever saved them; return their paths.
+    """Remove the oldest checkpoints of a run and keep `keep` of them, whichever attempts saved them; return their
+    paths.
 
     None while ranks have yet to seal the newest. What is older than it and was sealed by some ranks only, or refused by
     one, goes, too, and what earlier attempts have begun and not finished. A rank of an attempt that another one has
@@ -279,7 +294,9 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
 
 
 def _complete(folder: Path) -> bool:
-    """Return whether all ranks have sealed `folder` and none has refused it, by one listing of its names."""
+    """Return whether all ranks have sealed `folder` and none has refused it, judged by the names of files only: this
+    takes one listing, however many ranks there are.
+    """
     try:
         ranks, names = range(_read_seal(folder, 0)["world_size"]), set(os.listdir(folder))
     except (OSError, ValueError, KeyError, TypeError, RefusedError):
@@ -288,7 +305,9 @@ def _complete(folder: Path) -> bool:
 
 
 def made(folder: Path) -> dict[str, Any]:
-    """Return what `write_seal` was told as `made`; empty if no readable seal states it."""
+    """Return from a checkpoint's seal which attempt saved the checkpoint and which samples the run had left out (see
+    `write_seal`); the result is empty if no readable seal states them.
+    """
     try:
         seal = _read_seal(folder, 0)
         return {key: seal[key] for key in ("attempt", "skipped") if key in seal}
@@ -339,7 +358,8 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
 
 
 def newest_of_rank(root: Path, rank: int) -> Path | None:
-    """Return the newest checkpoint below `root` whose part of this rank is sealed; None if there is none.
+    """Return the newest checkpoint below `root` whose part of this rank is complete (sealed), even if parts of other
+    ranks are not; return None if there is no such checkpoint.
 
     One that is not in its place yet is named by where it will be.
     """

@@ -1,4 +1,5 @@
-"""This module adds routers' biases, placements of experts and Muon's moments to a sharded checkpoint's metadata.
+"""This module adds the routers' biases and the placement of experts to the metadata of a sharded checkpoint, so that a
+resume loads them, and lists Muon's moments for the stage that has them.
 
 MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads by it
 (`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in that list: every rank saves them, no
@@ -26,7 +27,9 @@ Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore l
 
 
 def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
-    """Return a rank's metadata with the biases and placements of the MoE layers that it lists."""
+    """Return a rank's metadata `entries` with the biases of each router, and the placement of each MoE layer, whose
+    weights are listed.
+    """
     added = {}
     for item in parameters:
         cell, _, name = item.name.rpartition(".")
@@ -72,7 +75,9 @@ def copied_like(layout: Any) -> Any:
 
 
 def enable() -> None:
-    """Let MindFormers' checkpoint metadata include the routers' state; that of the CPU backend already does."""
+    """Let MindFormers' checkpoint metadata include the routers' state wherever MindFormers asks MindSpore for layouts;
+    the metadata of the CPU backend already include this state.
+    """
     from mindformers.checkpoint import sharded_tensor
 
     of_all, of_this = sharded_tensor.get_strategy_metadata, sharded_tensor.get_current_strategy_metadata

@@ -1,4 +1,5 @@
-"""This module lets the stages of a pipeline tell rank 0 which tensors they save.
+"""This module lets the stages of a pipeline tell rank 0 which tensors they save, because each rank knows only its own
+stage.
 
 Rank 0 writes a checkpoint's metadata.json from what MindSpore tells it of all ranks. With AdamW each rank's optimizer
 has the weights of all stages before MindSpore cuts the pipeline, so it knows them all. With Muon MindFormers 1.9.0
@@ -31,7 +32,8 @@ def saves_in(folder: Path) -> None:
 def of_all_stages(
     folder: Path, found: Metas, rank: int, ranks: int, stages: int, wait: Callable[[], None]
 ) -> dict[int, dict[str, Any] | None]:
-    """Return the tensors that each rank saves; ranks other than 0 get only those of their own stage.
+    """Return the tensors that each rank saves; ranks other than 0, which write no metadata, get only the tensors of
+    their own stage.
 
     Args:
         folder: a folder that all ranks share. found: the metadata of the ranks of this rank's stage. ranks: the ranks

@@ -45,7 +45,9 @@ def enable_checkpoints(ranks: Ranks) -> None:
     from mindformers.trainer import base_trainer
 
     def of_this_rank(network: Any) -> dict[int, Any]:
-        """Return this rank's metadata as `get_current_strategy_metadata` does, under the key 0."""
+        """Return this rank's metadata in the form of `mindspore.parallel.strategy.get_current_strategy_metadata`; the
+        key is always 0.
+        """
         return {0: sharded_tensor.get_strategy_metadata(network)[ranks.rank]}
 
     replace(base_trainer, "compile_model", "'sink_mode' must be set to True", compile_without_sink)
@@ -53,17 +55,20 @@ def enable_checkpoints(ranks: Ranks) -> None:
 
 
 def compile_without_sink(model: Any, dataset: Any, **_: Any) -> None:
-    """Compile the train step of a `mindspore.train.Model`, whose layout of slices is not known before."""
+    """Compile the train step of a `mindspore.train.Model`, because the layout of slices is known only after a
+    compile.
+    """
     batch = next(iter(dataset.create_tuple_iterator(num_epochs=1)))
     model._train_network.set_train()
     model._train_network.compile(*batch)
 
 
 class Host:
-    """A `Host` computes the operators and collectives for which the plugin's C++ library calls Python.
+    """A `Host` connects the plugin's C++ library with Python in one process: it computes the operators and collectives
+    for which the library calls Python.
 
     Args:
-        mesh: the connection to all ranks.
+        ranks: this rank and all others; mesh: the connection to all of them;
         front_end_done: a function that is called when MindSpore has sharded a graph, before it makes kernels.
 
     Raises:
@@ -124,7 +129,9 @@ class Host:
 
 
 def refuse_missing(nodes: dict[str, int]) -> None:
-    """Raise RecipeError, before anything runs, if the graph has operators without a kernel."""
+    """Raise RecipeError, before anything runs, if the graph has operators that the plugin cannot compute; the message
+    names them and counts their nodes.
+    """
     if nodes:
         told = ", ".join(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sorted(nodes.items()))
         raise RecipeError(f"device_target CPU: there is no kernel for {told}; see docs/semi-auto-cpu.md")
@@ -169,7 +176,9 @@ def after_import() -> None:
 
 
 def after_context() -> None:
-    """Set the rank in MindSpore's Python code after `build_context`; a communication library would tell it."""
+    """Set the rank in MindSpore's Python code, which would ask only a communication library for it; call this after
+    `build_context`.
+    """
     from mindspore._c_expression import AutoParallelContext
 
     AutoParallelContext.get_instance().set_global_rank(_host[0].ranks.rank)

@@ -1,4 +1,6 @@
-"""This module reads `parallel.parallel_mode`: which recipes split their model, and which of them run on CPU here."""
+"""This module reads `parallel.parallel_mode` and says which recipes split their model over devices, and which of these
+recipes this plugin executes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ SECTIONS = ("context", "parallel")
 
 
 def is_semi_auto(mode: Any) -> bool:
-    """Return whether a value of `parallel.parallel_mode` (a number or a name) means semi-auto parallel."""
+    """Return whether a value of `parallel.parallel_mode` (a number, or a name in upper or lower case) means semi-auto
+    parallel.
+    """
     return _plain(mode) in SEMI_AUTO
 
 

@@ -7,7 +7,7 @@
 Results do not depend on the order of arrival. If members of a group are not at the same call, a Send has no Receive, or
 ranks wait for each other, a ClusterError names operator, group and ranks. The module has these parts:
 
-* `CallRecord`: what a rank called in a step, to be compared with what `tc3 dryrun` says that it would call.
+* `Calls`: what a rank called in a step, in order, to be compared with what `tc3 dryrun` says that it would call.
 * `Disturbance`, for tests only: delays before collectives, and faults that a run must notice. `TC3_COLLECTIVES_TEST`
   names them. "delay=20 seed=3" waits up to 20 ms before each call, otherwise on each rank. "drop:Send:2@0" never sends
   the third Send of rank 0, "skip:AllReduce" leaves all AllReduce of all ranks out (each returns its own input),
@@ -74,7 +74,9 @@ class CallRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """This is a fault that a test inserts at call number `call` of the operator; None stands for any."""
+    """This is a fault that a test inserts on this rank: a fault of this `kind` happens at call number `call` of the
+    operator; None stands for any call.
+    """
 
     kind: str
     operator: str

@@ -51,7 +51,7 @@ class CollectiveManager:
         return {group: list(ranks) for group, ranks in self.ranks.groups.items()}
 
     def get_world_rank_from_group_rank(self, group: str, rank: int) -> int:
-        """Return the global rank of the member with this index in the group."""
+        """Return the global rank of a group's member, given by the member's index in the group."""
         return self.get_group_ranks(group)[rank]
 
     def get_group_rank_from_world_rank(self, rank: int, group: str) -> int:
@@ -62,7 +62,8 @@ class CollectiveManager:
 
 
 def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
-    """Let `ranks` answer MindSpore's questions about communication until `stack` closes (None: permanently).
+    """Let `ranks` answer MindSpore's questions about communication until `stack` closes, or permanently if no stack is
+    given.
 
     Raises:
         ClusterError: another `Ranks` already answers these calls.

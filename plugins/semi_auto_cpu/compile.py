@@ -1,4 +1,6 @@
-"""This module lets MindSpore's front end shard every graph for Ascend, and the graph then run on CPU."""
+"""This module controls how MindSpore compiles: its front end shards every graph for Ascend, and the graph then runs on
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ class FrontEnd:
 
 
 def refuse_compiling(turn: Turn, error: RuntimeError) -> None:
-    """Raise ClusterError if MindSpore compiled, without a front end, a graph that it should have loaded."""
+    """Raise ClusterError if MindSpore did not take a graph of the compile cache, and failed to compile the graph for
+    the CPU, because no front end has split it.
+    """
     if turn.entry is not None and "Invalid backend" in str(error):
         raise ClusterError(_contrary(turn, "compiled", "loaded")) from error
 
@@ -147,7 +151,8 @@ def _contrary(turn: Turn, did: str, told: str) -> str:
 
 
 def initialise_by_name(cell: Any) -> None:
-    """Draw the initial values of each whole weight from its name and the run's seed, whatever the layout.
+    """Draw the initial values of each whole weight from a seed made of the weight's name and the run's seed, so that
+    they do not depend on the layout.
 
     MindSpore draws each slice by itself, so that another layout would start from other weights. A graph that is
     compiled cuts its slices out of the whole.

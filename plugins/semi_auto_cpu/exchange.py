@@ -160,7 +160,9 @@ def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write all members' tensors, concatenated along axis 0; further inputs (`_MicroStepAllGather`) are ignored."""
+    """Write into `outputs` the tensors of all members, concatenated along axis 0. Further input tensors, which the
+    operator `_MicroStepAllGather` has, are ignored.
+    """
     for x, out in zip(inputs, outputs, strict=False):
         _fits(meeting, out, x.size * meeting.size)
         parts = meeting.swap([_flat(x)] * meeting.size, describe(x))
@@ -169,7 +171,9 @@ def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write this member's part, along axis 0, of the sum (max, ...) of each input tensor over all members."""
+    """Write into `outputs` this member's part, along axis 0, of the sum (max, ...) of each input tensor over all
+    members.
+    """
     operation = attrs.get("op", "sum")
     for x, out in zip(inputs, outputs, strict=True):
         _fits(meeting, x, out.size * meeting.size)
@@ -178,7 +182,9 @@ def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arra
 
 
 def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Send part j of axis split_dim to member j; concatenate what arrives along concat_dim in the group's order."""
+    """Send part j of axis split_dim to member j; concatenate the received parts along concat_dim in the order of the
+    group.
+    """
     count, split, concat = (int(attrs[name]) for name in ("split_count", "split_dim", "concat_dim"))
     (x,), (out,) = inputs[:1], outputs[:1]
     if count != meeting.size or x.shape[split] % count:
@@ -195,7 +201,9 @@ def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Exchange as many blocks with each member as inputs two (to send) and three (to receive) say; fill with zeros."""
+    """Send to each member as many blocks as the second input states for it, and receive from each as many blocks as the
+    third input states. The unused end of the output is filled with zeros.
+    """
     block = int(attrs.get("block_size", 1))
     x, out = _flat(inputs[0]), _result(outputs[0])
     send, due = (_counts(meeting, numbers, block) for numbers in inputs[1:3])
@@ -216,7 +224,9 @@ def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays
 
 
 def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write the tensors of root_rank: a member's global rank, or else an index in the group."""
+    """Write into `outputs` the tensors of root_rank, which is a global rank or, if it is not the rank of a member, an
+    index in the group.
+    """
     root = int(attrs.get("root_rank", 0))
     place = meeting.members.index(root) if root in meeting.members else root
     if not 0 <= place < meeting.size:

@@ -1,4 +1,5 @@
-"""This module keeps beside a cached sharded graph what MindSpore's compile cache leaves out, and restores it.
+"""This module stores, in a file beside a cached sharded graph, the information that MindSpore's compile cache leaves
+out, and restores this information when the graph is loaded.
 
 A process that loads a graph runs no front end, so it does not know the places of its weights' slices (the layouts by
 which checkpoints are cut), which parameters are its own, its index in each group, what MindFormers writes into a
@@ -63,7 +64,10 @@ class KeptGraphs:
         self._loads = bool(self._there)
 
     def to_load(self, what: Entry) -> Entry | None:
-        """Return the entry of the next graph, which MindSpore may load; None: none is there, or of another `what`."""
+        """Return the stored information about the next graph, so that MindSpore can load it instead of compiling.
+        Return None if no graph is stored, or if the stored graph was compiled for something else than `what` (see
+        `described`).
+        """
         number = len(self._entries)
         there = self._there[number]["cell"] if number < len(self._there) else {}
         if there == what and self._has_file(number):
@@ -105,7 +109,8 @@ class KeptGraphs:
         _say(f"rank {self.ranks.rank} has loaded {type(cell).__name__}")
 
     def keep(self, cell: Any, what: Entry) -> None:
-        """Write beside the graph of `cell`, just compiled, what a later process needs to load it.
+        """Write to the file beside the graph the information that a later process needs to load the graph of `cell`,
+        which was just compiled.
 
         Nothing is kept where MindSpore could not write the graph (its file holds not every kind of attribute).
         """
@@ -163,9 +168,9 @@ class KeptGraphs:
         return self.folder is not None and any(self.folder.rglob(f"*_{number}.mindir"))
 
     def _forget(self, first: int) -> None:
-        """Remove MindSpore's files of the compiles from number `first` on, and their entries.
-
-        MindSpore compiles these. A process that is killed before it keeps its own leaves no old entry by a new graph.
+        """Remove MindSpore's files of the compiles from number `first` on, because MindSpore compiles these, and what
+        was kept for them: a process that is killed before it has kept its own must not leave an old entry beside a new
+        graph.
         """
         assert self.folder is not None
         del self._there[first:]
@@ -192,7 +197,9 @@ def _cut_zeros(cell: Any, wanted: Mapping[str, list[Any]]) -> None:
 
 
 def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
-    """Return what a compile is of: cell, phase, and types and shapes of inputs and of whole parameters."""
+    """Return a description of a compile: the class of the cell, the phase, the types and shapes of its inputs, and the
+    types and shapes of its parameters before they are sliced.
+    """
     return {
         "class": type(cell).__name__,
         "phase": phase,
@@ -207,7 +214,9 @@ def weights(cell: Any) -> Entry:
 
 
 def registered() -> list[str]:
-    """Return the operators that Python computes here, with those that the compiler pass has added."""
+    """Return the names of the operators that Python computes in this process, including those that the compiler pass
+    has added (a process that loads a graph runs no pass).
+    """
     return library.load().registered()
 
 

@@ -53,7 +53,9 @@ _CALLBACK = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Tensor:
-    """A `Tensor` is an input or output of an operator in MindSpore's memory; `buffer` is the type of its bytes."""
+    """A `Tensor` is an input or output of an operator in MindSpore's memory; `buffer` is the ctypes array of
+    its bytes.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -152,7 +154,9 @@ def _arguments(told: list[dict[str, Any]]) -> tuple[int | range | Constant, ...]
 
 
 def _constant(told: Any) -> Any:
-    """Return a constant read from JSON, with tuples in place of lists, as MindSpore has sequences."""
+    """Return a constant read from JSON, with tuples in place of lists, because MindSpore's sequences of constants are
+    tuples.
+    """
     return tuple(map(_constant, told)) if isinstance(told, list) else told
 
 
@@ -212,7 +216,9 @@ class Library:
         self._host, self.rank = function, rank
 
     def register(self, name: str) -> bool:
-        """Let Python compute the operator `name`; return whether MindSpore could compute it, too."""
+        """Let Python compute the operator `name` of MindSpore's graph; return whether MindSpore could compute it,
+        too.
+        """
         return bool(self._loaded.tc3_register(name.encode()))
 
     def registered(self) -> list[str]:
@@ -220,7 +226,8 @@ class Library:
         return json.loads(self._loaded.tc3_registered())
 
     def replace(self, name: str, low: bool = False) -> None:
-        """Let Python compute the operator `name`, which the pass renames in each graph.
+        """Let Python compute the operator `name`; the compiler pass renames it in each graph, so that MindSpore does
+        not compute it.
 
         `low`: only where it takes or gives bfloat16 or float16.
         """

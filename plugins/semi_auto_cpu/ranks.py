@@ -1,4 +1,5 @@
-"""This module says which ranks each communication group has, as one rank sees its cluster.
+"""This module describes the cluster as one rank sees it: its own number, the number of ranks, and the ranks of each
+communication group.
 
 Python creates some groups, with their ranks. MindSpore's C++ creates others, of which Python gets only a name,
 "<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so a name identifies its
@@ -22,7 +23,8 @@ MADE_UP = re.compile(r"(\d+)-\d+")
 
 
 class Ranks:
-    """This is the view of rank `rank` of `devices` ranks, and the communication groups that it knows.
+    """This is one rank's view of its cluster: its number `rank` among `devices` ranks, and the communication groups
+    that it knows.
 
     Attributes:
         groups: name -> global ranks of the created groups, in order, without the group of all ranks.
@@ -72,7 +74,8 @@ class Ranks:
         return len(self.known(group))
 
     def rank_in(self, group: str) -> int:
-        """Return this rank's index in a group, by which its slice of a sharded weight is chosen.
+        """Return this rank's index in a group, which selects the rank's slice of a weight if the group shards the
+        optimizer.
 
         Raises:
             ClusterError: the ranks of the group are unknown.
@@ -81,7 +84,7 @@ class Ranks:
         return self.places[group]
 
     def known(self, group: str) -> tuple[int, ...]:
-        """Return the global ranks of a group.
+        """Return the global ranks of a group; raise ClusterError if these ranks are not known.
 
         Raises:
             ClusterError: the ranks of the group are unknown.
@@ -105,7 +108,11 @@ def made_up_name(ranks: tuple[int, ...]) -> str:
 
 @lru_cache(maxsize=4096)
 def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
-    """Return the ascending ranks of a group of MindSpore's C++ that contains `rank`; None: none has this name."""
+    """Return the ranks of a group that MindSpore's C++ created and that contains `rank`; None if no such group has the
+    name.
+
+    They ascend.
+    """
     made_up = MADE_UP.fullmatch(group)
     if made_up is None:
         return None
@@ -116,7 +123,8 @@ def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
 
 
 def parts_of_meshes(devices: int, rank: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield every group of `size` ranks with `rank` that differ only along some axes of a device mesh.
+    """Yield every group of `size` ranks that contains `rank` and whose ranks differ only in their positions along some
+    axes of a device mesh.
 
     Then, where `optimizer_weight_shard_size` cuts such a group of more ranks into equal parts, the part with `rank`.
     Axes of any mesh are products of the axes of one whose lengths are primes: these are tried in each order.

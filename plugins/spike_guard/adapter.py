@@ -1,4 +1,5 @@
-"""This module enables `plugins.spike_guard`: monitors end the run at a spike, and a loader leaves samples out.
+"""This module enables `plugins.spike_guard` of a recipe: it adds monitors that end the run at a spike, and a data
+loader that leaves samples out.
 
 Nothing is rolled back in the process. A rank that sees a spike writes `RUN/skipped.json` (`ledger.py`) and ends the
 run, as `plugins.finite_loss` does, which this plugin replaces. The launch starts the run again from the newest good
@@ -69,7 +70,8 @@ def _pipeline(config) -> tuple[int, Any]:
 
 
 class Guard(Watch):
-    """A `Guard` watches loss and norm for spikes and values that are not finite, and decides whether the run goes back.
+    """A `Guard` watches the loss and the gradient norm for spikes and for values that are not finite, and decides
+    whether the run goes back to a checkpoint.
 
     Args:
         settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether this rank
@@ -127,7 +129,9 @@ class Guard(Watch):
 
 
 def _beginning(monitor: type[MFLossMonitor], guard: Guard, stages: Stages = ()):
-    """Return a loss monitor that tells `guard` when training begins; `stages` are those of plugins.batch_ramp."""
+    """Return a subclass of the loss monitor class `monitor` that tells `guard` when training begins; `stages` are those
+    of plugins.batch_ramp.
+    """
 
     class GuardedLossMonitor(monitor):
         def on_train_begin(self, run_context):
@@ -156,7 +160,9 @@ def _skipping(loader: Any, guard: Guard):
 
 
 class Skipping:
-    """This is a view of a dataset without the samples in `skipped`; what follows its end takes their place."""
+    """This is a view of a random-access dataset without the samples in `skipped`; samples from beyond the usual end of
+    the dataset take the place of the skipped samples at the end.
+    """
 
     def __init__(self, source: Any, skipped: Ranges):
         self.source, self.skipped = source, skipped
@@ -174,7 +180,8 @@ class Skipping:
 
 
 def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
-    """Return up to `wanted` samples that follow a blend's last, int64 [n, 2] of (data set, item), and its data sets.
+    """Return up to `wanted` samples that follow the last sample of a blend, as int64 [n, 2] of (number of the data set,
+    item), and the list of the blend's data sets.
 
     A single data set has no more samples than it says.
     """
@@ -187,7 +194,9 @@ def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
 
 
 def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:
-    """Return how many samples, up to `wanted`, `source` has beyond `skipped` and `trained`."""
+    """Return how many samples, up to `wanted`, are left in `source` if `skipped` is left out and `trained` samples are
+    trained.
+    """
     have = len(source) - count(skipped) - trained
     if have < wanted:
         have += len(behind(source, count(skipped) + wanted)[0])

@@ -1,4 +1,5 @@
-"""This module counts the samples that a run leaves out, and keeps `RUN/skipped.json`, which records spikes. Pure.
+"""This module handles the samples that a run leaves out: it counts them, and reads and writes `RUN/skipped.json`, which
+records the spikes. Pure.
 
 Samples are counted in the order in which the loader would deliver them if none were left out: 0 is the first one of the
 first step. The left-out samples are ranges (first, stop) of that count. The samples after each range take its place,
@@ -47,7 +48,9 @@ def count(skipped: Ranges) -> int:
 
 
 def original(position: int, skipped: Ranges) -> int:
-    """Return the number of the sample that the run trains at `position`; `skipped` is `normal`."""
+    """Return the number of the sample that the run trains at `position`, counted without the skipped samples. The
+    argument `skipped` must be a list of ranges that `normal` has returned.
+    """
     for first, stop in skipped:
         if position < first:
             break
@@ -56,7 +59,9 @@ def original(position: int, skipped: Ranges) -> int:
 
 
 def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
-    """Return the samples that the run trains at positions `first` to `stop` - 1, as ranges."""
+    """Return, as ranges, the samples that the run trains at positions `first` to `stop` - 1, counted without the
+    skipped samples.
+    """
     return normal((sample, sample + 1) for sample in (original(each, skipped) for each in range(first, stop)))
 
 
@@ -76,7 +81,8 @@ def _until(end: int, skipped: Ranges) -> Ranges:
 
 
 def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence[int], wanted: int) -> np.ndarray:
-    """Return the items with which a blend would go on, as MindFormers' `build_blending_indices` chooses them.
+    """Return the items with which a blend of data sets would go on, as MindFormers' `build_blending_indices` would
+    choose them.
 
     Args:
         weights: the weights of the data sets in the blend; counts: the number of items of each in the blend; lengths:
@@ -99,7 +105,10 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` says that a run went back after a spike at `step`, without the samples of steps from `first` on."""
+    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. In an entry, `step` is the step
+    of the spike, `first` is the first step whose samples are left out, and `samples` are the ranges that `skip`
+    returns.
+    """
 
     step: int
     first: int
@@ -143,7 +152,9 @@ def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
 
 
 def add_entry(run_dir: str | Path, entry: Entry) -> None:
-    """Add `entry` unless another rank has added it; the entries of others stay."""
+    """Add `entry` to the current entries, unless another rank has added it. A rank that writes later than others does
+    not remove their entries.
+    """
     with _locked(Path(run_dir)):
         entries = read_ledger(run_dir)
         if not any((each.step, each.samples) == (entry.step, entry.samples) for each in entries):

@@ -1,4 +1,5 @@
-"""This module decides which steps are spikes and how a run goes on after one (`plugins.spike_guard`). NumPy only.
+"""This module decides which steps are spikes and how a run goes on after a spike, and reads `plugins.spike_guard` of a
+recipe. The module uses only Python and NumPy.
 
 Loss and global norm are compared on a logarithmic scale, on which their noise is about even, with the last good steps.
 These steps have a trend, the median of the slopes between any two of them (Theil and Sen), which is extrapolated only
@@ -54,7 +55,9 @@ def _skipped(value: Any) -> Ranges:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say what a spike is and what follows; `benchmarks/cluster/spike_guard.py` counts false alarms."""
+    """These settings say what a spike is, and what happens after one. `benchmarks/cluster/spike_guard.py` measures how
+    rarely clean runs raise an alarm.
+    """
 
     KEY = KEY
     RIGHT = f"write `rollbacks: 3` under it, or {KEY}: False to leave it off"
@@ -140,7 +143,8 @@ def check(recipe: Mapping[str, Any]) -> Settings:
 
 
 def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
-    """Return how many robust standard deviations log `value` lies above what log `good` predicts, and that.
+    """Return how many robust standard deviations log `value` lies above the value that the trend of log `good` predicts
+    for the next step, and the predicted value.
 
     Args:
         good: the values of the last good steps, the newest last; all are above 0.
@@ -156,7 +160,12 @@ def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
 
 
 class Window:
-    """A `Window` of `size` steps holds loss and norm of the last good ones, and judges a new step by `threshold`."""
+    """A `Window` holds the loss and the gradient norm of the last good steps, and judges whether the values of a new
+    step are a spike.
+
+    Args:
+        size: the number of steps in the window; threshold: see above.
+    """
 
     def __init__(self, size: int, threshold: float):
         self.size, self.threshold = size, threshold
@@ -182,10 +191,12 @@ class Window:
 
 
 def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
-    """Return the values of the fewest last steps up to `done` that fill a `Window` of `size` steps, loss and norm.
+    """Return the values of the last steps up to step `done`, from the lines of RUN/metrics/rank_N.jsonl, with which a
+    `Window` of `size` steps is filled: the fewest steps that hold `size` values of the loss and of the norm, but at
+    most `_MOST` windows.
 
-    They come from the lines of RUN/metrics/rank_N.jsonl, and are at most `_MOST` windows. A part of the run that
-    repeats steps has a header, and replaces them. Steps that overflowed are left out, as in training.
+    A part of the run that repeats steps has a header, and replaces them. Steps that overflowed are left out, as a
+    `Guard` leaves them out while it trains.
     """
     steps: dict[int, dict[str, float | None]] = {}
     for line in lines:
@@ -218,7 +229,8 @@ def what_follows(
     trained: Callable[[int], int],
     skipped: Ranges,
 ) -> tuple[Entry | None, str]:
-    """Return the ledger entry with the samples to leave out after a spike at `step`, and a sentence about it.
+    """Return the consequence of a spike at `step`: the ledger entry with the samples to leave out, and a sentence about
+    this entry.
 
     Args:
         wrong: a description of the spike; before: the spikes after which this run has gone back; trained: the samples

@@ -13,7 +13,9 @@ def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
 
 
 def spreads_above(value: float, good: Sequence[float], least: float) -> float:
-    """Return the first value of `plan.spreads_above`, computed by sorting."""
+    """Return how many robust standard deviations log `value` lies above the trend of log `good`, computed by sorting;
+    see `plan.spreads_above`.
+    """
 
     def middle(values: Iterable[float]) -> float:
         values = sorted(values)

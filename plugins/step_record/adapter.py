@@ -49,7 +49,12 @@ def enable(config, settings) -> None:
 
 
 class Record:
-    """This callback writes the record of one rank: a line for the start, and one for each of `steps` steps."""
+    """This callback writes the step record of one rank. The file has a line for the start of the run and a line for
+    each recorded step.
+
+    Args:
+        config: the config of the run. steps: the number of recorded steps of this part of the run.
+    """
 
     def __init__(self, config, steps: int):
         self.optimizer = dict(config.optimizer or {})
@@ -80,12 +85,16 @@ class Record:
             self.modules = self._outputs(params, START, self.before, self.first)
 
     def finish(self, params, step: int) -> None:
-        """Record every module's output for the last step's batch and the final weights, in one CPU process."""
+        """Record every module's output for the last step's batch, computed with the weights at the end of the training,
+        in one CPU process.
+        """
         if self.traced and self.passed and (modules := self._outputs(params, END, _arrays(params), step)):
             append_line(self.file, json.dumps({"step": step, "end": True, "state": {}, "modules": modules}))
 
     def _outputs(self, params, kept: str, arrays: dict[str, np.ndarray], step: int) -> dict[str, Any] | None:
-        """Return module -> sketch of its output for the batch in `params`; the file `kept` gets weights and batch."""
+        """Return module -> sketch of its output for the batch in `params`; weights and batch are kept in the file
+        `kept`.
+        """
         from plugins.cpu_backend.pynative import counters_kept, module_outputs
 
         network, batch = train_step(params).network, params.train_dataset_element
@@ -189,7 +198,9 @@ def _biases(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def _parts(params) -> dict[str, Any]:
-    """Return name -> [shape of the whole tensor, offset of this rank's part in parts]; empty in one process."""
+    """Return name -> [shape of the whole tensor, offset of this rank's part in units of parts]; empty in one
+    process.
+    """
     if get_real_group_size() == 1:
         return {}
     from mindformers.checkpoint.sharded_tensor import get_cur_sharded_tensor

@@ -1,4 +1,5 @@
-"""This module computes what a rank records in a step for `tc3 accuracy diagnose`: digests and sizes. NumPy only.
+"""This module computes the values that a rank records in a training step for `tc3 accuracy diagnose`: digests of the
+samples, and sizes of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
 
 In one CPU process the first recorded step also has a sketch of every module's output, computed in PyNative from the
 step's batch, and, of a small model, the weights and the batch themselves, from which anybody can compute them again.
@@ -59,7 +60,10 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Adam:
-    """An `Adam` holds the optimizer's values for a step after `count` updates; `momentum` is of Muon's matrices."""
+    """An `Adam` holds the optimizer's values for one step: the learning rate, and `count`, the number of updates that
+    the optimizer has made. The field `momentum` is the momentum of the matrices that Muon updates; Muon leaves the
+    other weights to AdamW.
+    """
 
     lr: float
     beta1: float
@@ -70,7 +74,9 @@ class Adam:
 
 
 def adam_of(optimizer: Mapping[str, Any], lr: float = 0.0, count: int = 0) -> Adam:
-    """Return the values of a recipe's section `optimizer` for a step with this learning rate and count of updates."""
+    """Return the optimizer's values (`Adam`) that a recipe's section `optimizer` states, for a step with this learning
+    rate and number of updates.
+    """
     muon = "adamw_" if optimizer.get("type") == "Muon" else ""
     beta1, beta2 = optimizer.get(f"{muon}betas") or (MUON_BETAS if muon else BETAS)
     eps, momentum = optimizer.get(f"{muon}eps") or EPS, optimizer.get("momentum")
@@ -91,7 +97,8 @@ def digest(array: np.ndarray) -> str:
 
 
 def samples_of(columns: Iterable[str], batch: Iterable[np.ndarray]) -> dict[str, list[str] | str]:
-    """Return, for each column of a batch, the digest of each sample's entry, or one digest if all are the same.
+    """Return, for each column of a batch, the digest of each sample's entry in order, or one digest if all samples have
+    the same entry.
 
     Rows of `input_ids` are the samples.
     """
@@ -127,20 +134,25 @@ def sketch_of(array: np.ndarray) -> list[Any]:
 
 
 def apart(one: Iterable[Any], two: Iterable[Any]) -> float:
-    """Return how far two outputs are apart over the norm of the first, by their sketches: to a factor of about two."""
+    """Return how far two outputs are apart relative to the norm of the first one; the estimate from their sketches is
+    right to a factor of about two.
+    """
     (_, square, mine), (_, _, others) = one, two
     return float(np.sqrt(np.mean(np.square(np.subtract(mine, others))) / max(square, 1e-30)))
 
 
 def gradient_square(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
-    """Return the sum of squares of the (clipped) gradient, from the first moment before and after a step."""
+    """Return the sum of squares of the (clipped) gradient, which follows from the first moment before and after a
+    step.
+    """
     return sum_of_squares((np.asarray(moment, np.float64) - beta1 * np.asarray(before, np.float64)) / (1 - beta1))
 
 
 def weight_of(
     name: str, before: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray], adam: Adam
 ) -> dict[str, Any] | None:
-    """Return what is recorded of a rank's part of a weight; None if the rank keeps no moment of it.
+    """Return the recorded values of one rank's part of a weight in a step; None if the rank keeps no moment of this
+    weight.
 
     Args:
         before, now: name -> weight or moment, before and after the step.
@@ -172,14 +184,17 @@ def weight_of(
 
 
 def without_update(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what is known of weights in a step that the loss scale skipped: neither gradient nor update."""
+    """Return what is known of weights (name -> values of `weight_of`) in a step that the loss scale skipped: the
+    optimizer left moments and weights as they were, so that no gradient and no update follows from them.
+    """
     return {name: {"dimensions": told["dimensions"]} for name, told in weights.items() if "dimensions" in told}
 
 
 def update_of(
     before: np.ndarray, after: np.ndarray, moment: np.ndarray, square: np.ndarray, adam: Adam
 ) -> dict[str, float | None]:
-    """Return the size of an update, and the learning rate and weight decay that fit it.
+    """Return the size of an update of one rank's part of a weight, and the learning rate and weight decay that fit the
+    update.
 
     Returns:
         "square": the sum of squares of the change; "rate", "decay": the learning rate and the weight decay that fit the

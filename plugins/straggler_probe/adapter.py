@@ -1,4 +1,5 @@
-"""This module enables `plugins.straggler_probe`: a callback that probes its own rank, without a collective.
+"""This module enables `plugins.straggler_probe` of a recipe: a callback that probes its own rank every few steps,
+without a collective.
 
 No hook of MindFormers reports how long a rank waits for its batches; but MindSpore's loop fetches a batch between two
 steps, and calls callbacks at the end of the first and the beginning of the second. MindFormers sorts callbacks that it
@@ -27,7 +28,11 @@ relies_on(model.Model._train_dataset_sink_process, "for inputs in dataset_helper
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class StragglerProbe(Callback):
-    """This callback records probes of this rank (see `watch.Watch`)."""
+    """This callback records probes of this rank (see `watch.Watch`).
+
+    Args:
+        settings: `plugins.straggler_probe.watch.Settings`. device: the type of the device. run_dir: the run's folder.
+    """
 
     def __init__(self, settings, device, run_dir, **kwargs):
         super().__init__()

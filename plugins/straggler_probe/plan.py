@@ -83,7 +83,9 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 
 class Level(NamedTuple):
-    """A `Level` is a limit in standard deviations, and which shares of healthy and slow ranks' probes exceed it."""
+    """A `Level` is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share
+    of its probes for which a healthy rank lies above the limit, and `slow` is this share for a slow rank.
+    """
 
     limit: float
     usual: float
@@ -105,14 +107,18 @@ def threshold(tests: int, probes: int, alarm: float) -> float:
 
 
 def ratios(values: np.ndarray, limit: float, level: Level) -> np.ndarray:
-    """Return ln L [K, N] of `values` [K, N] (K probes, N ranks), slow to healthy; 0 where a value is NaN."""
+    """Return ln L [K, N], the logarithm of the likelihood ratio of a slow to a healthy rank, for each of `values` [K,
+    N] (K probes, N ranks); the result is 0 where a value is missing (NaN).
+    """
     above = math.log(level.slow / level.usual)
     below = math.log((1 - level.slow) / (1 - level.usual))
     return np.where(np.isnan(values), 0.0, np.where(values > limit, above, below))
 
 
 def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
-    """Return ln R [K, N] for `values` [K, N]: of the mean over `LEVELS`, each with its limit of `limits`."""
+    """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. The evidence R is the
+    mean of the likelihood ratios over `LEVELS`; `limits` has the limit of each level.
+    """
     parts = []
     for level, limit in zip(LEVELS, limits, strict=True):
         ratio = ratios(values, limit, level)
@@ -125,7 +131,8 @@ def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
 
 
 def span(values: np.ndarray, limit: float, level: Level, alarm: int) -> tuple[int, int]:
-    """Return the first and the last slow probe of the series `values` [K], which raised an alarm at probe `alarm`.
+    """Return the first and the last probe in which a rank was slow, from its series `values` [K], which raised an alarm
+    at probe `alarm`.
 
     They are the most likely ones: between them the product of all L is the largest.
     """
@@ -167,7 +174,9 @@ class Unknown:
 
 
 class Verdict(NamedTuple):
-    """A `Verdict` holds the slow ranks (the slowest of each kind first), the unknown, and the number compared."""
+    """A `Verdict` is the result of comparing the ranks of a run: the slow ranks (the slowest of each kind first), the
+    ranks of which nothing is known, and the number of compared ranks.
+    """
 
     slow: list[SlowRank]
     unknown: list[Unknown]
@@ -180,7 +189,8 @@ def by_stage(ranks: int, stages: int) -> dict[int, int]:
 
 
 def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None = None) -> Verdict:
-    """Return the ranks of a run that are slower than their peers; a healthy run names any by chance `ALARM`.
+    """Return the ranks of a run that are slower than their peers. The probability that a healthy run names any rank is
+    `ALARM`.
 
     That holds for one look at a run, and for any number of looks within its first `LEAST` probes; who looks all the
     time has that chance once more whenever the number of probes has doubled.
@@ -216,7 +226,9 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
 
 
 class Own(NamedTuple):
-    """An `Own` is one series of probes; a rank that moved to a spare host starts a new one."""
+    """An `Own` identifies one series of probes: the probes of one rank on one host. A rank that moved to a spare host
+    starts a new series.
+    """
 
     rank: int
     host: str
@@ -243,7 +255,9 @@ def _data(record: Record) -> float | None:
 
 
 def _host(record: Record) -> float:
-    """Return the share of the time in which threads waited for a core; the kernel counts a CPU limit among it."""
+    """Return the share of the time in which a rank's threads waited for a core; the kernel adds up the waits of
+    threads that wait at once, and counts the time of a CPU limit among them.
+    """
     return max(0.0, record.waited - record.stopped) / max(record.seconds, record.cpu + record.waited)
 
 
@@ -276,7 +290,9 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Do steps 1 to 4: return how far `values` [K, N] lie above others', the lowest limit, and where evidence suffices.
+    """Compute steps 1 to 4 of the module's test. Return how far each of `values` [K, N] lies above the values of the
+    other ranks, the lowest limit of the test, and for each probe whether the evidence that a rank is slow is
+    sufficient.
 
     Args:
         floor: the smallest limit. enough: see `threshold`.
@@ -289,7 +305,9 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
 
 
 def above_others(values: np.ndarray) -> np.ndarray:
-    """Return `values` [K, N] minus the median of the other ranks' at the same probe; NaN without either."""
+    """Return `values` [K, N] minus, for each value, the median of the other ranks' values at the same probe; NaN where
+    the value or all others are missing.
+    """
     out = np.full(values.shape, np.nan)
     for place, row in enumerate(values):
         here = np.flatnonzero(~np.isnan(row))
@@ -305,7 +323,8 @@ def above_others(values: np.ndarray) -> np.ndarray:
 
 
 def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, float]:
-    """Return `excess` [K, N] without lasting differences of healthy ranks, and their estimate's largest error.
+    """Return `excess` [K, N] without the lasting differences among healthy ranks, and the error that the estimate of
+    these differences may have for the unluckiest rank.
 
     Of few ranks nobody can tell what differs for good, and nothing is taken out.
     """
@@ -329,7 +348,9 @@ def _median(values: np.ndarray) -> float:
 
 
 def _lasts(excess: np.ndarray, alarm: int, limit: float) -> tuple[int, int | None]:
-    """Return the first and the last slow probe of a series [K] with an alarm at `alarm`; None: it goes on."""
+    """Return the first and the last slow probe of a series [K] that raised an alarm at probe `alarm`; None: it goes
+    on.
+    """
     begin, end = span(excess, limit, LEVELS[0], alarm)
     return begin, None if np.count_nonzero(~np.isnan(excess[end + 1 :])) < RECOVERED else end
 

@@ -1,6 +1,7 @@
 """This module writes and reads `RUN/metrics/probe_N.jsonl`, with one line for each probe of rank N. Pure.
 
-Each rank has its own file: a line needs no collective, and a rank that hangs keeps no other from writing.
+Each rank has a file of its own: a line needs no collective, and a rank that hangs does not keep other ranks from
+writing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _LARGEST = 1e15  # of any number in these files
 
 @dataclass(frozen=True)
 class Record:
-    """A `Record` is one probe of one rank, with its waiting times since the probe before, all in seconds.
+    """A `Record` is one probe of one rank, with the rank's waiting times since the previous probe. All times in a
+    `Record` are in seconds.
 
     Args:
         step: the step after which the probe ran. device: the type of device, as in `context.device_target`.
@@ -60,7 +62,8 @@ def append(path: Path, record: Record) -> None:
 
 
 def read_run(run_dir: str | Path) -> list[Record]:
-    """Return the records of a run in the order of ranks and steps; the list is empty if it was not probed.
+    """Return the records of all ranks of a run, in the order of ranks and steps; the list is empty if the run was not
+    probed.
 
     Raises:
         DataError: see `read`.
@@ -71,7 +74,8 @@ def read_run(run_dir: str | Path) -> list[Record]:
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records of one file by step, without repeated steps and incomplete lines.
+    """Return the records of one file by step; a resumed run replaces the steps that it repeats, and an incomplete line
+    of a killed run is left out.
 
     Raises:
         DataError: a line is not a record.

@@ -1,4 +1,6 @@
-"""This module computes `plan.slow_ranks` one rank, probe and possible beginning at a time."""
+"""This module computes `plan.slow_ranks` in a slow and obvious way: it takes one rank, one probe and one possible
+beginning of a slowdown at a time, without arrays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""This module times the probe of a rank, a fixed piece of work, and its waiting times between probes.
+"""This module times the probe of a rank, which is a fixed piece of work, and measures the rank's waiting times between
+probes.
 
 The adapter calls `Watch` at the beginning and end of each step. A probe's time does not include the time in which other
 processes had the core. MindSpore is imported only for an NPU.
@@ -25,9 +26,8 @@ _NUMBERS, _PASSES = 1 << 15, 24  # 128 KiB, which stay in a core's own cache: so
 
 
 def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """Return a function that multiplies float16 matrices on this process's device and returns the GFLOP of it.
-
-    It has never run on an NPU.
+    """Return a function that multiplies float16 matrices by MindSpore on the device of this process and returns the
+    GFLOP that it computed. This function has never run on an NPU.
     """
     import mindspore as ms
 
@@ -68,7 +68,8 @@ def of_device(device: str) -> Callable[[], float]:
 
 
 def seconds_of(work: Callable[[], float], pieces: int) -> float:
-    """Return the seconds of `pieces` pieces of `work`, the median of `ROUNDS` without waits for a core.
+    """Return the seconds of `pieces` pieces of `work`: the median of `ROUNDS` measurements, each without the time in
+    which the thread waited for a core.
 
     Time in which a limit or a signal stopped the process stays in, as far as the kernel counts it as no waiting.
     """

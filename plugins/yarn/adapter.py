@@ -43,7 +43,9 @@ for _owner, _line in (
 
 
 class Scaled(nn.Cell):
-    """This cell multiplies the result of cos or sin, which is not split over devices, by a number."""
+    """A `Scaled` computes an operator, cos or sin, and multiplies the result by a number; the operator is not split
+    over devices.
+    """
 
     def __init__(self, operator: Any, factor: float):
         super().__init__(auto_prefix=False)
@@ -71,7 +73,9 @@ def enable(config, settings) -> None:
 
 @contextmanager
 def positions(config, yarn: Yarn) -> Iterator[Any]:
-    """Let GPTModel build YaRN from a TransformerConfig inside the block; it yields `scale` for the built model."""
+    """Let GPTModel build YaRN from `config` (a TransformerConfig) inside the block. The block yields a function that
+    multiplies cos and sin of the built model by the attention factor.
+    """
     config.qk_pos_emb_head_dim = config.kv_channels
     try:
         yield lambda model: scale(model, yarn.attention_factor)
@@ -80,7 +84,9 @@ def positions(config, yarn: Yarn) -> Iterator[Any]:
 
 
 def scale(model, factor: float) -> None:
-    """Multiply cos and sin of every attention layer of a GPTModel by `factor`, and leave the angles unchanged."""
+    """Multiply cos and sin of every attention layer of `model` (a GPTModel) by `factor`, and leave the angles
+    unchanged.
+    """
     model.rotary_pos_emb.mscale = 1.0
     for _, cell in list(model.cells_and_names()):
         if isinstance(cell, ApplyRotaryPosEmb):

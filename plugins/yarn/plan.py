@@ -1,4 +1,5 @@
-"""This module reads `plugins.yarn`, and computes YaRN's attention factor for grouped-query attention. Pure.
+"""This module reads `plugins.yarn`, and computes the attention factor of YaRN for models with grouped-query attention.
+Pure.
 
 YaRN (Peng et al., 2023, arXiv 2309.00071) lets a model that was trained on `original_max_position_embeddings` tokens
 read `factor` times as many: slow frequencies of RoPE are divided by the factor, fast frequencies stay, and cos and sin

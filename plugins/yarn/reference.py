@@ -32,7 +32,8 @@ def _pair_that_turns(times: float, yarn: Yarn, head_dim: int, base: float) -> fl
 
 
 def rotate(x: np.ndarray, yarn: Yarn, base: float, backwards: bool = False) -> np.ndarray:
-    """Return queries or keys [S, B, N, D] at positions 0 to S - 1; dimensions i and i + D / 2 are a pair.
+    """Return queries or keys [S, B, N, D] rotated to positions 0 to S - 1; dimension i forms a pair with dimension i +
+    D / 2.
 
     With `backwards` it returns the gradient by `x` for a gradient [S, B, N, D] of the result: pairs are turned back,
     and multiplied by the same attention factor.

@@ -1,4 +1,6 @@
-"""This module is the command `tc3 data`, whose group also holds `tc3 data imbalance`."""
+"""This module is the command `tc3 data`. The group prepares and verifies a corpus, and shows how the corpus loads the
+devices of a recipe.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ class IndexWriter:
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append documents of `lengths` int32 [documents] to `.bin`; `tokens` [sum of lengths] have its type."""
+        """Append whole documents to `.bin`. The argument `lengths` is int32 [documents], the number of tokens of each
+        document; `tokens` is [sum of lengths] and has the type of the ids.
+        """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)
         self._sha256.update(tokens.data)
@@ -120,7 +122,8 @@ def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
 
 
 def map_lengths(prefix: str | Path) -> np.ndarray:
-    """Return the document lengths of PREFIX.idx, int32 [documents], mapped; PREFIX.bin need not exist.
+    """Return the document lengths of PREFIX.idx, int32 [documents], mapped read-only. The file PREFIX.bin need not
+    exist.
 
     For corpora whose offsets nobody asks for: costs no memory of this process but pages of the file, 4 bytes a
     document. The lengths themselves are not checked. Raises as `IndexReader`.
@@ -177,7 +180,8 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
 
 
 class IndexReader:
-    """An `IndexReader` reads a pair of .bin and .idx, unmapped, and checks that both files are complete.
+    """An `IndexReader` reads a pair of .bin and .idx without mapping it into memory, and checks that both files are
+    complete.
 
     Raises `DataError` when a file is missing, `BrokenIndexError` when it has another format or contradicts its counts.
     """
@@ -287,7 +291,8 @@ def _weight(word: str) -> float | None:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:
-    """Write PREFIX.bin and PREFIX.idx with documents of these lengths and random ids, the last the end id.
+    """Write PREFIX.bin and PREFIX.idx with documents of these lengths. Ids are random, and each document ends with
+    its end id.
 
     lengths: int32 [documents]; ids are drawn from [0, vocab_size) without `end_of_document`.
     """

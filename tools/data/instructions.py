@@ -50,7 +50,9 @@ WITHOUT_INPUT = (
 
 @dataclass(frozen=True)
 class Options:
-    """An `Options` holds the options of `tc3 data instructions`, which mean what those of `prepare` do."""
+    """An `Options` holds the options of `tc3 data instructions`, which have the same meanings as for `tc3 data
+    prepare`.
+    """
 
     corpus: Corpus
     output: Path
@@ -115,7 +117,9 @@ def write(options: Options, skips: Skips) -> dict[str, Any]:
 
 
 def _stale_split(options: Options) -> list[Path]:
-    """Return an earlier held-out file if this run holds nothing out: the new training data has its rows, too."""
+    """Return the held-out file that an earlier run wrote for this prefix if this run holds nothing out: beside the new
+    training data it would be no held-out data any more, because the training data has its rows, too.
+    """
     path = options.output.parent / f"{split_name(options.output.name, HELD_OUT)}.jsonl"
     if options.held_out or not path.is_file():
         return []
@@ -151,7 +155,8 @@ def _place(row: dict[str, str], seed: int) -> bytes:
 
 
 def instructions_of(source: str, module: str) -> Iterator[dict[str, str]]:
-    """Yield an instruction for each public function of a module with a usable docstring.
+    """Yield an instruction for each public function and method of a module whose docstring begins with a usable
+    paragraph.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: `source` cannot be parsed as Python here.
@@ -224,7 +229,8 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
-    """Return how many samples of `length` tokens the files (key, file) give packed; None above `MOST` rows.
+    """Return how many samples of `length` tokens the files (key, file) give when they are packed one after the
+    other. Return None for more than `MOST` conversations.
 
     Raises:
         DataError: a row is not a conversation, or no answer fits in a sample.
@@ -265,7 +271,8 @@ def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:
-    """Return the tokenizer of a folder, as the `tokenizers` library reads it; None without tokenizer.json.
+    """Return the tokenizer of a folder, as the `tokenizers` library reads it. Return None if the folder has no
+    tokenizer.json.
 
     Raises:
         DataError: there is no such folder, or its file cannot be read.

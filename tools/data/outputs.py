@@ -102,7 +102,8 @@ def tokenizer_name(name: str) -> str:
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any]:
-    """Return the content of the sidecar `PREFIX.json` (see `prepare`).
+    """Return the content of the sidecar `PREFIX.json`: documents, tokens, vocab_size, eod_id, dtype and more (see
+    `prepare`).
 
     Raises `DataError` when it is missing, cannot be read or is not what `tc3 data prepare` writes.
     """
@@ -225,7 +226,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _stale_split(prefix: Path) -> list[Path]:
-    """Return a held-out split written before with this prefix: it would leak into the new training split."""
+    """Return a held-out split written with this prefix before: kept beside a new training split, it would leak into
+    it.
+    """
     held_out = prefix.parent / split_name(prefix.name, HELD_OUT)
     try:
         ours = read_sidecar(held_out).get("split") == HELD_OUT

@@ -1,4 +1,6 @@
-"""This module runs `tc3 data prepare`: read, train or load the tokenizer, write each split, check, publish."""
+"""This module runs the steps of `tc3 data prepare`: it reads the corpus, trains or loads the tokenizer, writes the
+`.bin/.idx` of each split, checks them and publishes them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""This module reads documents from text, JSON lines, both as `.gz`, folders of them, and Python's library.
+"""This module reads documents from files: text, JSON lines, both as `.gz`, folders of such files, and Python's
+standard library.
 
 Everything streams: memory holds one document (one line of JSON lines, one whole text file) at a time.
 """
@@ -32,7 +33,8 @@ _RANGE = float(1 << 64)
 
 
 def chosen(salt: str, index: int, fraction: float) -> bool:
-    """Return True for about `fraction` of all indices, the same in every run and on every machine.
+    """Return True for about `fraction` of all indices. The chosen indices are the same in every run and on every
+    machine.
 
     `index` counts from 0; of documents, those of the corpus that are kept (skipped ones have no index).
     """
@@ -86,7 +88,9 @@ class Skips:
     _faults: int = 0
 
     def add(self, kind: str, where: str, why: str) -> None:
-        """Count one skipped document; with `strict`, raise `DataError` unless it is merely empty."""
+        """Count one skipped document. With `strict`, raise `DataError` unless the document is merely
+        empty.
+        """
         message = f"{where}: {why}"
         self.first = self.first or message
         self.counts[kind] += 1
@@ -129,7 +133,8 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A `Corpus` holds the inputs of one run, in order; it gives the same documents each time.
+    """A `Corpus` holds the inputs of one run, in order. If a `Corpus` is iterated twice, it gives the same documents in
+    the same order.
 
     inputs: files, folders or "stdlib". jsonl_key: the field of a JSON line that holds the text.
     globs: file name patterns that a folder contributes (empty: `FOLDER_SUFFIXES`).
@@ -140,7 +145,8 @@ class Corpus:
     globs: tuple[str, ...] = ()
 
     def files(self) -> Iterator[Path]:
-        """Yield every file in the order of the inputs; a folder's files are sorted, and precede its sub-folders.
+        """Yield every file in the order of the inputs. The files of a folder are sorted, and precede the files of its
+        sub-folders.
 
         Raises `DataError` for an input that does not exist or a folder without a matching file.
         """

@@ -75,7 +75,8 @@ class Coder:
 
 
 def train(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` ids, and save it in `folder` for `AutoTokenizer`.
+    """Train a byte-level BPE of at most `vocab_size` ids, and save it in `folder` so that `AutoTokenizer` can load
+    it.
 
     The same texts give the same files, whatever the number of threads. A small corpus gives fewer ids.
     Raises `DataError` when `vocab_size` cannot hold all bytes and the end-of-document token.
@@ -184,7 +185,9 @@ def _describe(backend: str, folder: Path, eod_token: str) -> Tokenizer:
 
 
 def _is_lossless(parts: dict[str, Any], vocabulary: dict[str, int]) -> bool:
-    """Return whether decoding loses nothing: byte-level both ways, a token for every byte, nothing changed."""
+    """Return whether the tokenizer loses nothing: it is byte-level both ways, with nothing normalised, no space put in
+    front, and a token for every byte.
+    """
     before = json.dumps(parts["pre_tokenizer"])
     return (
         parts["model"]["type"] == "BPE"

@@ -1,4 +1,6 @@
-"""This module checks whether a written .bin/.idx pair is complete, unchanged, and equal to its sources."""
+"""This module reads a written .bin/.idx pair again, and checks whether the pair is complete, unchanged since it was
+written, and equal to its sources.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass
 class Verification:
-    """A `Verification` is the outcome of a check of a pair; `findings` (about 10 at most) is empty if it is right.
+    """A `Verification` is the outcome of a check of a .bin/.idx pair. `findings` (about 10 at most) is empty if no
+    error was found.
 
     compared: documents whose content was compared with the source. method: "text" (decoded ids equal the source's
     text), "ids" (the tokenizer loses text, so the source was encoded again and the ids are equal), or "none".
@@ -106,7 +109,9 @@ def _against_sidecar(reader: IndexReader, sidecar: dict[str, Any]) -> list[str]:
 
 
 def _ids(reader: IndexReader, sidecar: dict[str, Any], notes: list[str], reporter: Reporter) -> list[str]:
-    """Return what is wrong with the ids, from one pass over `.bin`: digest, largest id, and the documents' ends."""
+    """Return what is wrong with the ids, from one pass over `.bin`: digest, largest id, and an end-of-document id at
+    each document's end.
+    """
     digest, eod_id, largest = hashlib.sha256(), sidecar["eod_id"], -1
     ends = np.cumsum(reader.lengths, dtype=np.int64) - 1  # position of each document's last token
     start = eods = ended = 0

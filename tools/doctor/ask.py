@@ -1,4 +1,5 @@
-"""This module runs a command, most often `tc3 doctor --json`, on many hosts at once by ssh, each within a time.
+"""This module runs a command, most often `tc3 doctor --json`, on many hosts by ssh. The module asks many hosts at once,
+gives each a time limit, and leaves no process behind.
 
 The same ssh session measures the clock first: we send a line, the host answers with its time. Its clock then stood
 between our sending and our receiving; of several rounds the shortest one is the most exact. The start of a connection
@@ -33,7 +34,9 @@ _MOST = 1 << 22  # bytes that are taken of a report; a real one has some 20 thou
 
 @dataclass(frozen=True)
 class Skew:
-    """A `Skew` says how many seconds another host's clock is ahead of ours; the error is half the round trip."""
+    """A `Skew` is the number of seconds by which another host's clock is ahead of this host's clock, with the possible
+    error, which is half of the round trip.
+    """
 
     ahead: float
     error: float
@@ -41,7 +44,9 @@ class Skew:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A `Trouble` says why a host gave no report: what failed (`ssh` or `report`), how, and what to do."""
+    """A `Trouble` says why a host gave no report: what failed (`ssh` or `report`), a description of the failure, and
+    what to do.
+    """
 
     what: str
     words: str
@@ -50,14 +55,18 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Answer:
-    """An `Answer` is a host's report, or why it gave none; `skew` is None if its clock was not measured."""
+    """An `Answer` holds the report that one host gave, or the reason why it gave none. `skew` is None if the host's
+    clock was not measured.
+    """
 
     told: Report | Trouble
     skew: Skew | None = None
 
 
 def parsed(text: str) -> Report | Trouble:
-    """Return the report of `tc3 doctor --json` that a text holds, or why it holds none."""
+    """Return the report of `tc3 doctor --json` that a text holds, or a `Trouble` that says why the text is not such a
+    report.
+    """
     if len(text) > _MOST:
         return Trouble(
             "report",
@@ -116,7 +125,8 @@ _Meaning = Callable[[str, int, bytes, str], Any]  # (host, exit code, output, er
 
 
 def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) -> dict[str, Answer]:
-    """Ask every host by ssh for its report (`words` follow ``tc3 doctor --json``); return host -> answer.
+    """Ask every host by ssh for its report, and return a dictionary host -> answer, in the order of `hosts`. The
+    argument `words` holds the command-line arguments that follow ``tc3 doctor --json``.
 
     The checkout, Python and the working folder are expected where they are here, as the launch scripts do.
 
@@ -128,7 +138,8 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
 
 
 def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str | Trouble]:
-    """Run each host's command of `argvs` by ssh, and return its output, or why there is none.
+    """Run on every host the command that `argvs` gives for this host, by ssh, and return for each host the output of
+    its command, or the reason why there is no output.
 
     Exit codes 0 and 1 have an output; any other means that the command failed.
 
@@ -160,7 +171,9 @@ def _every(commands: Mapping[str, str], limit: float, told: _Meaning) -> dict[st
 
 
 def remote_command(argv: Sequence[str]) -> str:
-    """Return a command line for any shell, which prints the host's clock and runs `argv`."""
+    """Return the command line for a host's shell that prints the host's clock and runs `argv`, in a form that every
+    shell understands.
+    """
     environment = [f"PYTHONPATH={CHECKOUT}", f"PATH={_TOOLS}:{os.environ.get('PATH', '')}"]
     environment += [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
     rounds = " ".join(map(str, range(_ROUNDS)))
@@ -174,7 +187,9 @@ def remote_command(argv: Sequence[str]) -> str:
 
 
 class _Sessions:
-    """A `_Sessions` holds the running ssh processes, each with an end to its time."""
+    """A `_Sessions` holds the ssh processes that run, each with an end to its time; ended with all that they have
+    started.
+    """
 
     def __init__(self, limit: float):
         self.limit = limit
@@ -184,7 +199,9 @@ class _Sessions:
         self._stopped = False
 
     def start(self, words: Sequence[str], errors: int) -> Popen[bytes] | None:
-        """Start a process in a new session, which Ctrl-C does not reach; return None after `stop`."""
+        """Start a process in a new session, which Ctrl-C does not reach, and return it; return None after `stop` was
+        called.
+        """
         with self._lock:
             if self._stopped:
                 return None
@@ -204,7 +221,9 @@ class _Sessions:
         return process in self._late
 
     def end_late_ones(self) -> None:
-        """End the processes that are over their time; who reads their output then sees its end."""
+        """End the processes that have exceeded their time limit; the threads that read their output then see the end of
+        the output.
+        """
         with self._lock:
             late = {process for process, end in self._ends.items() if time.monotonic() > end} - self._late
             self._late |= late
@@ -220,7 +239,9 @@ class _Sessions:
 
 
 def _ask(host: str, command: str, sessions: _Sessions, told: _Meaning) -> tuple[Any, Skew | None]:
-    """Ask one host; its ssh has ended when this returns. A file takes its errors: a daemon could keep a pipe open."""
+    """Ask one host; its ssh has ended when this function returns. Its errors go to a file: a daemon could keep a pipe
+    open.
+    """
     with tempfile.TemporaryFile() as errors:
         try:
             process = sessions.start([*_SSH, host, command], errors.fileno())
@@ -244,7 +265,9 @@ def _ask(host: str, command: str, sessions: _Sessions, told: _Meaning) -> tuple[
 
 
 def _skew(process: Popen[bytes]) -> Skew | None:
-    """Return the clock's difference by the shortest round; None if the host's `date` gives no parts of seconds."""
+    """Return the clock's difference by the shortest of some rounds; None if the host's `date` gives no parts of
+    seconds.
+    """
     assert process.stdin is not None and process.stdout is not None
     best: Skew | None = None
     for _ in range(_ROUNDS):

@@ -1,4 +1,5 @@
-"""This module defines a check of a host, with why its result matters, a source, and what mends a failure.
+"""This module defines a check: a function that looks at a host, the reason why its result matters, with a source, and
+the command that mends a failure.
 
 A check changes nothing. It is a function from a host to an `Answer`; `check` adds the words and enters it in `CHECKS`.
 """
@@ -46,7 +47,9 @@ class Patient:
         return self.recipe.devices if self.on_cpu else min(self.recipe.devices, self.recipe.node)
 
     def find(self, pattern: str, path: str, otherwise: str) -> re.Match[str]:
-        """Return a regular expression's match in a file of the host, or raise UntoldError(`otherwise`)."""
+        """Return the match of a regular expression in a file of the host; raise UntoldError(`otherwise`) if no line
+        matches.
+        """
         return told(re.search(pattern, self.root.read(path) or "", re.MULTILINE), otherwise)
 
     @property
@@ -68,7 +71,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """A `Check` is a function that examines a host, and its words; a recipe on CPU needs none of the `npu` checks."""
+    """A `Check` is a function that examines a host, with the texts that are reported about it. The field `npu` marks a
+    check that a recipe on CPU does not need.
+    """
 
     name: str
     look: Callable[[Patient], Answer]
@@ -96,7 +101,9 @@ Told = TypeVar("Told")
 
 
 class UntoldError(ValueError):
-    """This error says that a host does not tell what a check needs: the verdict "unknown", with this message."""
+    """This error means that a host does not provide the facts that a check needs. The check then gets the verdict
+    "unknown", and the message says what was found instead.
+    """
 
 
 def told(value: Told | None, otherwise: str) -> Told:
@@ -107,7 +114,9 @@ def told(value: Told | None, otherwise: str) -> Told:
 
 
 def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Looker], Looker]:
-    """Return a decorator that adds a function to `CHECKS`; what it cannot read of a host is "unknown"."""
+    """Return a decorator that adds a function to `CHECKS` under the function's name. If the function cannot read a fact
+    of the host, its check gets the verdict "unknown".
+    """
 
     def enter(look: Looker) -> Looker:
         @wraps(look)

@@ -1,4 +1,6 @@
-"""This module is the command `tc3 doctor`: is this host fit to train, or which hosts of a cluster are not?"""
+"""This module is the command `tc3 doctor`. The command says whether this host is fit to train, or which hosts of a
+cluster are not fit to train.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""This module finds hosts that have no report, failed checks, or other versions or clocks than most hosts.
+"""This module finds the differences between hosts: hosts without a report, checks that fail, and versions or clocks
+that most other hosts do not have.
 
 The module turns answers into outliers, without side effects. The value of most hosts counts as right, because there is
 no other reference; if no value has more than half of the hosts, all values are shown.
@@ -47,7 +48,9 @@ _MEANING: dict[str, tuple[Verdict, str]] = {
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` names hosts that differ from most in one respect, what is usual, and what to do."""
+    """An `Outlier` names the hosts that differ from most others in one respect, what is usual for the others, and what
+    to do.
+    """
 
     what: str
     verdict: Verdict
@@ -59,7 +62,9 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the differences, worst first, checks of one verdict everywhere, and equal facts."""
+    """A `Comparison` holds the differences between hosts with the worst first, the checks that have the same verdict on
+    every host, and the facts that are equal on all hosts.
+    """
 
     outliers: Sequence[Outlier]
     everywhere: Mapping[Verdict, Sequence[str]] = field(default_factory=dict)
@@ -182,7 +187,9 @@ def _range(seconds: Iterable[float]) -> str:
 
 
 def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
-    """Return workers, links and disks that are slower than those of all hosts, and hosts that were not probed."""
+    """Return workers, links and disks that are slower than those of all hosts; hosts without a probe where others have
+    one.
+    """
     probes = {host: report.probe for host, report in reports.items() if report.probe is not None}
     if not probes:
         return []
@@ -199,7 +206,9 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def _first_hour(reports: Mapping[str, Report]) -> list[Outlier]:
-    """Return hosts that are slower than a first hour's workers (`--measured`), by their own report."""
+    """Return hosts whose own report says (`--measured`) that they are slower than the workers of a first hour: hosts
+    that are all slow have no faster peer among each other.
+    """
     told: dict[Verdict, dict[str, list[Finding]]] = {}
     for host, report in reports.items():
         own = findings({"": report.probe}) if report.probe is not None else []
@@ -218,7 +227,9 @@ def _first_hour(reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def text(answers: Mapping[str, Answer], comparison: Comparison) -> str:
-    """Return the comparison as text: differences with the worst first, then the facts in common."""
+    """Return the comparison of hosts as text: first the differences with the worst first, then the facts that all hosts
+    have in common.
+    """
     reported = sum(isinstance(answer.told, Report) for answer in answers.values())
     lines = [f"{len(answers)} host{'s' * (len(answers) > 1)}, {reported} with a report"]
     width = max([len(item.what) for item in comparison.outliers], default=0)
@@ -241,7 +252,9 @@ def _lines(item: Outlier, width: int) -> list[str]:
 
 
 def as_json(answers: Mapping[str, Answer], comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as values fit for JSON, with all hosts and the measured clocks' seconds."""
+    """Return the comparison of hosts as values fit for JSON, with the names of all hosts and the measured differences
+    of their clocks in seconds.
+    """
     return {
         "hosts": {host: isinstance(answer.told, Report) for host, answer in answers.items()},
         "clocks": {host: asdict(answer.skew) for host, answer in answers.items() if answer.skew is not None},

@@ -77,7 +77,9 @@ def reserved_ports(patient: Patient) -> Answer:
     ),
 )
 def free_ports(patient: Patient) -> Answer:
-    """Check that no program listens on the ports of a launch; tc3 train chooses the scheduler's itself."""
+    """Check that no program listens on the ports that a launch needs; tc3 train itself chooses the port of the
+    scheduler.
+    """
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     if all(table is None for table in tables):
         return Answer("unknown", "/proc/net/tcp cannot be read")
@@ -102,7 +104,9 @@ def card_sizes(root: Root) -> dict[str, str]:
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
-    """Check that all network cards of the host have the same packet size (`--nodes`: of all hosts)."""
+    """Check that all network cards of the host have the same packet size; `tc3 doctor --nodes` compares the packet size
+    between hosts.
+    """
     sizes = told(
         card_sizes(patient.root) or None, "no network card is visible (in a container, run tc3 doctor on its host)"
     )
@@ -270,7 +274,9 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Check that driver and CANN are installed, and that the driver supports the firmware."""
+    """Check that driver and CANN are installed, and that the driver supports the firmware. The check does not know
+    which versions CANN itself needs.
+    """
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
     taken = _first_value(patient.root, _VERSION_FILES["driver"], "compatible_version_fw")
@@ -280,7 +286,8 @@ def ascend_software(patient: Patient) -> Answer:
 
 
 def _takes_firmware(ranges: str, version: str) -> bool:
-    """Return whether a version lies in one of ``[6.4.0,6.4.99],[7.0.0,8.9.9]``, both ends included.
+    """Return whether a version lies in one of ``[6.4.0,6.4.99],[7.0.0,8.9.9]``, both ends included, by the ends'
+    digits.
 
     Ranges in another form say nothing, and take everything.
     """
@@ -318,7 +325,9 @@ def checkpoint_room(patient: Patient) -> Answer:
     mend="use fewer workers, or end other processes that use memory",
 )
 def memory(patient: Patient) -> Answer:
-    """Check that the host has enough memory for the workers; what a worker with an NPU needs is unknown."""
+    """Check that the host has enough memory for the workers. The check does not know how much memory a worker with an
+    NPU needs.
+    """
     row = patient.find(r"^MemAvailable:\s+(\d+) kB", "/proc/meminfo", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
     seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"

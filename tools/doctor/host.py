@@ -322,7 +322,9 @@ def disk(patient: Patient) -> Answer:
     mend="choose another output_dir, then look at the file system (mount, dmesg)",
 )
 def disk_write(patient: Patient) -> Answer:
-    """Check how fast four MiB reach the disk of the checkpoints, in a file without a name."""
+    """Check how fast four MiB can be written and synchronised on the disk of the checkpoints; the file has no name, so
+    none is left behind.
+    """
     if not patient.root.live:
         return Answer("unknown", "a recorded host cannot be written to")
     above = next(folder for folder in (patient.folder, *patient.folder.parents) if folder.exists())

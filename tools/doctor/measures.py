@@ -1,4 +1,6 @@
-"""This module measures a worker: matrix products, copies in the host's memory, and writes to the disk."""
+"""This module holds the measurements that a single worker makes: the speed of matrix products, of copies in the host's
+memory, and of writes to the disk.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _COPY = 128 << 20  # bytes, more than a last-level cache holds of both copies
 
 
 def cpu_matmul(threads: int) -> Callable[[], float]:
-    """Return a function that multiplies float32 matrices by NumPy's BLAS and returns the GFLOP of it."""
+    """Return a function that multiplies float32 matrices by NumPy's BLAS and returns the number of GFLOP that it
+    computed.
+    """
     side = round(_SIDE * threads ** (1 / 3) / 64) * 64
     left, right = (np.full((side, side), 0.5, np.float32) for _ in range(2))
     out = np.empty_like(left)
@@ -30,7 +34,8 @@ def cpu_matmul(threads: int) -> Callable[[], float]:
 
 
 def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """Return a function that multiplies float16 matrices on the worker's NPU and returns the GFLOP of it.
+    """Return a function that multiplies float16 matrices by MindSpore on the worker's device and returns the number of
+    GFLOP that it computed.
 
     Never run on an NPU; tests run it with `target` CPU.
     """
@@ -41,7 +46,9 @@ def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[
 
 
 def memory_copy() -> Callable[[], float]:
-    """Return a function that copies in the host's memory in one thread and returns the GB read and written."""
+    """Return a function that copies data in the host's memory in one thread and returns the number of GB that it read
+    and wrote.
+    """
     source, target = (np.ones(_COPY // 8) for _ in range(2))
 
     def work() -> float:

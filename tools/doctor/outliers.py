@@ -118,7 +118,9 @@ class Link(TypedDict):
 
 
 class Probe(TypedDict):
-    """A `Probe` holds all that `tc3 doctor --probe` measured on one host, or on several that one controls."""
+    """A `Probe` holds all speeds that `tc3 doctor --probe` measured on one host, or on several hosts that one host
+    controls.
+    """
 
     device: str
     rounds: int
@@ -129,7 +131,9 @@ class Probe(TypedDict):
 
 
 class Times(NamedTuple):
-    """A `Times` holds the seconds of a unit of work in the median and in the best round."""
+    """A `Times` holds the seconds that a unit of work took in the median round and in the best round of a
+    measurement.
+    """
 
     typical: float
     best: float
@@ -137,7 +141,9 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` names a slow worker, link or disk, its host, and what was measured."""
+    """An `Outlier` names a worker, link or disk that is slow, its host, the measurement that shows this, and the
+    measured values.
+    """
 
     host: str
     who: str
@@ -147,7 +153,8 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return for each that is slow its time over the median of all, and the limit, which its best time is above, too.
+    """Return a pair for each slow worker, link or disk: its time divided by the median time of all, and the limit of
+    this ratio. A worker, link or disk counts as slow if both its median time and its best time are above the limit.
 
     Args:
         floors: for each worker, link or disk the smallest difference that counts as slow, as a share of the median
@@ -168,7 +175,9 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return by which share of the median time each must at least be slower, more if the compared waited for a core."""
+    """Return for each worker, link or disk how much slower than the median it must at least be, as a share, to count as
+    slow. The longer the compared workers waited for a core, the larger this share must be.
+    """
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {
         key: max(least, FLOORS[measure] / (1 - min(max(share, centre), _MOST_WAITED))) for key, share in waited.items()
@@ -180,7 +189,8 @@ def _on_cores(reports: Iterable[Probe]) -> bool:
 
 
 def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Return what is slower than others of its kind among the probes of all hosts (name -> probe).
+    """Return the workers, links and disks that are slower than others of the same kind, among the probes of all hosts
+    (name -> probe).
 
     Also what needs no comparison: workers that ended (fail), and those that waited for their cores or were stopped by
     a limit (warn).
@@ -227,7 +237,9 @@ def waited_by(worker: Worker) -> float:
 
 
 def times_of(measure: str, rounds: Sequence[float]) -> Times:
-    """Return the median and the best time of a measurement's rounds, which are rates, or latencies."""
+    """Return the median and the best time of a measurement's rounds; rates are first turned into times, and latencies
+    are times already.
+    """
     values = [number if measure == "latency" else 1 / number for number in rounds]
     return Times(median(values), min(values))
 
@@ -332,14 +344,17 @@ def _slow_ends(
 
 @dataclass(frozen=True)
 class Gate:
-    """A `Gate` says whether a run may start on the probed hosts, and why; only "fail" keeps it from starting."""
+    """A `Gate` says whether a run may start on the probed hosts, with the reasons. Only the verdict "fail" keeps the
+    run from starting; other verdicts are reported.
+    """
 
     verdict: Verdict
     reasons: list[str]
 
 
 def gate(reports: Mapping[str, Probe]) -> Gate:
-    """Return whether a run may start on the hosts of these probes (name -> probe).
+    """Return whether a run may start on the hosts whose probes are given (name -> probe), after a comparison of these
+    probes.
 
     fail: somebody is slower than their peers, or ended. unknown: nobody has a peer, so slow cannot be told. warn: a
     worker waited for its cores or was stopped by a limit, as others may have been. Otherwise ok.
@@ -351,7 +366,9 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return what is slow as findings of `tc3 doctor`; if nothing fails, also a finding of what was compared."""
+    """Return the slow workers, links and disks in the form in which `tc3 doctor` reports findings. If none of them has
+    the verdict "fail", also return a finding that says what was compared.
+    """
     found = outliers(reports)
     rows = [
         Finding("probe", item.verdict, f"{item.host}, {item.who}: {item.seen}".removeprefix(", "), WHY, SOURCE, mend)

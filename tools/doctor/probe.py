@@ -1,4 +1,5 @@
-"""This module measures the speed of this host's workers in rounds, on the cores on which they would train.
+"""This module measures the speed of this host's workers (the probe of `tc3 doctor --probe`). The workers are measured
+in rounds, on the cores on which they would train.
 
 In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
 worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
@@ -67,7 +68,9 @@ class Seat:
         return [*self.prefix, sys.executable, "-m", "tools.doctor.probe_worker"]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the worker's process: a thread for each core, and only its own NPU."""
+        """Return the environment variables of the worker's process: as many threads as cores, and only the worker's own
+        NPU visible.
+        """
         threads = dict.fromkeys(_THREADS, str(max(1, len(self.cores))))
         npu = {} if self.npu is None else {"ASCEND_RT_VISIBLE_DEVICES": str(self.npu)}
         return {**os.environ, **threads, **npu, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
@@ -83,7 +86,9 @@ class Member:
     rest: bytes = field(default=b"", repr=False)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command to the worker's process; that this has ended shows when no answer arrives."""
+        """Send a command to the worker's process. If the process has ended, this is noticed only because no answer
+        arrives.
+        """
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -107,7 +112,9 @@ class Member:
 
 
 class Team:
-    """A `Team` holds all workers of the probe; when the context ends, none of their processes is left."""
+    """A `Team` holds all workers of the probe as a context manager. When the context ends, no process of the workers is
+    left.
+    """
 
     def __init__(self, seats: Sequence[Seat]):
         self.seats = seats
@@ -142,7 +149,8 @@ class Team:
                         stream.close()
 
     def ask(self, commands: Mapping[int, Mapping[str, Any]], patience: float = PATIENCE) -> dict[int, Any]:
-        """Send some workers a command each, at once; return index -> answer of those that answered.
+        """Send a command to each of some workers at the same time; return a dictionary index -> answer of the workers
+        that answered.
 
         Who gives an error, ends, or takes longer than `patience` seconds has failed; it is ended and asked no more.
         """
@@ -192,7 +200,8 @@ MOST = 8  # workers of a host of which neither a recipe, NPUs nor --workers say 
 
 
 def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
-    """Return the measured speeds of this host: of a recipe's workers, of `workers`, or one for each NPU or core.
+    """Return the measured speeds of this host with the workers of a recipe, with a given number of workers, with a
+    worker for each NPU, or with a worker for each core.
 
     Raises:
         ClusterError: the cores cannot be told; more workers than NPUs. RecipeError: the recipe cannot be read.
@@ -211,7 +220,8 @@ def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
 
 
 def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[str] = ()) -> Probe:
-    """Start a worker at each seat and measure them in `rounds` rounds; files are written below `folder`.
+    """Start a worker at each of the given places and measure their speeds in the given number of rounds. Files are
+    written below `folder`.
 
     Ctrl-C and SIGTERM end the workers first.
     """
@@ -302,7 +312,9 @@ class Course:
 
 
 def pairs(count: int) -> list[tuple[int, int]]:
-    """Return the pairs of workers to measure: 1, 2, 4, ... places apart in a ring; these are all pairs up to five."""
+    """Return the pairs of workers whose links are measured: each worker with the workers 1, 2, 4, ... places further in
+    a ring. The function returns all pairs for up to five workers, and about n log n pairs for n workers.
+    """
     steps = [1 << power for power in range(count.bit_length()) if 1 << power <= count // 2]
     return sorted({(min(a, b), max(a, b)) for step in steps for a in range(count) for b in [(a + step) % count]})
 

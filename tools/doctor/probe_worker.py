@@ -1,4 +1,5 @@
-"""This module is the process of one worker of the probe: it reads commands and answers in lines of JSON.
+"""This module is the process of one worker of the probe (`tc3 doctor --probe`), started by `python -m
+tools.doctor.probe_worker`. The process reads commands and writes answers as lines of JSON.
 
 The worker ends with its stdin, that is with the process that started it, and by an alarm when a command takes too long.
 """
@@ -22,7 +23,8 @@ Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """A `Piece` is the result of one round of a measurement.
+    """A `Piece` is the result of one round of a measurement: the rate, and the shares of the time in which the worker
+    could not run.
 
     Attributes:
         rate: the amount of work per second of the time in which the worker could run.
@@ -36,7 +38,8 @@ class Piece(NamedTuple):
 
 
 def timed(work: Callable[[], float], seconds: float) -> Piece:
-    """Call `work`, which returns the amount of work that it did, again and again for `seconds`; return the rate.
+    """Call `work` again and again for `seconds`, and return the rate of the work. The function `work` returns the
+    amount of work that it did.
 
     Time in which other processes had the cores is taken out of the rate: it tells of them, not of this worker. Time in
     which a limit stopped the worker stays in. The kernel counts both as waiting (schedstat), the limit also by itself.
@@ -54,7 +57,9 @@ def timed(work: Callable[[], float], seconds: float) -> Piece:
 
 
 def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
-    """Return the result of `work`, and the share of its time in which this process waited for a core."""
+    """Return the result of `work`, and the share of its time in which this process waited for a core because others ran
+    there.
+    """
     began, (_, before) = time.perf_counter(), scheduled()
     result = work()
     waited = max(0.0, scheduled()[1] - before)
@@ -102,7 +107,8 @@ def _answer(connection: socket.socket) -> int:
 
 
 def measure(address: str, port: int, seconds: float) -> tuple[float, float]:
-    """Return the bandwidth in GB/s and the one-way latency in microseconds of the link to a worker that listens.
+    """Return the bandwidth in GB/s and the one-way latency in microseconds of the link to the worker that listens at an
+    address.
 
     Messages of 1 MiB follow each other for `seconds`, at least three of them. The fastest counts: other processes on
     the cores of either end delay some, a slow link delays all. Raises OSError.
@@ -137,7 +143,9 @@ MARK = "tc3-probe "  # what libraries print on stdout has no such mark
 
 
 class Desk:
-    """A `Desk` keeps the state of a worker of the probe; each public method is a command with JSON arguments."""
+    """A `Desk` carries out the commands that a worker of the probe receives, and keeps the worker's state between them.
+    Each public method is a command with JSON arguments.
+    """
 
     def start(self, cores: list[int], npu: bool, folder: str, kind: str) -> dict[str, Any]:
         """Bind this process to cores and prepare the measurements. If no cores are given, the process is not bound."""
@@ -152,11 +160,15 @@ class Desk:
         return {"kind": kind or f"{processor()}, {threads} core{'s' * (threads > 1)}"}
 
     def matmul(self, seconds: float) -> list[float]:
-        """Return the rate of matrix products (GFLOP/s), and the shares of the time waited and stopped."""
+        """Return the rate of matrix products (GFLOP/s), the share of the time in which this worker waited for a core,
+        and the share in which a CPU limit stopped it.
+        """
         return list(timed(self.matmul_work, seconds))
 
     def memory(self, seconds: float) -> list[float]:
-        """Return the rate of copying in memory (GB/s), and the shares as `matmul` does."""
+        """Return the rate of copying in memory (GB/s), the share of the time in which this worker waited for a core,
+        and the share in which a CPU limit stopped it.
+        """
         return list(timed(self.copy, seconds))
 
     def disk(self, size: int) -> float:
@@ -169,14 +181,19 @@ class Desk:
         return int(self.listener.getsockname()[1])
 
     def serve(self) -> float | str:
-        """Answer another worker's messages; return the share of the time waited for a core, or why nobody came."""
+        """Accept the connection of another worker and answer its messages until the connection ends. Return the share
+        of the time for which this worker waited for a core, or the reason why there was no connection.
+        """
         try:
             return waiting(lambda: serve(self.listener))[1]
         except OSError as error:  # the link's, not the worker's
             return str(error)
 
     def connect(self, address: str, port: int, seconds: float) -> list[float] | str:
-        """Return bandwidth (GB/s), one-way latency (us) and share of the time waited, or why there are none."""
+        """Return the bandwidth (GB/s) and the one-way latency (microseconds) of the link to the worker that listens at
+        `address` and `port`, and the share of the time for which this worker waited for a core; return the reason as
+        text if the link cannot be measured.
+        """
         try:
             found, share = waiting(lambda: measure(address, port, seconds))
         except OSError as error:  # the link's, not the worker's

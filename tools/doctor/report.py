@@ -44,7 +44,9 @@ _MEASURES = ("matmul", "memory", "disk", "bandwidth", "latency")
 
 
 def gather(patient: Patient) -> Facts:
-    """Return the facts that are compared between hosts, those of the recipe and its data included."""
+    """Return the facts of a host that are compared between hosts, and those of the recipe and its data as this host
+    reads them.
+    """
     facts: Facts = {"tc3": tool_version(), "code": code()}
     facts |= _python_facts(patient)
     if not patient.on_cpu:
@@ -57,13 +59,17 @@ def gather(patient: Patient) -> Facts:
 
 
 def tool_version() -> str:
-    """Return the version of this tool; reports of different versions are not compared."""
+    """Return the version of this tool. Reports of different versions are not compared, because the same words may have
+    different meanings.
+    """
     return installed("telechat3-moe-recipes") or "not installed"
 
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """Return the SHA-256 of this checkout's Python files, because other code would train otherwise."""
+    """Return the SHA-256 of the Python files of this repository's checkout. Hosts with different checkouts would train
+    different code.
+    """
     digest = hashlib.sha256()
     for path in sorted(path for folder in _CODE for path in (CHECKOUT / folder).rglob("*.py")):
         digest.update(str(path.relative_to(CHECKOUT)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -100,7 +106,9 @@ def _recipe_facts(patient: Patient) -> Facts:
 
 
 def _data_fact(prefix: str) -> str | None:
-    """Return the sizes of .idx and .bin, and a digest of up to 16 MiB of each, spread over it."""
+    """Return sizes of .idx and .bin, and a digest of up to 16 MiB of each, spread over it. Other text has other
+    lengths.
+    """
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
         sizes = f".idx {index.stat().st_size:,} bytes, .bin {tokens.stat().st_size:,} bytes"
@@ -113,12 +121,16 @@ def _data_fact(prefix: str) -> str | None:
 
 
 class ReportError(ValueError):
-    """A text is no report of `tc3 doctor --json`, or one of another version; the host's name is put before it."""
+    """This error means that a text is not a report of `tc3 doctor --json`, or that another version wrote the report.
+    When a command prints this error, the host's name stands before the message.
+    """
 
 
 @dataclass(frozen=True)
 class Report:
-    """A `Report` holds the findings about one host, its facts, and the speeds of its workers if measured."""
+    """A `Report` holds the findings about one host, the facts of the host, and the speeds of its workers if they were
+    measured.
+    """
 
     findings: Sequence[Finding]
     facts: Facts
@@ -161,7 +173,9 @@ def read_report(text: str) -> Report:
 
 
 def _is_probe(value: Any) -> bool:
-    """Return whether a value is None, or a probe with links between its workers and without zeros."""
+    """Return whether a value is None, or a probe whose links are between its workers, and whose rates and times are not
+    zeros.
+    """
     if value is None or not _has_form(value, Probe):
         return value is None
     ends = {link[end] for link in value["links"] for end in ("source", "target")}
@@ -171,7 +185,9 @@ def _is_probe(value: Any) -> bool:
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:
-    """Return whether a worker that did not fail has as many of each number, and a measured link its waits."""
+    """Return whether a worker that did not fail was measured as often in each respect, and whether a link that was
+    measured has the shares that it waited.
+    """
     if "matmul" not in row:
         return bool(row["waited"]) or not (row["bandwidth"] or row["latency"])
     names = ("matmul", "memory", "disk", "waited", "throttled")
@@ -184,7 +200,9 @@ def _kinds(form: Any) -> dict[str, Any]:
 
 
 def _has_form(value: Any, form: Any) -> bool:
-    """Return whether a value out of JSON has a form: TypedDict, dataclass, list, choice of words, or plain type."""
+    """Return whether a value out of JSON has a form: a TypedDict or dataclass, a list, a choice of words, or a plain
+    type.
+    """
     if is_typeddict(form) or is_dataclass(form):
         kinds = _kinds(form)
         return (

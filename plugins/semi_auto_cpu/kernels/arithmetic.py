@@ -19,7 +19,9 @@ Dims = int | tuple[int, ...] | list[int] | None
 
 
 def _alike(number: Any, x: np.ndarray) -> np.ndarray:
-    """Return a constant in the type of a tensor, against NumPy's float64; integers stay exact."""
+    """Return a constant in the type of a tensor, so that NumPy does not compute in float64;
+    integers stay exact.
+    """
     if x.dtype.kind in "iub" and isinstance(number, float):
         return np.asarray(number, np.float32)
     return np.asarray(number, x.dtype)

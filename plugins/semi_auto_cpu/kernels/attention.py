@@ -108,7 +108,9 @@ class Call:
         return np.empty(shape, np.float32)
 
     def statistics_view(self, x: np.ndarray) -> np.ndarray:
-        """Return a view of a softmax statistic as [B, heads, S1, repeated]."""
+        """Return a view of a softmax statistic, which has one value (repeated) for each query, as [B, heads, S1,
+        repeated].
+        """
         return x.transpose(1, 0, 2)[None] if self.layout == "TND" else x
 
 
@@ -197,7 +199,9 @@ class Block(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A `_Part` says where the rows and columns of a sample (in TND: of a document) begin, and how many there are."""
+    """A `_Part` is a sample or, in the layout TND, a document: where its rows and columns begin,
+    and how many it has.
+    """
 
     batch: int
     first_row: int
@@ -233,7 +237,9 @@ def blocks_of(call: Call) -> Iterator[Block]:
 
 
 def _parts(call: Call) -> list[_Part]:
-    """Return the samples or documents, without documents that have no query (repeated ends pad the list)."""
+    """Return the samples or documents; documents without queries are left out (the list of ends is padded by repeating
+    the last).
+    """
     batch, _, rows, _ = call.queries.shape
     columns = call.keys.shape[2]
     if call.layout != "TND":
@@ -276,7 +282,9 @@ def _outside(first: int, last: int, start: int, stop: int, lower: int, upper: in
 
 
 def _explicit_mask(call: Call) -> np.ndarray | None:
-    """Return the mask of modes 0 and 1, bool [1 or B, 1 or heads, S1, S2], and check that of the others."""
+    """Return the mask of modes 0 and 1, bool [1 or B, 1 or heads, S1, S2]; check the mask of the other modes and
+    return None.
+    """
     mask = call.mask
     if call.sparse in (2, 3, 4):
         if mask is None or mask.shape != (_COMPRESSED, _COMPRESSED):

@@ -144,7 +144,9 @@ def MoeTokenUnpermute(
     padded_mode: bool = False,
     restore_shape: Any = None,
 ) -> np.ndarray:
-    """Return for each token [tokens, hidden] the sum over its copies, times their probabilities if given."""
+    """Return for each token [tokens, hidden] the sum over its copies, each copy times its probability (1 without
+    probabilities).
+    """
     _refuse_padding("MoeTokenUnpermute", padded_mode)
     if probs is None:
         return _copies(permuted_tokens, sorted_indices, 1)[:, 0]

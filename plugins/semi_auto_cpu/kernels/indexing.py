@@ -71,7 +71,9 @@ def EmbeddingDenseBackward(
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
 ) -> np.ndarray:
-    """Return for each row of a table the sum of the gradients of its lookups."""
+    """Return the gradient of a table: for each row of the table, the sum of the gradients of all lookups of this
+    row.
+    """
     if scale_grad_by_freq:
         raise NotImplementedError("EmbeddingDenseBackward: scale_grad_by_freq True is not supported by this CPU kernel")
     out = np.zeros((num_weights, grad.shape[-1]), grad.dtype)
@@ -111,7 +113,9 @@ def InplaceScatterSrc(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray, 
 def OneHotExt(
     attrs: Attrs, x: np.ndarray, num_classes: int, on_value: Any, off_value: Any, axis: int = -1
 ) -> np.ndarray:
-    """Return a tensor with a new dimension: `on_value` at the index that x names, `off_value` elsewhere."""
+    """Return a tensor with a new dimension, which holds `on_value` at the index that x names and `off_value`
+    elsewhere.
+    """
     if num_classes < 0:
         num_classes = int(x.max()) + 1
     out = np.where(x[..., None] == np.arange(num_classes), on_value, off_value)
@@ -159,7 +163,9 @@ def StridedSliceGrad(
     end: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> np.ndarray:
-    """Return the gradient of the whole tensor; the slice's masks are attributes (`operations/_grad_ops.py`)."""
+    """Return the gradient of the sliced tensor: the gradient of the slice, and zeros around it. The masks of the slice
+    are attributes of the operator (`mindspore/ops/operations/_grad_ops.py`).
+    """
     out = np.zeros(shape, dout.dtype)
     masks = tuple(int(attrs.get(name, "0")) for name in MASKS)
     out[_cut("StridedSliceGrad", begin, end, strides, masks)] = dout

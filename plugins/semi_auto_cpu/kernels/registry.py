@@ -1,4 +1,5 @@
-"""This module holds the tables of CPU kernels, by MindSpore's operator names, and the decorator that adds one.
+"""This module holds the tables of this package's CPU kernels, by MindSpore's operator names, and the decorator that
+adds a kernel.
 
 A kernel is called as ``function(attrs, *inputs)``. `attrs` are the operator's attributes as text; `inputs` stand in the
 operator's own order: arrays that share MindSpore's memory, lists of arrays, or constants of Python (None where an
@@ -55,7 +56,9 @@ def kernel(
 
 
 def enter(table: dict[str, Kernel], functions: dict[str, Kernel], *, widen: bool = True) -> None:
-    """Add functions of one expression to a table, as `kernel` adds one, each under its operator's name."""
+    """Add functions that consist of a single expression to a table, each under the name of its operator, as `kernel`
+    adds one function.
+    """
     for name, function in functions.items():
         function.__name__ = name
         kernel(table, widen=widen)(function)

@@ -1,4 +1,6 @@
-"""This module is the command `tc3 data imbalance`."""
+"""This module is the command `tc3 data imbalance`. The command shows how evenly a corpus loads the devices of a
+recipe.
+"""
 
 from __future__ import annotations
 

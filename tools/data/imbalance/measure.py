@@ -64,12 +64,15 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Return the seconds of a step whose computation takes `over_even` times as long as an even one's."""
+        """Return the seconds of a step whose computation takes `over_even` times as long as that of an evenly loaded
+        step.
+        """
         return self.even + (over_even - 1) * self.stretched
 
 
 def seconds_of(recipe: Recipe, hardware: Hardware, attended: float = 1.0) -> Seconds | str:
-    """Return the predicted seconds of a resolved recipe's step, or why there is no prediction.
+    """Return the predicted seconds of a recipe's step, or the reason why there is no prediction. No value of the
+    recipe may be `auto`.
 
     Args:
         attended: pairs of tokens that attend to each other over those of samples of one document.
@@ -96,7 +99,9 @@ _COUNTED = 1 << 20  # shorter documents are counted by length; of longer ones a 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A `Distribution` holds rising values (tokens or documents) and how often each occurs, int64 [n] each."""
+    """A `Distribution` holds values and how often each occurs: int64 [n] each, the values rising. A value is either the
+    number of tokens of a document or the number of documents of a sample.
+    """
 
     values: np.ndarray
     counts: np.ndarray
@@ -116,11 +121,15 @@ class Distribution:
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
-        """Return the smallest value up to which values make up at least `share` of their sum."""
+        """Return the smallest value v such that all values up to v together make up at least `share` of the sum of all
+        values.
+        """
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (from, below, count, sum) of the values in [from, below), for each power of two."""
+        """Yield (from, below, count, sum) for each power of two in the range of the values: how many values lie in
+        [from, below), and their sum.
+        """
         octave = np.frexp(self.values)[1] - 1  # exact below 2**53
         for power in range(int(octave[0]), int(octave[-1]) + 1):
             mine = octave == power
@@ -156,7 +165,8 @@ class Counter:
 
 
 def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
-    """Count document lengths, int32 [documents], which may be memory-mapped, of the file `name`.
+    """Count document lengths, int32 [documents], which may be memory-mapped. The argument `name` is the name of the
+    file in error messages.
 
     Raises:
         DataError: a document has no tokens.
@@ -222,7 +232,9 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return the seconds of a step, or of its computation, over those with the plugin."""
+        """Return the speed-up by the plugin: the seconds of a step, or of its computation, divided by the seconds with
+        the plugin.
+        """
         if self.result is None:
             return None
         return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up
@@ -236,7 +248,8 @@ def imbalance(
     reporter: Reporter | None = None,
     cluster: str = DEFAULT_HARDWARE,
 ) -> Imbalance:
-    """Measure how evenly the documents of PREFIX.idx load the devices, as if PREFIX were the recipe's corpus.
+    """Measure how evenly the documents of PREFIX.idx load the devices of `recipe`, as if PREFIX were the recipe's only
+    corpus.
 
     Args:
         steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.

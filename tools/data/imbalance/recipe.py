@@ -1,4 +1,5 @@
-"""This module reads what a recipe says of the balance of its data, and computes the work of devices in some steps.
+"""This module reads the settings of a recipe that determine the balance of its data, and computes the work of each
+device in some steps of a run.
 
 Samples, layout, cost of a sample and separation of documents are read by the readers of `plugins/attention_balance`,
 so that what is predicted is what the plugin would do. Steps are computed without and with the plugin's plan. One plan,
@@ -36,12 +37,14 @@ _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_g
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` holds what is measured by, of a recipe whose documents do not attend to each other.
+    """A `Setting` holds the values that the measurement needs from a recipe whose documents do not attend to each
+    other.
 
     Args:
         sequence_length: tokens of a sample. seed: the seed of the dataset's shuffling.
         training_share: the part of the documents, from the first on, that is trained on.
         wanted: samples that the dataset is asked for.
+        steps: the number of steps of the run.
         layout, cost: the layout and the cost in the form that the planner reads.
         context_parallel: ranks that take consecutive parts of each sample; 1 where none do.
         room: documents of a sample that the mask holds; None for a mask without such a limit.
@@ -63,7 +66,8 @@ class Setting:
 
 
 def equal_costs(recipe: Recipe) -> str:
-    """Return why every sample of this recipe costs the same; an empty text if they differ.
+    """Return the reason why every sample of this recipe costs the same; return an empty text if the costs of samples
+    differ.
 
     Raises:
         RecipeError: the recipe does not train on a Megatron corpus.
@@ -207,7 +211,9 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """A `OneStep` holds the attention [ranks, micro-batches] of a step over the mean, without and with the plan."""
+    """A `OneStep` holds the attention work of each rank's micro-batches in one step, [ranks, micro-batches], divided by
+    the mean, once without and once with the plan.
+    """
 
     number: int
     before: np.ndarray
@@ -216,7 +222,8 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds the results of the chosen steps; each pair is (without, with) the plan.
+    """A `Steps` holds the results of the chosen steps. Each pair of values consists of the value without the plan and
+    the value with the plan.
 
     Args:
         numbers: int64 [steps].
@@ -259,7 +266,9 @@ class _Window:
 
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
-    """Return how evenly samples load the devices in the windows that begin at `starts` (int64 [n], rising)."""
+    """Return how evenly the samples of a recipe load the devices, with and without the plans of
+    `plugins.attention_balance`. A plan covers the consecutive steps that begin at one of `starts` (int64 [n], rising).
+    """
     reporter.start("planning steps", len(starts))
     windows = []
     for number, start in enumerate(starts.tolist()):
@@ -288,7 +297,9 @@ def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporte
 
 
 def _window(index: GPTIndex, setting: Setting, first: int) -> tuple[_Window, tuple[np.ndarray, np.ndarray]]:
-    """Return the window that begins at step `first`, and attention [steps, ranks, micro-batches] over the mean."""
+    """Return the window that begins at step `first`, and attention [steps, ranks, micro-batches] over each step's
+    mean.
+    """
     layout = setting.layout
     pairs = np.concatenate([
         causal_pairs(segments_of(index, step * layout.batch, (step + 1) * layout.batch))

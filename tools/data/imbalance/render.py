@@ -22,7 +22,9 @@ BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first an
 
 
 def as_json(found: Imbalance) -> dict[str, Any]:
-    """Return the imbalance as one JSON object; pairs are [without, with] the plugin, loads over their step's mean."""
+    """Return the imbalance of a corpus as one JSON object. Pairs are [without, with] the plugin, and loads are divided
+    by the mean of their step.
+    """
     rows = [dict(zip(("from", "below", "documents", "tokens"), row, strict=True)) for row in found.documents.octaves()]
     tokens = {str(share): found.documents.weighted_quantile(share) for share in QUANTILES}
     return {
@@ -236,7 +238,9 @@ _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 
 def draw(found: Imbalance, path: Path) -> Path:
-    """Draw the lengths of documents, and loads in one step if they differ, to an .svg or .png file; return `path`."""
+    """Draw the lengths of documents and the loads of ranks and micro-batches to an .svg or .png file; return `path`. If
+    every sample costs the same, the picture shows only lengths.
+    """
     panels = 3 if found.result else 1
     figure = new_figure(4 + 4.5 * panels, 4)
     axes = figure.subplots(1, panels, squeeze=False)[0]
