@@ -142,6 +142,18 @@ def value_at(recipe: Any, path: str, default: Any = None) -> Any:
     return recipe
 
 
+def section_at(recipe: Any, path: str) -> Mapping[str, Any]:
+    """Return the section at a dotted path of a recipe; an empty one for what `tc3 check` refuses as no mapping."""
+    value = value_at(recipe, path)
+    return value if isinstance(value, Mapping) else {}
+
+
+def count_at(recipe: Any, path: str) -> int:
+    """Return the positive integer at a dotted path; 1, as in MindFormers, for what is not written or is none."""
+    value = value_at(recipe, path)
+    return value if type(value) is int and value > 0 else 1
+
+
 def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
     """Raise RecipeError if the plugin at `key`, which changes what a loader delivers, would not be applied to the
     loader.

@@ -31,12 +31,14 @@ from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins.errors import RecipeError
 from plugins.private_hooks import relies_on
+from plugins.semi_auto_cpu.chosen import chosen
 
 relies_on(TransformerLayer, "actual_seq_len=None,\n            sharded_key=None,")  # arguments come by their places
 
 # MindFormers' class -> ours for Ascend, which differs in what plugins edit, and in when layers are recomputed
 ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
 DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
+ALL = {**ARCHITECTURES, **DENSE}
 _experts: list[Any] = []
 _edits: dict[str, Callable[[Any], None]] = {}
 _layer_edits: dict[str, Callable[[list[Any]], None]] = {}
@@ -117,9 +119,10 @@ def apply_template(model, config) -> None:
         model.template = make(config)
 
 
-def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARCHITECTURES) -> None:
-    """Set in `architectures` (in place) the class that builds the model with the plugins' edits; this function is not
-    for the CPU backend.
+def use_edited_model(config, plugin: str, classes: Mapping[str, str] = ARCHITECTURES) -> None:
+    """Set in `architectures` of `config` (a MindFormerConfig) the class that builds the model with plugins' edits.
+
+    The CPU backend has classes of its own, which apply the edits, too.
 
     Args:
         classes: the classes that the plugin replaces: MindFormers' class -> ours.
@@ -127,7 +130,9 @@ def use_edited_model(model_config, plugin: str, classes: Mapping[str, str] = ARC
     Raises:
         RecipeError: the model does not have such a class.
     """
-    known = {**classes, **{ours: ours for ours in classes.values()}}
+    if config.context.device_target == "CPU" and not chosen(config):
+        return
+    model_config, known = config.model.model_config, {**classes, **{ours: ours for ours in classes.values()}}
     unknown = [name for name in model_config.architectures if name not in known]
     if unknown:
         raise RecipeError(

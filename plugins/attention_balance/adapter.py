@@ -143,7 +143,6 @@ def _check_ends(part: Any) -> None:
 
 
 def _report(costs: np.ndarray, plan: np.ndarray, schedule: Schedule) -> None:
-    """Write one line into MindFormers' log."""
     found = balance(costs, plan, schedule.layout)
     logger.info(
         "plugins.attention_balance: time of a step over that of an evenly loaded one, mean of %d steps: "

@@ -29,9 +29,9 @@ import numpy as np
 from plugins.attention_balance.assign import assign, loads_of, taken, unscheduled
 from plugins.attention_balance.objective import Objective, lower_bound, objective_of
 from plugins.attention_balance.samples import MEASURED, UNITS, Cost, check_apart, padding_under
-from plugins.errors import DataError, RecipeError
+from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import splits_model
-from plugins.settings import Section, graph_mode_only, setting, value_at
+from plugins.settings import Section, count_at, graph_mode_only, section_at, setting, value_at
 
 _SAMPLES = 1 << 19  # samples planned at a time: some 100 bytes each
 KEY = "plugins.attention_balance"
@@ -84,33 +84,19 @@ class Layout:
         return samples // self.batch
 
 
-def epoch_plan(costs: np.ndarray, layout: Layout, first: int = 0, count: int | None = None) -> np.ndarray:
-    """Return the plans of `count` steps from step `first` (`count` None: all steps that are left): int64 [count, ranks,
-    micro_batches, slots].
+def epoch_plan(costs: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots]: items of the dataset.
 
-    They hold items of the dataset. A step's plan does not depend on which other steps are requested.
+    A step's plan follows only from the samples of its window. Windows begin at multiples of their size, counted from
+    step 0: they are the same ones wherever a run resumes.
 
     Args:
         costs: float64 [items of the dataset], in the dataset's order; may be memory-mapped.
-        first: the first step, from 0 over the whole dataset; a resumed run passes the step at which it resumes.
-
-    Raises:
-        DataError: the dataset ends before these steps.
     """
-    steps = layout.steps(len(costs))
-    stop = steps if count is None else first + count
-    if not 0 <= first <= stop <= steps:
-        raise DataError(
-            f"steps {first} to {stop - 1} were requested, but the dataset of {len(costs):,} samples has only "
-            f"{steps:,} steps"
-        )
-    # windows begin at multiples of their size, counted from step 0: the same ones wherever a run resumes
-    window = layout.window
-    begin, end = first // window * window, min(-(-stop // window) * window, steps)
+    steps, window = layout.steps(len(costs)), layout.window
     at_a_time = max(_SAMPLES // (layout.batch * window), 1) * window
-    plans = [_plan(costs, layout, at, min(at + at_a_time, end)) for at in range(begin, end, at_a_time)]
-    shape = (layout.ranks, layout.micro_batches, layout.slots)
-    return np.concatenate([np.empty((0, *shape), np.int64), *plans])[first - begin : stop - begin]
+    plans = [_plan(costs, layout, at, min(at + at_a_time, steps)) for at in range(0, steps, at_a_time)]
+    return np.concatenate([np.empty((0, layout.ranks, layout.micro_batches, layout.slots), np.int64), *plans])
 
 
 def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
@@ -147,12 +133,9 @@ class Balance:
     bound: np.ndarray
 
 
-def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout, first: int = 0) -> Balance:
-    """Compare the step times of `plan` [steps, ...], which covers the steps from `first` on, with the step times
-    without the plan and with the lower bound.
-    """
-    steps = len(plan)
-    batch = np.asarray(costs[first * layout.batch : (first + steps) * layout.batch]).reshape(steps, layout.batch)
+def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout) -> Balance:
+    """Compare the step times of `plan` [steps, ...], from step 0 on, with those without it, and the lower bound."""
+    batch = np.asarray(costs[: len(plan) * layout.batch]).reshape(len(plan), layout.batch)
     shape = (layout.ranks, layout.micro_batches, layout.slots)
     natural = np.broadcast_to(unscheduled(*shape), plan.shape)
     before = layout.objective.step_time(loads_of(batch, natural))
@@ -283,7 +266,7 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
             "launch/train.py, which compute it from the model, or write measured seconds",
             f"{KEY}.per_pair",
         )
-    data = _section(recipe, "train_dataset.data_loader.config")
+    data = section_at(recipe, "train_dataset.data_loader.config")
     own = layout.objective.stages > 1 and environment.get(OWN_BATCHES) == "1"
     return Schedule(
         layout,
@@ -295,14 +278,13 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
 
 
 def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
-    """Return the plugin's settings and the layout of a step from a recipe, which need not give the cost of a sample
-    yet.
+    """Return the settings and the layout of a step from a recipe, which need not give the cost of a sample yet.
 
     Raises:
         RecipeError: the settings are wrong, or the plugin cannot work with this recipe or gains nothing.
     """
     settings = read(value_at(recipe, KEY))
-    loader = _section(recipe, "train_dataset.data_loader")
+    loader = section_at(recipe, "train_dataset.data_loader")
     if loader.get("type") != LOADER:
         raise RecipeError(
             f"{KEY} works only with {LOADER}, not with {loader.get('type')!r}", "train_dataset.data_loader.type"
@@ -313,7 +295,7 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
             "train_dataset.data_loader.shuffle",
         )
     graph_mode_only(recipe, KEY)
-    check_apart(_section(loader, "config"), _section(recipe, "model.model_config"))
+    check_apart(section_at(loader, "config"), section_at(recipe, "model.model_config"))
     return settings, layout_of(recipe, settings.window)
 
 
@@ -326,7 +308,7 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     Raises:
         RecipeError: EP groups do not consist of whole data-parallel ranks, or parts of micro-batches are interleaved.
     """
-    interleaved = _number(recipe, INTERLEAVE)
+    interleaved = count_at(recipe, INTERLEAVE)
     if interleaved > 1:
         raise RecipeError(
             f"{KEY} does not support interleaved parts of micro-batches: with {interleaved}, MindFormers takes "
@@ -335,19 +317,19 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
         )
     parallel = recipe.get("use_parallel") is True
     split = parallel and splits_model(value_at(recipe, "parallel.parallel_mode", 1))
-    stages = _number(recipe, "parallel_config.pipeline_stage") if split else 1
+    stages = count_at(recipe, "parallel_config.pipeline_stage") if split else 1
     micro_batches = "parallel_config.micro_batch_num" if stages > 1 else "runner_config.gradient_accumulation_steps"
-    ranks = _number(recipe, "parallel_config.data_parallel") if parallel else 1
+    ranks = count_at(recipe, "parallel_config.data_parallel") if parallel else 1
     objective = objective_of(
         data_parallel=ranks,
-        expert_parallel=_number(recipe, "parallel_config.expert_parallel") if parallel else 1,
-        context_parallel=_number(recipe, "parallel_config.context_parallel") if split else 1,
-        tensor_parallel=_number(recipe, "parallel_config.model_parallel") if split else 1,
+        expert_parallel=count_at(recipe, "parallel_config.expert_parallel") if parallel else 1,
+        context_parallel=count_at(recipe, "parallel_config.context_parallel") if split else 1,
+        tensor_parallel=count_at(recipe, "parallel_config.model_parallel") if split else 1,
         pipeline_stages=stages,
         recomputed=recomputed_share(recipe),
     )
-    slots = _number(recipe, "runner_config.batch_size")
-    return Layout(ranks, _number(recipe, micro_batches) if split else 1, slots, objective, window)
+    slots = count_at(recipe, "runner_config.batch_size")
+    return Layout(ranks, count_at(recipe, micro_batches) if split else 1, slots, objective, window)
 
 
 def recomputed_share(recipe: Mapping[str, Any]) -> float:
@@ -358,7 +340,7 @@ def recomputed_share(recipe: Mapping[str, Any]) -> float:
     recompute = value_at(recipe, "recompute_config.recompute")
     if not isinstance(recompute, (list, tuple)):
         return float(bool(recompute))
-    chunks, layers = _flat(recompute), _number(recipe, "model.model_config.num_hidden_layers")
+    chunks, layers = _flat(recompute), count_at(recipe, "model.model_config.num_hidden_layers")
     # True is a whole chunk, taken here as an equal part of the model
     repeated = sum(layers / len(chunks) if chunk is True else chunk for chunk in chunks if isinstance(chunk, int))
     return min(repeated / layers, 1.0)
@@ -375,18 +357,7 @@ def _eod_pad_length(data: Mapping[str, Any]) -> int:
 
 def _padding(recipe: Mapping[str, Any]) -> int:
     """Return how many entries of the compressed mask must stay padding."""
-    parallel = _section(recipe, "parallel_config")
+    parallel = section_at(recipe, "parallel_config")
     split = recipe.get("use_parallel") is True and splits_model(value_at(recipe, "parallel.parallel_mode", 1))
-    ranks = _number(recipe, "parallel_config.context_parallel") if split else 1
+    ranks = count_at(recipe, "parallel_config.context_parallel") if split else 1
     return padding_under(ranks, parallel.get("context_parallel_algo", "colossalai_cp"))
-
-
-def _number(recipe: Mapping[str, Any], path: str) -> int:
-    """Return a positive integer; 1, as in MindFormers, for what is not written (and for what `tc3 check` refuses)."""
-    value = value_at(recipe, path)
-    return value if type(value) is int and value > 0 else 1
-
-
-def _section(recipe: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    value = value_at(recipe, path)
-    return value if isinstance(value, Mapping) else {}

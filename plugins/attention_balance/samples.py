@@ -284,8 +284,7 @@ def documents_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool
 
 
 def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse a recipe in which documents of one sample attend to each other; the arguments are those of
-    `documents_apart`.
+    """Refuse a recipe in which documents of one sample attend to each other; arguments: `documents_apart`.
 
     Raises:
         RecipeError: documents attend to each other, so every sample costs the same and there is nothing to balance.
@@ -294,9 +293,10 @@ def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         return
     if not config.get("reset_attention_mask"):
         raise RecipeError(
-            "plugins.attention_balance: without a mask at the end of documents every sample costs the same, so no "
-            f"order is faster than another; write {CONFIG}.create_compressed_eod_mask: True (or "
-            "create_attention_mask and reset_attention_mask: True for a full mask), or leave the plugin out"
+            "without a mask at the end of documents every sample costs the same, so no order is faster than another; "
+            f"write {CONFIG}.create_compressed_eod_mask: True (or create_attention_mask and reset_attention_mask: True "
+            "for a full mask), or leave the plugin out",
+            "plugins.attention_balance",
         )
     if not config.get("create_attention_mask", True):
         raise RecipeError(

@@ -21,7 +21,7 @@ from plugins.errors import RecipeError
 from plugins.held_out_loss.plan import stages_and_micro_batches
 from plugins.pipeline_layout import fewest_to_fill
 from plugins.semi_auto_cpu.chosen import splits_model
-from plugins.settings import Section, graph_mode_only, setting, value_at
+from plugins.settings import Section, count_at, graph_mode_only, setting, value_at
 
 KEY = "plugins.batch_ramp"
 LOADER = "BlendedMegatronDatasetDataLoader"
@@ -191,17 +191,13 @@ class Division:
 
 def division_of(recipe: Mapping[str, Any]) -> Division:
     """Return how a flat recipe or a MindFormerConfig divides its own batch."""
-
-    def count(path: str) -> int:
-        value = value_at(recipe, path)
-        return value if type(value) is int and value > 0 else 1
-
     together = bool(recipe.get("use_parallel"))
     whole = not (together and splits_model(value_at(recipe, "parallel.parallel_mode", 1)))
     pipeline, micro_batches = (1, 1) if whole else stages_and_micro_batches(recipe)
-    ranks = count("parallel_config.data_parallel") if together else 1
+    ranks = count_at(recipe, "parallel_config.data_parallel") if together else 1
     scheduler = str(value_at(recipe, "parallel.pipeline_config.pipeline_scheduler") or "")
-    return Division(ranks, count("runner_config.batch_size"), micro_batches, pipeline, whole, scheduler)
+    micro = count_at(recipe, "runner_config.batch_size")
+    return Division(ranks, micro, micro_batches, pipeline, whole, scheduler)
 
 
 def check(recipe: Mapping[str, Any]) -> Settings:

@@ -293,7 +293,6 @@ class WithinDocuments(nn.Cell):
 
 
 def _operators(scale):
-    """Return the forward and the backward operator of `WithinDocuments`."""
     scale = float(scale)
 
     def forward(query, key, value, breaks):

@@ -17,26 +17,16 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import operations as P
 
-from plugins.cpu_backend import host_functions, transport
+from plugins.cpu_backend import transport
+from plugins.cpu_backend.host_functions import operator
 from plugins.cpu_backend.plan import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from plugins.hierarchical_ep.experts import RoutedExperts
 
 _tags = itertools.count()
 
 
-def _operator(function, shape):
-    """Return a host function as an operator of the graph; the result has the dtype of the first input."""
-
-    def dtype(*dtypes):
-        return dtypes[0]
-
-    return host_functions.operator(function, shape, dtype)
-
-
 def _moving(group):
-    """Return the operator of an all-to-all-v: (rows, send, receive, like) -> the arrived rows, zeros up to `like`'s
-    shape.
-    """
+    """Return the operator of an all-to-all-v: (rows, send, receive, like) -> what arrived, in `like`'s shape."""
     # every rank, and every start of a run, builds the same operators in the same order, so tags agree
     group, tag = tuple(map(int, group)), next(_tags)
 
@@ -50,7 +40,7 @@ def _moving(group):
     def shape(rows, send, receive, like):
         return like
 
-    return _operator(move, shape)
+    return operator(move, shape)
 
 
 def _gathering(group):
@@ -63,7 +53,7 @@ def _gathering(group):
     def shape(rows):
         return [size * rows[0], *rows[1:]]
 
-    return _operator(gather, shape)
+    return operator(gather, shape)
 
 
 def _scattering(group):
@@ -76,7 +66,7 @@ def _scattering(group):
     def shape(rows):
         return [rows[0] // size, *rows[1:]]
 
-    return _operator(scatter, shape)
+    return operator(scatter, shape)
 
 
 class AllToAllV(nn.Cell):
@@ -249,9 +239,9 @@ class SparseGroupedMatmul(nn.Cell):
         def weight_gradient(dout, rows, ends):
             return [ends[0], rows[1], dout[1]]
 
-        self.forward = _operator(grouped_matmul, product)
-        self.dx = _operator(grouped_matmul_dx, input_gradient)
-        self.dw = _operator(grouped_matmul_dw, weight_gradient)
+        self.forward = operator(grouped_matmul, product)
+        self.dx = operator(grouped_matmul_dx, input_gradient)
+        self.dw = operator(grouped_matmul_dw, weight_gradient)
 
     def construct(self, rows, weight, ends):
         """Return the products [C, H] of rows [C, h] and weights [E, h, H]; ends is int32 [E], the cumulative counts of

@@ -34,13 +34,17 @@ _NAMED = re.compile(rb"\x0a%c%s\x2a([\x80-\xff]{0,4}[\x00-\x7f])" % (len(NAME), 
 _functions: dict[int, tuple[str, FunctionType]] = {}  # by number: name and function
 
 
-def operator(function, shape, dtype):
+def _of_first(*dtypes):
+    return dtypes[0]
+
+
+def operator(function, shape, dtype=_of_first):
     """Return `ops.Custom` of a Python function that any process finds again.
 
     Args:
         function: a function from NumPy arrays to arrays, defined by `def`, which may capture only immutable values.
-        shape, dtype: functions as in `ops.Custom`; they are called while a graph is compiled, and a loaded graph has
-            their results.
+        shape, dtype: functions as in `ops.Custom`, of the first input's dtype by default; they are called while a graph
+            is compiled, and a loaded graph has their results.
     """
     from mindspore import ops
     from mindspore.ops.operations import _pyfunc_registry

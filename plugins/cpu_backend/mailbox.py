@@ -223,10 +223,10 @@ class Mailbox:
         with self.changed:
             self.closing = True
             self.changed.notify_all()
-            self.changed.wait_for(self._all_left, min(LEAVING, self.timeout))
-
-    def _all_left(self) -> bool:
-        return not any(count for peer, count in self.buffered.items() if peer not in self.unreachable)
+            self.changed.wait_for(
+                lambda: not any(count for peer, count in self.buffered.items() if peer not in self.unreachable),
+                min(LEAVING, self.timeout),
+            )
 
     def wait(self, call: Call) -> None:
         """Wait until all frames of the call have been sent and received, then return.

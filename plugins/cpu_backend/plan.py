@@ -46,37 +46,6 @@ def default_block(rows: int, experts: int) -> int:
     return block
 
 
-def block_layout(ends: np.ndarray, rows: int, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plan the padded layout of `rows` rows, which are sorted by expert, in blocks of one expert each.
-
-    Args:
-        ends: [E] cumulative counts of rows per expert; the last entry is `rows`.
-        rows: number of rows.
-        block: rows in a block.
-
-    Returns:
-        expert_of_block [n]: the expert whose weight a block uses;
-        source [n * block]: the row that fills a padded slot (slots without a row repeat some row: their
-        results are never read, so their gradients are zero);
-        slot_of_row [rows]: where each row went.
-    """
-    experts = len(ends)
-    counts = np.diff(ends, prepend=0)
-    blocks = -(-counts // block)
-    block_ends = np.cumsum(blocks)
-    count = block_count(rows, experts, block)
-    expert_of_block = np.minimum(np.searchsorted(block_ends, np.arange(count), side="right"), experts - 1)
-
-    slot_start = (block_ends - blocks) * block
-    row_start = ends - counts
-    shift = slot_start - row_start
-    expert_of_row = np.searchsorted(ends, np.arange(rows), side="right")
-    slot_of_row = np.arange(rows) + shift[expert_of_row]
-    slots = np.arange(count * block)
-    source = np.clip(slots - shift[expert_of_block[slots // block]], 0, rows - 1)
-    return expert_of_block, source, slot_of_row
-
-
 def grouped_matmul(rows: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Multiply rows [C, h], sorted by expert, by their expert's weight of [E, h, H]; rows from ends[-1] on give zeros.
 

@@ -22,7 +22,7 @@ from mindspore.communication import get_group_size, get_rank
 
 from plugins.cpu_backend import host_functions
 
-_train_step: list[nn.Cell] = []
+_train_step: list[nn.Cell] = []  # which owns every parameter, the optimizer's too; there once the trainer has built it
 
 
 def distributed() -> bool:
@@ -30,16 +30,6 @@ def distributed() -> bool:
     from mindspore.communication._comm_helper import _is_initialized
 
     return _is_initialized() and get_group_size() > 1
-
-
-def register_train_step(cell: nn.Cell) -> None:
-    """Keep a reference to the train step, which owns every parameter, including those of the optimizer."""
-    _train_step[:] = [cell]
-
-
-def registered_train_step() -> nn.Cell:
-    """Return the train step of this process; call this only after the trainer has built it."""
-    return _train_step[0]
 
 
 class TokensOfARank(nn.Cell):
@@ -110,7 +100,7 @@ def strategy_of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
     `layerwise_parallel` (expert weights) are split along axis 0, all others are whole.
     """
     ranks = get_group_size()
-    step = registered_train_step()
+    step = _train_step[0]
     params = {**step.network.parameters_dict(), **step.optimizer.parameters_dict()}
     entries = {name: _strategy_of(param, ranks) for name, param in params.items()}
     return dict.fromkeys(range(ranks) if rank_id is None else [rank_id], entries)
@@ -196,7 +186,7 @@ class CpuTrainOneStepCell(MFTrainOneStepCell):
         if self.split:
             self.clip_grad_norm = ClipSplitGradNorm(kwargs.get("max_grad_norm", 1.0), split)
             self.sum = ops.AllReduce()
-        register_train_step(self)
+        _train_step[:] = [self]
 
     def grads_for_mcore(self, scaling_sens, *inputs):
         """Compute loss and gradients as the parent does, and average the reported loss over the ranks, as the sharded

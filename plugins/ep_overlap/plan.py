@@ -189,7 +189,6 @@ def chunk_shares(batch: int, sequence: int, chunks: Chunks) -> tuple[float, ...]
 
 
 def _check(batch: int, sequence: int, chunks: Chunks) -> None:
-    """Raise RecipeError for more parts than rows, or no part."""
     for axis, (rows, parts) in enumerate(zip((batch, sequence), chunks, strict=True)):
         if not 1 <= parts <= rows:
             what = ("samples", "tokens of a sequence")[axis]

@@ -102,7 +102,6 @@ def simulate(ops: Sequence[Op]) -> Timeline:
 
 
 def _check(ops: Iterable[Op]) -> None:
-    """Raise ValueError for what `simulate` cannot run."""
     keys: set[Key] = set()
     for op in ops:
         if not set(op.streams) <= set(STREAMS):

@@ -155,10 +155,10 @@ class ExpertBalance(ExpertMigrateCallback):
         self._take_copies(new, copies)
         sent = int(total(self.ranks, np.array([sent]))[0])
         experts = moved(new, slots, self.devices)
-        return Moved(new, experts, sent, planned - began, time.perf_counter() - planned, self._told(copies))
+        told = copies if self.settings.spare else None
+        return Moved(new, experts, sent, planned - began, time.perf_counter() - planned, told)
 
     def _placements(self):
-        """Return the placements [layers, E] that the layers have."""
         return np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
 
     def _take_copies(self, slots, copies):
@@ -171,12 +171,7 @@ class ExpertBalance(ExpertMigrateCallback):
                 take_copies(layer.cell, *held)
         self.held = copies
 
-    def _told(self, copies):
-        """Return copies in the form of the record; None without spare slots."""
-        return copies if self.settings.spare else None
-
     def _watch(self, step, tokens):
-        """Record how the routers are, and warn once of each that needs a look."""
         if not self.settings.routers or self.ranks.rank:
             return
         measures = self.routers.see(step, tokens)
@@ -191,7 +186,7 @@ class ExpertBalance(ExpertMigrateCallback):
         ratios = imbalance_with(tokens, slots, copies, self.devices)
         worst = tuple(float(ratio) if count == 1 else None for ratio, count in zip(ratios, batches, strict=True))
         numbers = tuple(layer.number for layer in self.layers)
-        told = self._told(copies)
+        told = copies if self.settings.spare else None
         append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes, told))
 
     def _remember(self):

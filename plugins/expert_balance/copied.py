@@ -30,12 +30,7 @@ _numbers, _tags = itertools.count(), itertools.count(_TAG)
 _tables: dict[int, Table] = {}  # by layer
 
 
-def _first(*dtypes):
-    return dtypes[0]
-
-
 def _fetching(group, layer, each, spare):
-    """Return the operators of `with_copies` and `added_up`."""
     there, back = next(_tags), next(_tags)
 
     def fetch(own):
@@ -50,7 +45,7 @@ def _fetching(group, layer, each, spare):
     def fewer(shape):
         return [shape[0] // (each + spare) * each, shape[1]]
 
-    return host_functions.operator(fetch, more, _first), host_functions.operator(give, fewer, _first)
+    return host_functions.operator(fetch, more), host_functions.operator(give, fewer)
 
 
 class Fetch(nn.Cell):
@@ -94,7 +89,7 @@ class Choose(nn.Cell):
         def same(shape):
             return shape
 
-        self.slots = host_functions.operator(choose, same, _first)
+        self.slots = host_functions.operator(choose, same)
 
     def construct(self, homes):
         """Return the slots, int32, that compute the tokens; the argument holds the own slots (those that are not

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from plugins.expert_balance.executor import Ranks
-from plugins.expert_balance.plan import PARTS, device_loads, next_placements
+from plugins.expert_balance.plan import PARTS, device_loads, fullest_over_mean, next_placements
 from plugins.expert_balance.settings import Settings
 
 NOTHING = -1  # in a spare slot
@@ -108,12 +108,8 @@ def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices
 
 
 def imbalance_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
-    """Return for each layer the tokens of the fullest device divided by the mean of all devices, with copies; the
-    arguments are those of `loads_with`.
-    """
-    on = loads_with(loads, slots, copies, devices)
-    mean = on.mean(-1)
-    return np.where(mean > 0, on.max(-1) / np.where(mean > 0, mean, 1), 1.0)
+    """Return max/mean of each layer's devices with copies; the arguments are those of `loads_with`."""
+    return fullest_over_mean(loads_with(loads, slots, copies, devices))
 
 
 def next_copies(

@@ -230,14 +230,12 @@ class ShardedExpertBalance(ExpertBalance):
         return from_first(self.stage, from_first(self.pipeline, own))
 
     def movable(self):
-        """Return the tensors that change on this rank when experts move, for the MoE layers of its stage; tensors are
-        split in the same way as the weights.
-        """
-        rows = [row for row, layer in enumerate(self.layers) if self._holds(layer)]
-        return [self._movable(row, self.layers[row]) for row in rows]
-
-    def _movable(self, row, layer):
-        return Layer(row, layer.number, layer.placement, [self._slice(tensor) for tensor in layer.tensors])
+        """Return the tensors of the MoE layers of this rank's stage, cut as the weights are."""
+        return [
+            Layer(row, layer.number, layer.placement, [self._slice(tensor) for tensor in layer.tensors])
+            for row, layer in enumerate(self.layers)
+            if self._holds(layer)
+        ]
 
     def _holds(self, layer):
         return layer.tensors[0].name in self.compiled.parameter_layout_dict
@@ -262,10 +260,8 @@ class ShardedExpertBalance(ExpertBalance):
 
 
 def use_placed_experts(config) -> None:
-    """Give models that are built later a placement; call this after `plugins.hierarchical_ep` is enabled, if it is
-    on.
-    """
-    telechat3_moe.use_edited_model(config.model.model_config, KEY)
+    """Give models that are built later a placement; call this after `plugins.hierarchical_ep.adapter.enable`."""
+    telechat3_moe.use_edited_model(config, KEY)
     if (config.get("plugins") or {}).get("hierarchical_ep"):
         telechat3_moe.use_experts(ModuleSpec(PlacedDispatch, params=telechat3_moe.experts().params))
     else:

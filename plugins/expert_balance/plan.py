@@ -154,10 +154,12 @@ def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarr
 
 
 def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """Return the tokens of the fullest device divided by the mean, for loads and slots [..., E]. 1 means balanced; a
-    layer without tokens also gives 1.
-    """
-    on = device_loads(loads, slots, devices)
+    """Return max/mean of the devices for loads and slots [..., E]; a layer without tokens gives 1."""
+    return fullest_over_mean(device_loads(loads, slots, devices))
+
+
+def fullest_over_mean(on: np.ndarray) -> np.ndarray:
+    """Return max/mean of the tokens `on` of devices, [..., D]; 1 where there are none."""
     mean = on.mean(-1)
     return np.where(mean > 0, on.max(-1) / np.where(mean > 0, mean, 1), 1.0)
 
@@ -224,7 +226,6 @@ def node_limited(
     old: np.ndarray,
     devices: int,
     nodes: int,
-    groups: int = 1,
     *,
     most: int | None = None,
     aligned: bool = False,
@@ -234,34 +235,10 @@ def node_limited(
 
     Args:
         loads, old, devices, most, aligned: as in `swaps`. nodes: the number of nodes, each of consecutive devices.
-        groups: the number of groups of consecutive experts, of which the router selects only a few for a token
-            (`n_group`); a multiple of `nodes`. In `old` each group is on one node, and it stays on one node. 1: experts
-            move between nodes one by one.
     """
-    near = near_enough(len(loads) // devices)
-    if groups > 1:
-        between = _swap_groups(loads, old, nodes, groups, most, near)
-    else:
-        between = improved(loads, old, nodes, most=most, near=near, aligned=aligned)
+    between = improved(loads, old, nodes, most=most, near=near_enough(len(loads) // devices), aligned=aligned)
     left = None if most is None else most - (moved(between, old, devices) + 1) // 2
     return improved(loads, between, devices, most=left, aligned=aligned, nodes=nodes)
-
-
-def _swap_groups(
-    loads: np.ndarray, old: np.ndarray, nodes: int, groups: int, most: int | None, near: float
-) -> np.ndarray:
-    """Return the placement after groups have changed nodes as a whole, each taking over the other's slots in order."""
-    size = len(loads) // groups
-    slots = old.reshape(groups, size)
-    node = slots // (len(loads) // nodes)
-    assert (node == node[:, :1]).all(), "a group is on one node"
-    order = np.argsort(node[:, 0], kind="stable")
-    place = np.empty(groups, np.int64)
-    place[order] = np.arange(groups)
-    new = swaps(
-        loads.reshape(groups, size).sum(1), place, nodes, most=None if most is None else most // size, near=near
-    )
-    return slots[order[new]].ravel()
 
 
 class Prediction:
@@ -291,14 +268,13 @@ def due(step: int, every: int) -> bool:
 
 
 def next_placements(
-    settings: Settings, predicted: np.ndarray | None, old: np.ndarray, devices: int, *, step: int, nodes: int = 1
+    settings: Settings, predicted: np.ndarray, old: np.ndarray, devices: int, *, step: int, nodes: int = 1
 ) -> np.ndarray:
     """Return the next placements int64 [layers, E] of all layers, each from `next_placement`.
 
     Args:
         predicted: `Prediction.loads`, which include those of this step. old: int [layers, E], the present placement.
     """
-    assert predicted is not None
     rows = enumerate(zip(predicted, old, strict=True))
     return np.stack([next_placement(settings, *row, devices, step=step, layer=at, nodes=nodes) for at, row in rows])
 
@@ -312,7 +288,6 @@ def next_placement(
     step: int,
     layer: int,
     nodes: int = 1,
-    groups: int = 1,
 ) -> np.ndarray:
     """Return the next placement int64 [E] of a layer; a live run and a replay both call this function.
 
@@ -321,8 +296,7 @@ def next_placement(
         devices: the number of ranks of the EP group.
         step: the step after which the plan is made; layer: the row of the layer. Both are only the seed of `method:
             random`.
-        nodes, groups: see `node_limited`; 1 if an expert may be on any device. They apply to the methods swaps and
-            aligned.
+        nodes: see `node_limited`; 1 if an expert may be on any device. It applies to the methods swaps and aligned.
 
     Returns:
         A new placement if it lowers max/mean of `predicted` by at least the gate's share, otherwise `old` (random:
@@ -336,7 +310,7 @@ def next_placement(
     if settings.method == "greedy":
         new = greedy(loads, devices)
     elif nodes > 1:
-        new = node_limited(loads, old, devices, nodes, groups, most=most, aligned=settings.method == "aligned")
+        new = node_limited(loads, old, devices, nodes, most=most, aligned=settings.method == "aligned")
     else:
         new = swaps(loads, old, devices, most=most, aligned=settings.method == "aligned")
     before, after = (int(device_loads(loads, slots, devices).max()) for slots in (old, new))

@@ -151,15 +151,12 @@ def read(path: Path, until: int | None = None, say: Callable[[str], None] | None
 
 
 def _follow(before: Record, record: Record, place: str) -> None:
-    if _kind(before) != _kind(record):
+    layouts = {(each.layers, each.tokens.shape, each.devices) for each in (before, record)}
+    if len(layouts) > 1:
         raise DataError(
             f"{place}: the layers, the experts or the devices are not those of the lines above; write one file for "
             "each layout"
         )
-
-
-def _kind(record: Record) -> tuple[Any, ...]:
-    return record.layers, record.tokens.shape, record.devices
 
 
 _KEYS = ("step", "devices", "nodes", "layers", "tokens", "slots", "copies", "micro_batch", "moved")

@@ -72,7 +72,6 @@ def least_by_program(loads: np.ndarray, devices: int, seconds: float = 60.0) -> 
 
 
 def _held(slots: list[int], copies: list[int], devices: int) -> list[list[int]]:
-    """Return the experts of each device, its own and then its copies."""
     each, spare = len(slots) // devices, len(copies) // devices
     own = [[expert for expert, slot in enumerate(slots) if slot // each == device] for device in range(devices)]
     more = [

@@ -166,7 +166,6 @@ def _packed(loads: np.ndarray, packs: int) -> np.ndarray:
 
 
 def _slots(device: np.ndarray) -> np.ndarray:
-    """Return the placement of a device for each expert."""
     slots = np.empty(len(device), np.int64)
     slots[np.argsort(device, kind="stable")] = np.arange(len(device))
     return slots

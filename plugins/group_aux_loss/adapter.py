@@ -73,7 +73,7 @@ def enable(config, settings) -> None:
     if config.context.device_target == "CPU" and not chosen(config):
         edit = partial(over_workers, mean=GroupMean(ranks) if ranks > 1 else None)
     else:
-        telechat3_moe.use_edited_model(model, reader.KEY)
+        telechat3_moe.use_edited_model(config, reader.KEY)
         edit = partial(over_ranks, ranks=ranks)
     telechat3_moe.edit_routers(reader.KEY, edit)
 

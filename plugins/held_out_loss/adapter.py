@@ -116,7 +116,6 @@ class HeldOutLoss(Callback):
         self.last_step = None
 
     def _read(self, data_loader, columns, samples):
-        """This rank's part of the batches of a corpus, as tuples of columns."""
         shard, shards = BaseDataset._generate_shard_info()
         loader = build_dataset_loader(
             data_loader, default_args={"column_names": columns, "num_shards": shards, "shard_id": shard}

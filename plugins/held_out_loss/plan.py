@@ -15,7 +15,7 @@ import numpy as np
 
 from plugins.all_ranks import has_loss
 from plugins.errors import DataError, RecipeError
-from plugins.settings import WATCHES, Section, setting, value_at
+from plugins.settings import WATCHES, Section, count_at, setting, value_at
 
 KEY = "plugins.held_out_loss"
 
@@ -154,17 +154,10 @@ class Batches:
 
 
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the stages of the pipeline and the micro-batches of a rank's step; a number that the recipe lacks counts
-    as 1.
-    """
-
-    def count(path: str) -> int:
-        value = value_at(recipe, path)
-        return value if type(value) is int and value > 0 else 1
-
-    stages = count("parallel_config.pipeline_stage") if recipe.get("use_parallel") else 1
+    """Return the stages of the pipeline and the micro-batches of a rank's step, each 1 if not written."""
+    stages = count_at(recipe, "parallel_config.pipeline_stage") if recipe.get("use_parallel") else 1
     accumulated = "runner_config.gradient_accumulation_steps"
-    return stages, count("parallel_config.micro_batch_num" if stages > 1 else accumulated)
+    return stages, count_at(recipe, "parallel_config.micro_batch_num" if stages > 1 else accumulated)
 
 
 IGNORED = -100  # the label of a token that no loss counts

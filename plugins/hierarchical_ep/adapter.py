@@ -47,7 +47,7 @@ def enable(config, settings) -> None:
     if config.context.device_target == "CPU" and not chosen(config):
         _on_cpu(ours)
     else:
-        _on_ascend(ours, model_config)
+        _on_ascend(ours, config)
 
 
 def current() -> reader.Part:
@@ -64,11 +64,11 @@ def _on_cpu(settings) -> None:
     telechat3_moe.use_experts(ModuleSpec(module=CpuRoutedExperts, params={"settings": settings}))
 
 
-def _on_ascend(settings, model_config) -> None:
+def _on_ascend(settings, config) -> None:
     from plugins.hierarchical_ep.ascend import Net, Rows
     from plugins.hierarchical_ep.experts import RoutedExperts
 
-    telechat3_moe.use_edited_model(model_config, "plugins.hierarchical_ep")
+    telechat3_moe.use_edited_model(config, "plugins.hierarchical_ep")
     net = Net(settings.ranks)
     net.create_groups(settings.topology, settings.rank)
     params = {"settings": settings, "net": net, "rows": Rows(), "streams": 2}

@@ -257,7 +257,8 @@ def make_plan(mode: str, topology: Topology, routing: list[np.ndarray]) -> Plan:
     inter, send_tokens = _row_step(mode, topology, routing)
     held = [_held_rows(topology, inter, send_tokens, rank) for rank in range(topology.ep)]
     copies = [_copies(mode, topology, routing, *held[rank], rank) for rank in range(topology.ep)]
-    intra = copy_transfer(mode, topology, _count_copies(topology, copies))
+    sent = [np.bincount(topology.owner(expert), minlength=topology.ep) for _, _, expert in copies]
+    intra = copy_transfer(mode, topology, np.array(sent))
     ranks = []
     for rank in range(topology.ep):
         order, counts = _arrivals(topology, intra.group_of(rank), copies, rank)
@@ -319,11 +320,6 @@ def _copies(mode, topology, routing, row_rank, row_token, rank) -> tuple[np.ndar
     expert = experts[row, choice]
     by_expert = np.argsort(expert, kind="stable")
     return row[by_expert], choice[by_expert], expert[by_expert]
-
-
-def _count_copies(topology: Topology, copies) -> np.ndarray:
-    """Return [ep, ep] copies that rank s sends to rank d."""
-    return np.array([np.bincount(topology.owner(expert), minlength=topology.ep) for _, _, expert in copies])
 
 
 def _arrivals(topology, group, copies, rank) -> tuple[np.ndarray, np.ndarray]:

@@ -150,7 +150,6 @@ def _check_membership(rank: int, index: int, call: Call, ranks: int) -> None:
 
 
 def _calls_by_group(program: Program) -> dict[frozenset[int], list[int]]:
-    """Return indices of the calls on each set of ranks."""
     calls: dict[frozenset[int], list[int]] = {}
     for index, call in enumerate(program):
         calls.setdefault(frozenset(call.group), []).append(index)
@@ -158,7 +157,6 @@ def _calls_by_group(program: Program) -> dict[frozenset[int], list[int]]:
 
 
 def _check_pair(programs, calls, members: frozenset[int], rank: int, other: int) -> None:
-    """Check that two members of a group make the same calls on it, one by one."""
     mine, theirs = calls[rank][members], calls[other].get(members, [])
     if not theirs:
         group = programs[rank][mine[0]].group

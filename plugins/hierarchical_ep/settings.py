@@ -7,7 +7,7 @@ refuses more than its device can sort.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,6 @@ def uncut(batch: int, config: Any) -> list[np.ndarray]:
     return [np.arange(batch * config.seq_length // (config.tensor_model_parallel_size * config.context_parallel_size))]
 
 
-def _no_slices(config: Any):
-    raise AssertionError("the number of tokens on a rank is not known, so the tokens cannot be divided into chunks")
-
-
-def _no_order(chunks: int):
-    raise AssertionError("with only one chunk the order of chunks must not be requested")
-
-
 @dataclass
 class Part:
     """A `Part` holds the values with which one rank's routed experts are built.
@@ -45,16 +37,16 @@ class Part:
         mode: one of `plan.MODES`; topology: the topology of its EP group; rank: its index in the group; ranks: the
             group's global ranks;
         slices: a function from the TransformerConfig to the token indices of each chunk; order: a function from the
-            number of chunks to (chunk, step) pairs. The adapter sets `slices`, and `ep_overlap` replaces both
-            functions.
+            number of chunks to (chunk, step) pairs, None for one chunk. The adapter sets `slices`, and `ep_overlap`
+            replaces both functions.
     """
 
     mode: str
     topology: Topology
     rank: int
     ranks: tuple[int, ...]
-    slices: Any = field(default=_no_slices)
-    order: Any = field(default=_no_order)
+    slices: Any = None
+    order: Any = None
 
 
 def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Part:

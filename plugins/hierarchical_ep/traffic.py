@@ -157,6 +157,26 @@ def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
     return _step(topology, transfer, *busiest)
 
 
+def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradient: dict[str, float]) -> Step:
+    """Return a Step from the busiest rank's bytes, with and without what has no gradient."""
+    group = transfer.groups[0]
+    intra = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group) - 1
+    inter = len(group) - 1 - intra
+    stream = "both" if inter and intra else "inter" if inter else "intra"
+    if transfer.step.endswith(LINKS):
+        stream = transfer.step.split(".")[1]
+    return Step(
+        transfer.step,
+        stream,
+        whole["inter"],
+        whole["intra"],
+        int(inter),
+        int(intra),
+        whole["inter"] - gradient["inter"],
+        whole["intra"] - gradient["intra"],
+    )
+
+
 def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "forward") -> tuple[StepBytes, ...]:
     """Return the exact bytes between all pairs of ranks, step by step as executed; direction is "forward" or
     "backward".
@@ -184,26 +204,6 @@ def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
             intra_forward_only=0.0,
         )
         for step in reversed(steps)
-    )
-
-
-def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradient: dict[str, float]) -> Step:
-    """Return a Step from the busiest rank's bytes, with and without what has no gradient."""
-    group = transfer.groups[0]
-    peers = {"intra": sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group) - 1}
-    peers["inter"] = len(group) - 1 - peers["intra"]
-    stream = "both" if peers["inter"] and peers["intra"] else "inter" if peers["inter"] else "intra"
-    if transfer.step.endswith(LINKS):
-        stream = transfer.step.split(".")[1]
-    return Step(
-        transfer.step,
-        stream,
-        float(whole["inter"]),
-        float(whole["intra"]),
-        int(peers["inter"]),
-        int(peers["intra"]),
-        float(whole["inter"] - gradient["inter"]),
-        float(whole["intra"] - gradient["intra"]),
     )
 
 

@@ -27,7 +27,6 @@ from plugins.hugging_face_weights.plan import Model, copies, rows
 from plugins.hyper_connections import plan as hyper_connections
 from plugins.lora.plan import is_adapter
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen
 
 KEY = "checkpoint.load_path"
 _PARTS, _WEIGHTS = ("embedding.", "decoder.", "mtp.", "output_layer."), (".weight", ".bias")
@@ -166,5 +165,4 @@ def enable(config: Any) -> None:
             KEY,
         )
     telechat3_moe.use_template(TeleChat3MoeTemplate)
-    if config.context.device_target != "CPU" or chosen(config):
-        telechat3_moe.use_edited_model(config.model.model_config, KEY)
+    telechat3_moe.use_edited_model(config, KEY)

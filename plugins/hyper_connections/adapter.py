@@ -25,7 +25,6 @@ from mindspore.ops.operations import Morph
 from plugins import telechat3_moe
 from plugins.hyper_connections.plan import CLIP, EPSILON, KEY, Settings, active, check, gates
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen
 
 for _line in (
     "attention_output_with_bias, attention_loss = self.self_attention(",
@@ -45,9 +44,7 @@ def enable(config, settings) -> None:
     active[:] = [ours] if ours.streams > 1 else []
     if ours.streams == 1:  # H_res is 1, and MindFormers' own layers add with it
         return
-    if config.context.device_target != "CPU" or chosen(config):
-        classes = {**telechat3_moe.ARCHITECTURES, **telechat3_moe.DENSE}
-        telechat3_moe.use_edited_model(config.model.model_config, KEY, classes)
+    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.ALL)
     telechat3_moe.use_layer(HyperConnectedLayer, settings=ours)
 
 

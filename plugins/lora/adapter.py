@@ -42,7 +42,6 @@ from plugins import telechat3_moe
 from plugins.errors import RecipeError
 from plugins.lora.plan import FROZEN, KEY, TRAINED, Settings, chosen, frozen
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen as sharded_on_cpu
 
 for _kind, _line in (
     (ColumnParallelLinear, "output = self.morphed_forward(input_, weight)"),
@@ -158,9 +157,7 @@ def enable(config, settings) -> None:
         RecipeError: the settings are impossible, or a pattern matches no layer of the model.
     """
     ours = Settings.read(settings)
-    if config.context.device_target != "CPU" or sharded_on_cpu(config):
-        classes = {**telechat3_moe.ARCHITECTURES, **telechat3_moe.DENSE}
-        telechat3_moe.use_edited_model(config.model.model_config, KEY, classes)
+    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.ALL)
     set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
     telechat3_moe.edit_layers(KEY, lambda layers: put_in(layers, ours))
     telechat3_moe.edit_model(KEY, freeze)

@@ -20,7 +20,6 @@ from mindspore.ops.operations import NotEqual
 from plugins import telechat3_moe
 from plugins.mtp_documents.plan import KEY, check
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen
 
 _DEFAULT_LAYERS = 1
 relies_on(TeleChat3MoeConfig.__init__, f"num_nextn_predict_layers={_DEFAULT_LAYERS},")
@@ -39,10 +38,8 @@ def enable(config, settings) -> None:
     Raises:
         RecipeError: the plugin does not support the recipe.
     """
-    model = config.model.model_config
-    end_of_document = check(settings, config, layers_of(model))
-    if config.context.device_target != "CPU" or chosen(config):
-        telechat3_moe.use_edited_model(model, KEY)
+    end_of_document = check(settings, config, layers_of(config.model.model_config))
+    telechat3_moe.use_edited_model(config, KEY)
     telechat3_moe.edit_model(KEY, partial(keep_within, end_of_document=end_of_document))
 
 

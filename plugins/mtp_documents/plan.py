@@ -17,7 +17,7 @@ import numpy as np
 
 from plugins.attention_balance.samples import documents_apart
 from plugins.errors import RecipeError
-from plugins.settings import Section, value_at
+from plugins.settings import Section, section_at
 
 KEY = "plugins.mtp_documents"
 LOADER = "BlendedMegatronDatasetDataLoader"
@@ -46,12 +46,6 @@ def crosses(config: Mapping[str, Any], model: Mapping[str, Any], layers: int) ->
     return layers > 0 and documents_apart(config, model)
 
 
-def _section(recipe: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return a section of a recipe; an empty one for what `tc3 check` refuses as no mapping."""
-    value = value_at(recipe, path)
-    return value if isinstance(value, Mapping) else {}
-
-
 def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
     """Return the id of the token that ends a document in a recipe's data.
 
@@ -62,7 +56,7 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
         RecipeError: a setting is wrong, or MTP does not predict across documents in this recipe.
     """
     Settings.read(settings)
-    loader, config, model = (_section(recipe, path) for path in (_LOADER, _CONFIG, "model.model_config"))
+    loader, config, model = (section_at(recipe, path) for path in (_LOADER, _CONFIG, "model.model_config"))
     if loader.get("type") != LOADER:
         wrong = (
             f"the plugin corrects only samples of {LOADER}, but this recipe has {loader.get('type')!r}; leave the "

@@ -15,7 +15,6 @@ from mindformers.parallel_core.training_graph.transformer.mlp import MLP
 from plugins import telechat3_moe
 from plugins.output_biases.plan import KEY, read
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen
 
 for _owner, _line in (
     (SelfAttention, "bias=self.config.add_bias_linear or self.config.add_qkv_bias,"),
@@ -32,10 +31,8 @@ def enable(config, settings) -> None:
     Raises:
         RecipeError: a setting is wrong, or the plugin does not support the model.
     """
-    model_config = config.model.model_config
-    read(settings, model_config)
-    if config.context.device_target != "CPU" or chosen(config):
-        telechat3_moe.use_edited_model(model_config, KEY, telechat3_moe.DENSE)
+    read(settings, config.model.model_config)
+    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.DENSE)
     telechat3_moe.edit_model(KEY, without_input_biases)
 
 

@@ -47,9 +47,8 @@ HEADER = "include/mindspore/ops/kernel/cpu/cpu_kernel.h"
 WITHOUT = "until then recipes with `device_target: CPU` and `parallel_mode: semi_auto_parallel` cannot run here"
 
 
-def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
-    """Return the path of the plugin's library, and compile the library first if it does not exist; if several processes
-    call this function at once, only one of them compiles it.
+def ensure(sources: Path = SOURCES, without: str = WITHOUT) -> Path:
+    """Return the path of the plugin's library; if there is none, one of the processes that ask compiles it.
 
     Args:
         sources: the folder `csrc` of the plugin whose library is built; by default this plugin's.
@@ -58,7 +57,6 @@ def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
     Raises:
         ClusterError: MindSpore, its headers or g++ are missing, g++ fails, or the cache folder cannot be written.
     """
-    sources = sources or SOURCES
     package = mindspore_folder()
     path = cache_folder(sources) / f"{key(package, sources)}.so"
     if path.exists():
@@ -77,20 +75,19 @@ def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
     return path
 
 
-def cache_folder(sources: Path | None = None) -> Path:
+def cache_folder(sources: Path = SOURCES) -> Path:
     """Return the folder in which the compiled libraries of a plugin are kept.
 
     Raises:
         ClusterError: the user has no home folder, and no variable names another folder.
     """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / _owner(sources or SOURCES)
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / _owner(sources)
     except RuntimeError:
-        wrong = (
+        raise ClusterError(
             "this user has no home folder in which compiled libraries could be stored; set HOME or XDG_CACHE_HOME to "
             "a folder"
-        )
-        raise ClusterError(wrong) from None
+        ) from None
 
 
 def _owner(sources: Path) -> str:
@@ -109,7 +106,7 @@ def mindspore_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def key(package: Path, sources: Path | None = None) -> str:
+def key(package: Path, sources: Path = SOURCES) -> str:
     """Return 16 letters that identify everything on which a library depends.
 
     Args:
@@ -119,7 +116,6 @@ def key(package: Path, sources: Path | None = None) -> str:
     # RECORD holds the digest of every file of the wheel
     parts = [str(package), wheel.version, wheel.read_text("RECORD") or "", *FLAGS, *INCLUDES, *LIBRARIES]
     digest = hashlib.sha256("\0".join(parts).encode())
-    sources = sources or SOURCES
     for folder in (sources,) if sources == SOURCES else (sources, SHIM):  # every plugin compiles with these headers
         for source in sorted(folder.rglob("*.*")):
             digest.update(source.relative_to(folder).as_posix().encode() + b"\0" + source.read_bytes())
@@ -134,11 +130,13 @@ def _compile(package: Path, path: Path, sources: Path, without: str) -> None:
             f"MindSpore does not contain; install the wheel in constraints.txt; {without}"
         )
     print(f"{owner}: compiling its C++ library (once, about 20 s)", file=sys.stderr, flush=True)
+    # all sources as one text, so that MindSpore's headers, which take most of the time, are read once
+    text = "".join(f'#include "{source.name}"\n' for source in sorted(sources.glob("*.cc")))
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
         try:
             done = subprocess.run(
-                _command(package, part, sources), input=_one_unit(sources), capture_output=True, text=True, check=False
+                _command(package, part, sources), input=text, capture_output=True, text=True, check=False
             )
         except FileNotFoundError:
             raise ClusterError(
@@ -161,14 +159,9 @@ def _command(package: Path, out: Path, sources: Path) -> list[str]:
     return ["g++", *FLAGS, *includes, "-x", "c++", "-", "-o", str(out), *found, *libraries]
 
 
-def _one_unit(sources: Path) -> str:
-    """Return all sources as one text, so that MindSpore's headers, which take most of the time, are read once."""
-    return "".join(f'#include "{source.name}"\n' for source in sorted(sources.glob("*.cc")))
-
-
-def _last_lines(words: str, lines: int = 12, letters: int = 2000) -> str:
+def _last_lines(words: str) -> str:
     errors = [line for line in words.splitlines() if "error" in line or "cannot find" in line]
-    return "\n".join((errors or words.splitlines())[-lines:])[-letters:]
+    return "\n".join((errors or words.splitlines())[-12:])[-2000:]
 
 
 if __name__ == "__main__":

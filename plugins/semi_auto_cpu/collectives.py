@@ -30,7 +30,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,41 +70,6 @@ class CallRecord(NamedTuple):
     dtype: str
     peer: int | None = None
     sr_tag: int | None = None
-
-
-class Calls:
-    """A `Calls` records the collective calls that a rank makes after the method `begin` was called."""
-
-    def __init__(self) -> None:
-        self._calls: list[CallRecord] = []
-        self._on = False
-
-    def begin(self) -> None:
-        """Start to record calls of collectives from now on."""
-        self._calls, self._on = [], True
-
-    def add(
-        self,
-        op: str,
-        ranks: tuple[int, ...],
-        inputs: Sequence[np.ndarray],
-        outputs: Sequence[np.ndarray],
-        peer: int | None = None,
-        sr_tag: int | None = None,
-    ) -> None:
-        """Record one call of a collective if recording has begun."""
-        if not self._on:
-            return
-        side = outputs if op in _FROM_OUTPUT else inputs
-        side = side[:1] if op.endswith("V") else side[: len(outputs) or 1]
-        size = sum(tensor.nbytes for tensor in side)
-        shape, dtype = (side[0].shape, side[0].dtype.name) if side else ((), "")
-        self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
-
-    def end(self) -> list[CallRecord]:
-        """Return the recorded calls of collectives, in order."""
-        self._on = False
-        return self._calls
 
 
 @dataclass(frozen=True)
@@ -164,11 +128,7 @@ def _fault(match: re.Match[str]) -> Fault:
 
 
 class Groups:
-    """A `Groups` finds the communication group of each operator on one rank.
-
-    Args:
-        ranks: who this is, and the groups that Python created.
-    """
+    """A `Groups` finds the communication group of each operator on one rank, `ranks`."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -187,7 +147,12 @@ class Groups:
         key = name, *(attrs.get(stated, "") for stated in STATED)
         if key not in self._known:
             members = self._with_me(operator, name, self._stated(operator, name, attrs))
-            self._known[key] = self._proven(operator, name, members)
+            if MADE_UP.fullmatch(name) and name != made_up_name(members):  # weights are cut by this name
+                raise ClusterError(
+                    f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, but "
+                    f"MindSpore would name a group of these ranks {made_up_name(members)!r}"
+                )
+            self._known[key] = members
         return self._known[key]
 
     def _stated(self, operator: str, name: str, attrs: Mapping[str, str]) -> tuple[int, ...]:
@@ -204,15 +169,6 @@ class Groups:
             f"created, and the operator's attributes ({', '.join(STATED)}) do not list them; known groups are "
             f"{', '.join(known)}"
         )
-
-    def _proven(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the stated ranks, which a name that C++ made up must agree with: weights are cut by it."""
-        if MADE_UP.fullmatch(name) and name != made_up_name(members):
-            raise ClusterError(
-                f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, but "
-                f"MindSpore would name a group of these ranks {made_up_name(members)!r}"
-            )
-        return members
 
     def _with_me(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
         if self.ranks.rank not in members:
@@ -297,7 +253,7 @@ class Collectives:
         self.mesh, self.groups = mesh, Groups(ranks)
         self._test = Disturbance(os.environ.get(VARIABLE, "") if test is None else test, mesh.rank)
         self._links = PointToPoint(mesh, self._test.synchronous)
-        self._calls = Calls()
+        self._calls: list[CallRecord] | None = None  # while they are recorded
         # sorted members -> how many collectives they had; a lock each, because kernels may run on several threads
         self._numbers: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self._locks: dict[tuple[int, ...], threading.Lock] = {}
@@ -333,25 +289,37 @@ class Collectives:
 
     def begin_recording(self) -> None:
         """Record the calls from now on; without this nothing is recorded."""
-        self._calls.begin()
+        self._calls = []
 
     def end_recording(self) -> list[CallRecord]:
         """Return the recorded calls of collectives since `begin_recording`, in order."""
-        return self._calls.end()
+        calls, self._calls = self._calls or [], None
+        return calls
+
+    def _record(
+        self, op: str, ranks: tuple[int, ...], inputs: Arrays, outputs: Arrays, peer: int | None, sr_tag: int | None
+    ) -> None:
+        if self._calls is None:
+            return
+        side = outputs if op in _FROM_OUTPUT else inputs
+        side = side[:1] if op.endswith("V") else side[: len(outputs) or 1]
+        size = sum(tensor.nbytes for tensor in side)
+        shape, dtype = (side[0].shape, side[0].dtype.name) if side else ((), "")
+        self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
 
     def _meet(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:
         """Run a collective of a whole group."""
         members = self.groups.members(name, attrs)
         fault = self._test.begin(name)
         if record:
-            self._calls.add(name, members, inputs, outputs)
+            self._record(name, members, inputs, outputs, None, None)
         if fault == "skip" or len(members) == 1:
             _copy(inputs, outputs)
             return
         if fault == "reverse":
             members = members[::-1]
-        with self._alone(members):
-            key = tuple(sorted(members))
+        key = tuple(sorted(members))
+        with self._locks.setdefault(key, threading.Lock()):  # one thread at a time makes calls of a group
             meeting = Meeting(self.mesh, name, attrs["group"], members, self._numbers[key])
             self._numbers[key] += 1
             OPERATORS[name](meeting, attrs, inputs, outputs)
@@ -369,20 +337,16 @@ class Collectives:
         peer = members[place]
         fault = self._test.begin(name)
         if record:
-            self._calls.add(name, members, inputs, outputs, peer, int(attrs.get("sr_tag", 0)))
-        if name == "Receive" and fault == "skip":
-            outputs[0][...] = 0
-            return
+            self._record(name, members, inputs, outputs, peer, int(attrs.get("sr_tag", 0)))
         if name == "Receive":
-            self._links.receive(attrs, peer, members, outputs[0])
+            if fault == "skip":
+                outputs[0][...] = 0
+            else:
+                self._links.receive(attrs, peer, members, outputs[0])
             return
         self._links.send(attrs, peer, members, inputs[0], dropped=fault == "drop")
         if outputs and outputs[0].size == inputs[0].size:  # something to depend on
             _copy(inputs, outputs)
-
-    def _alone(self, members: tuple[int, ...]) -> AbstractContextManager:
-        """Return a lock, so that only one thread at a time makes calls of a group."""
-        return self._locks.setdefault(tuple(sorted(members)), threading.Lock())
 
 
 def _copy(inputs: Arrays, outputs: Arrays) -> None:

@@ -247,7 +247,6 @@ def barrier(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> 
 
 
 def _flat(x: np.ndarray) -> np.ndarray:
-    """Return [...] -> [elements], copied only if it is not contiguous."""
     return np.ascontiguousarray(x).reshape(-1)
 
 

@@ -196,8 +196,8 @@ class Library:
         self.rank = 0
         self.failure: BaseException | None = None
         self._host: Host = _no_host
-        self._front_end_done: Callable[[], None] = _nothing
-        self._missing: Callable[[dict[str, int]], None] = _nothing
+        self._front_end_done: Callable[[], None] = lambda: None  # until `add_pass` replaces it
+        self._missing: Callable[[dict[str, int]], None] = lambda nodes: None  # as well
         self._ranks: Ranks | None = None
         try:
             self._loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -298,10 +298,6 @@ class Library:
 
 def _no_host(name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[Any]) -> None:
     raise RuntimeError("no host function is set: call Library.set_host before the first step")
-
-
-def _nothing(*told: Any) -> None:
-    """Do nothing; `add_pass` replaces this function."""
 
 
 @lru_cache(maxsize=1)

@@ -164,7 +164,6 @@ def _primes(number: int) -> tuple[int, ...]:
 
 
 def _orders(primes: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """Return the different orders of some numbers."""
     if not primes:
         return {()}
     return {

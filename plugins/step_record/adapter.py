@@ -147,8 +147,6 @@ class Record:
 
 
 def _recording(monitor: Any, record: Record):
-    """Return a subclass of the loss monitor class `monitor` that also makes the record."""
-
     class StepRecordMonitor(monitor):
         def on_train_begin(self, run_context):
             """Record the state in which this part of the run begins."""
@@ -171,7 +169,6 @@ def _recording(monitor: Any, record: Record):
             record.end(params, params.cur_step_num + self._done_before(params), rate)
 
         def _done_before(self, params):
-            """Return the number of steps that were made before this part of the run."""
             return params.get("initial_step") or self.initial_step
 
         def on_train_end(self, run_context):
@@ -193,7 +190,6 @@ def _arrays(params) -> dict[str, np.ndarray]:
 
 
 def _updates(params) -> int:
-    """Return the number of updates that the optimizer has made."""
     return int(np.asarray(train_step(params).optimizer.global_step.asnumpy()).reshape(-1)[0])
 
 

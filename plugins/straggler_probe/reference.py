@@ -30,7 +30,6 @@ def slow_ranks(records: Sequence[Record], groups: Mapping[int, Hashable]) -> set
 
 
 def _series(kind: str, records: Sequence[Record], key: tuple[int, str]) -> dict[int, float | None]:
-    """Step -> the measure."""
     out: dict[int, float | None] = {}
     for one in records:
         if (one.rank, one.host) == key:

@@ -30,7 +30,6 @@ from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins import telechat3_moe
 from plugins.private_hooks import relies_on
-from plugins.semi_auto_cpu.chosen import chosen
 from plugins.yarn.plan import KEY, Yarn, read
 
 for _owner, _line in (
@@ -67,10 +66,8 @@ def enable(config, settings) -> None:
         RecipeError: the settings are impossible, the plugin does not support the model, or `rope_scaling` is
             incomplete.
     """
-    model_config = config.model.model_config
-    yarn = read(settings, model_config)
-    if config.context.device_target != "CPU" or chosen(config):
-        telechat3_moe.use_edited_model(model_config, KEY, telechat3_moe.DENSE)
+    yarn = read(settings, config.model.model_config)
+    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.DENSE)
     telechat3_moe.use_positions(lambda transformer_config: positions(transformer_config, yarn))
 
 

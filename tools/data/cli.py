@@ -230,7 +230,6 @@ def verify(
 
 
 def _describe(prefix: Path, summary: dict[str, Any]) -> str:
-    """Return what was written, and the lines that a recipe needs to use it."""
     lines = [_line(prefix, summary)]
     if "heldout" in summary:
         lines.append(_line(Path(f"{prefix}_heldout"), summary["heldout"]))

@@ -139,7 +139,6 @@ def map_lengths(prefix: str | Path) -> np.ndarray:
 
 
 def _require(path: Path) -> None:
-    """Raise `DataError` unless `path` is a file that can be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise DataError(

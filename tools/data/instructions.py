@@ -151,7 +151,6 @@ def _module(path: Path) -> str:
 
 
 def _place(row: dict[str, str], seed: int) -> bytes:
-    """Return where a row stands in the shuffle."""
     return hashlib.sha256(f"{seed}\n{row['input']}\n{row['output']}".encode()).digest()
 
 

@@ -114,7 +114,6 @@ def _keep_inputs(options: PrepareOptions) -> None:
 
 
 def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Reporter) -> Tokenizer:
-    """Train or load the tokenizer."""
     if options.tokenizer != "bytes":
         reporter.start("loading the tokenizer", 0)
         return tokenizers.load(options.tokenizer, options.eod_token, options.trust_remote_code)
@@ -135,7 +134,6 @@ def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Report
 
 
 def _training_texts(options: PrepareOptions, reporter: Reporter) -> Iterator[str]:
-    """Yield the documents of the training split."""
     for index, document in enumerate(options.corpus.documents(Skips(options.strict))):
         reporter.advance(document.consumed)
         if options.split_of(index) == "train":

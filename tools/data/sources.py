@@ -300,7 +300,6 @@ def _read_text(path: Path, jsonl_key: str, skips: Skips) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path, jsonl_key: str, skips: Skips) -> Iterator[Document]:
-    """Yield one document a line."""
     done = 0
     with _opened(path) as (stream, raw):
         for number, line in enumerate(stream, 1):

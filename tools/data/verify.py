@@ -165,7 +165,6 @@ def _content(
     report: Verification,
     reporter: Reporter,
 ) -> None:
-    """Read the sources again and compare document by document."""
     report.method = "text" if tokenizer.lossless else "ids"
     coder = Coder(tokenizer.spec)
     reporter.start("comparing with the source", corpus.measure()[1])

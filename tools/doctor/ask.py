@@ -303,13 +303,11 @@ def _all(process: Popen[bytes]) -> bytes:
 
 
 def _told(host: str, code: int, text: bytes, errors: str) -> Report | Trouble:
-    """Return the report that a host's output holds."""
     found = _output(host, code, text, errors)
     return parsed(found) if isinstance(found, str) else found
 
 
 def _output(host: str, code: int, text: bytes, errors: str) -> str | Trouble:
-    """Return what the command printed on a host."""
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit code {code}")
     if code == _FAILED:
         return Trouble("ssh", last, f"`ssh -o BatchMode=yes {host} true` must work without asking for a password")

@@ -125,7 +125,6 @@ def _fact(name: str, reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def _common(reports: Mapping[str, Report]) -> dict[str, str]:
-    """Return facts that all hosts tell alike."""
     tables = [report.facts for report in reports.values()]
     first = tables[0] if tables else {}
     return {name: value for name, value in first.items() if value and all(t.get(name) == value for t in tables)}

@@ -290,7 +290,6 @@ def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Return links that could not be measured."""
     found = []
     for host, link in ((host, link) for host, report in reports.items() for link in report["links"] if link["failed"]):
         source, target = (name(reports[host]["workers"][link[end]]) for end in ("source", "target"))

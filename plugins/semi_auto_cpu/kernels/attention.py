@@ -39,15 +39,6 @@ _HIDDEN = np.finfo(np.float32).min  # a score that exp() turns into 0 beside any
 _REPEATED = 8
 
 
-class Saved(NamedTuple):
-    """A `Saved` holds the results of the forward pass of attention, and the gradient of its output."""
-
-    dy: np.ndarray
-    out: np.ndarray
-    top: np.ndarray
-    total: np.ndarray
-
-
 @dataclass(frozen=True)
 class Call:
     """A `Call` holds the arguments of one call of FlashAttentionScore or of its gradient.
@@ -110,12 +101,10 @@ class Call:
         width = head * self.heads if "H" in self.layout else head
         return np.empty((*self.query.shape[:-1], width), np.float32)
 
-    def empty_statistics(self, repeated: int) -> np.ndarray:
-        """Return an empty array for the softmax statistics: [B, heads, S1, repeated], or [T, heads, repeated] for the
-        layout TND.
-        """
+    def empty_statistics(self) -> np.ndarray:
+        """Return an empty array for a softmax statistic: [B, heads, S1, 8], or [T, heads, 8] in TND."""
         batch, heads, rows, _ = self.queries.shape
-        shape = (rows, heads, repeated) if self.layout == "TND" else (batch, heads, rows, repeated)
+        shape = (rows, heads, _REPEATED) if self.layout == "TND" else (batch, heads, rows, _REPEATED)
         return np.empty(shape, np.float32)
 
     def statistics_view(self, x: np.ndarray) -> np.ndarray:
@@ -132,31 +121,6 @@ def heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
     if "H" in layout:
         x = x.reshape(*x.shape[:2], heads, x.shape[-1] // heads)  # no copy: MindSpore's tensors are contiguous
     return x.transpose(_ORDERS[layout])
-
-
-def forward_call(inputs: tuple[Any, ...]) -> Call:
-    """Return the inputs and attributes of the operator FlashAttentionScore.
-
-    Args:
-        inputs: query, key, value, real_shift, drop_mask, padding_mask, attn_mask, prefix, actual_seq_qlen,
-            actual_seq_kvlen and eight settings.
-    """
-    name = "FlashAttentionScore"
-    _refuse(name, real_shift=inputs[3], drop_mask=inputs[4], padding_mask=inputs[5], prefix=inputs[7])
-    return _call(name, inputs[:3], inputs[6], inputs[8:10], inputs[-_SETTINGS:])
-
-
-def backward_call(inputs: tuple[Any, ...]) -> tuple[Call, Saved]:
-    """Return the inputs and attributes of the operator FlashAttentionScoreGrad.
-
-    Args:
-        inputs: query, key, value, dy, pse_shift, drop_mask, padding_mask, atten_mask, softmax_max, softmax_sum,
-            softmax_in, attention_in, prefix, actual_seq_qlen, actual_seq_kvlen and eight settings.
-    """
-    name = "FlashAttentionScoreGrad"
-    _refuse(name, pse_shift=inputs[4], drop_mask=inputs[5], padding_mask=inputs[6], prefix=inputs[12])
-    call = _call(name, inputs[:3], inputs[7], inputs[13:15], inputs[-_SETTINGS:])
-    return call, Saved(dy=inputs[3], out=inputs[11], top=inputs[8], total=inputs[9])
 
 
 def _refuse(name: str, **arguments: Any) -> None:
@@ -364,14 +328,20 @@ def _short(ends: list[int]) -> str:
 def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, ...]:
     """Return the outputs of the operator: softmax_max, softmax_sum, softmax_out and the result of the attention.
 
+    Args:
+        inputs: query, key, value, real_shift, drop_mask, padding_mask, attn_mask, prefix, actual_seq_qlen,
+            actual_seq_kvlen and eight settings.
+
     Raises:
         NotImplementedError: the call needs dropout, a position bias, a padding mask, prefixes, or an unsupported layout
             or sparse mode.
         ValueError: the mask or the ends of documents do not have the form of the sparse mode.
     """
-    call = forward_call(inputs)
+    name = "FlashAttentionScore"
+    _refuse(name, real_shift=inputs[3], drop_mask=inputs[4], padding_mask=inputs[5], prefix=inputs[7])
+    call = _call(name, inputs[:3], inputs[6], inputs[8:10], inputs[-_SETTINGS:])
     out = call.empty_output()
-    top, total = call.empty_statistics(_REPEATED), call.empty_statistics(_REPEATED)
+    top, total = call.empty_statistics(), call.empty_statistics()
     q, k, v, scale = call.queries, call.keys, call.values, np.float32(call.scale)
     outs, tops, totals = call.view(out), call.statistics_view(top), call.statistics_view(total)
     for block in blocks_of(call):
@@ -390,15 +360,22 @@ def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, 
 def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, ...]:
     """Return the gradients of query, key and value; a position bias gets none.
 
+    Args:
+        inputs: query, key, value, dy, pse_shift, drop_mask, padding_mask, atten_mask, softmax_max, softmax_sum,
+            softmax_in, attention_in, prefix, actual_seq_qlen, actual_seq_kvlen and eight settings.
+
     Raises:
         NotImplementedError, ValueError: as FlashAttentionScore does.
     """
-    call, saved = backward_call(inputs)
+    name = "FlashAttentionScoreGrad"
+    _refuse(name, pse_shift=inputs[4], drop_mask=inputs[5], padding_mask=inputs[6], prefix=inputs[12])
+    call = _call(name, inputs[:3], inputs[7], inputs[13:15], inputs[-_SETTINGS:])
+    dy, top, total, out = inputs[3], inputs[8], inputs[9], inputs[11]
     dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (call.query, call.key, call.value))
     dqs, dks, dvs = (call.view(x, owner) for x, owner in ((dq, "query"), (dk, "key"), (dv, "value")))
     q, k, v, scale = call.queries, call.keys, call.values, np.float32(call.scale)
-    dys, outs, groups = call.view(saved.dy), call.view(saved.out), k.shape[1]
-    tops, totals = call.statistics_view(saved.top)[..., :1], call.statistics_view(saved.total)[..., :1]
+    dys, outs, groups = call.view(dy), call.view(out), k.shape[1]
+    tops, totals = call.statistics_view(top)[..., :1], call.statistics_view(total)[..., :1]
     for block in blocks_of(call):
         b, rows, cols = block.batch, block.rows, block.columns
         scaled, highest = q[b, :, rows] * scale, tops[b, :, rows]

@@ -186,6 +186,13 @@ def test_documents_that_see_each_other_are_refused(config, model, words):
         check_apart(config, model)
 
 
+def test_the_refusal_of_a_recipe_without_masks_names_the_plugin_once():
+    """A check of the recipe writes the key before the words."""
+    with pytest.raises(RecipeError) as refused:
+        check_apart({}, {})
+    assert refused.value.key == "plugins.attention_balance" and refused.value.key not in refused.value.wrong
+
+
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(2, 24), st.integers(0, 9))
 def test_documents_are_those_in_the_tokens(lengths, sequence_length, seed):

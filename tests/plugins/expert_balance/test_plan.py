@@ -140,33 +140,23 @@ def test_prediction_fed_again_is_the_same_to_the_bit():
     assert one.loads.tobytes() == other.loads.tobytes()
 
 
-@given(st.integers(0, 10**6), st.sampled_from([None, 4, 16]), st.booleans())
+@given(st.integers(0, 10**6), st.sampled_from([None, 4, 16]), st.booleans(), st.sampled_from([(2, 4), (3, 6), (2, 12)]))
 @settings(max_examples=100)
-def test_groups_stay_whole_and_the_budget_is_kept(seed, moves, aligned):
+def test_plans_for_nodes_keep_the_budget_and_fill_no_device_more(seed, moves, aligned, sizes):
     rng = np.random.default_rng(seed)
-    loads, nodes, devices, groups = rng.integers(0, 1000, 48), 2, 4, 6
+    loads, (nodes, devices) = rng.integers(0, 1000, 48), sizes
     wanted = Settings(moves=moves, gate=0, method="aligned" if aligned else "swaps")
     slots = np.arange(48)
     for step in range(3):
-        new = next_placement(wanted, loads, slots, devices, step=step, layer=0, nodes=nodes, groups=groups)
+        new = next_placement(wanted, loads, slots, devices, step=step, layer=0, nodes=nodes)
         assert sorted(new.tolist()) == list(range(48))
         assert device_loads(loads, new, devices).max() <= device_loads(loads, slots, devices).max()
-        node = (new // 24).reshape(groups, 8)
-        assert (node == node[:, :1]).all()
         assert moves is None or moved(new, slots, devices) <= moves
         slots, loads = new, rng.integers(0, 1000, 48)
 
 
-def test_groups_change_nodes():
-    """Nodes of groups [9 + 9 | 1 + 1]: one group each way."""
-    loads = np.repeat([9, 9, 1, 1], 4)
-    new = node_limited(loads, np.arange(16), devices=4, nodes=2, groups=4)
-    assert device_loads(loads, new, 2).tolist() == [40, 40]
-    assert device_loads(loads, new, 4).tolist() == [20, 20, 20, 20]
-
-
 @pytest.mark.parametrize("seed", range(5))
-def test_nodes_are_balanced_expert_by_expert_where_there_are_no_groups(seed):
+def test_nodes_are_balanced_expert_by_expert(seed):
     rng = np.random.default_rng(seed)
     loads = np.sort(rng.integers(0, 1000, 64))  # the last node has most
     new = node_limited(loads, np.arange(64), devices=8, nodes=4)

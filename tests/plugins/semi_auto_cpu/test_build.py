@@ -93,15 +93,14 @@ def test_a_cache_that_cannot_be_written_is_named(compiler, tmp_path, monkeypatch
         build.ensure()
 
 
-def test_the_name_changes_with_sources_and_installation(tmp_path, monkeypatch):
+def test_the_name_changes_with_sources_and_installation(tmp_path):
     package = build.mindspore_folder()
     before = build.key(package)
     assert build.key(package) == before != build.key(tmp_path)
     (tmp_path / "kernel.cc").write_text("")
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    without = build.key(package)
+    without = build.key(package, tmp_path)
     (tmp_path / "kernel.cc").write_text("// other")
-    assert len({before, without, build.key(package)}) == 3
+    assert len({before, without, build.key(package, tmp_path)}) == 3
 
 
 def test_the_name_of_another_plugins_library_changes_with_the_headers_that_it_shares(tmp_path, monkeypatch):

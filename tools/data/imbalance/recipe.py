@@ -175,7 +175,6 @@ def _end_of_document(prefix: str | Path) -> int | None:
 
 
 def _samples(view: View, layout: Layout) -> int:
-    """Return samples of the run."""
     path = (*LOADER, "sizes")
     sizes = view.get(path)
     if not isinstance(sizes, list) or not sizes or type(sizes[0]) is not int:

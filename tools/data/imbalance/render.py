@@ -126,7 +126,6 @@ def print_text(found: Imbalance, console: Console) -> None:
 
 
 def _seconds_words(found: Imbalance) -> str:
-    """Return the estimator's step and what uneven samples add."""
     seconds = found.seconds
     if isinstance(seconds, str):
         return f"not predicted: {seconds}"
@@ -183,7 +182,6 @@ def _gain(found: Imbalance) -> str:
 
 
 def _waiting(setting: Setting) -> str:
-    """Return where devices wait for each other."""
     objective, ranks = setting.layout.objective, setting.layout.ranks
     stages = f"; {objective.stages} pipeline stages" if objective.stages > 1 else ""
     together = objective.ranks_per_barrier
@@ -258,7 +256,6 @@ def draw(found: Imbalance, path: Path) -> Path:
 
 
 def _lengths(axes: Any, found: Imbalance) -> None:
-    """Draw the shares of documents and of tokens by powers of two."""
     rows = list(found.documents.octaves())
     edges = [rows[0][0], *(below for _, below, _, _ in rows)]
     for column, name, colour in ((2, "documents", "0.7"), (3, "tokens", "tab:green")):
@@ -274,7 +271,6 @@ def _lengths(axes: Any, found: Imbalance) -> None:
 
 
 def _ranks(axes: Any, step: OneStep) -> None:
-    """Draw the attention work of each rank."""
     _sorted(axes, step.before.mean(1), step.after.mean(1))
     axes.set_title(f"attention of each rank in step {step.number + 1:,}", loc="left", fontsize="medium")
     axes.set_xlabel("data-parallel ranks, heaviest first")
