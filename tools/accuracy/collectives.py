@@ -57,9 +57,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise RecipeError for a path without a file or folder that does not end like a recipe: it may be a mistyped
-    folder of a run.
-    """
+    """Raise RecipeError for a missing path that does not end like a recipe: it may be a mistyped folder of a run."""
     if path.exists() or path.suffix in (".yaml", ".yml"):
         return
     try:
@@ -130,9 +128,7 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says whether the executed collectives of all ranks are those of the dry run: `EQUAL`, `DIFFERS`, or
-    `UNKNOWN` with the reason.
-    """
+    """A `Verdict` says whether executed collectives are those of the dry run: EQUAL, DIFFERS, or UNKNOWN and why."""
 
     word: str
     why: str = ""
@@ -190,9 +186,7 @@ def _not_comparable(view: View, executed: list[Executed]) -> str:
 
 
 def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) -> str:
-    """Return which rank's place in a group is missing from its record, though other ranks of the group recorded
-    theirs; "" if none is missing.
-    """
+    """Return which rank's place in a group only its own record lacks; "" if none is missing."""
     for ranks in sorted({tuple(group) for result in results for group in result["graph"]["groups"]}):
         known = [rank for rank in ranks if made_up_name(ranks) in executed[rank].places]
         if known and (lost := [rank for rank in ranks if rank not in known]):
@@ -226,9 +220,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 class Executed(NamedTuple):
-    """An `Executed` holds the collectives that one rank recorded in its first step, in the format that `calls_file`
-    describes.
-    """
+    """An `Executed` holds the collectives of one rank's first step, in the format that `calls_file` describes."""
 
     calls: list[CallRecord]
     places: dict[str, int]
@@ -297,9 +289,7 @@ def _short(value: Any) -> str:
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """Return a comparison of the collectives that the compile of one rank reports with the collectives that this rank
-    executed.
-    """
+    """Return the comparison of the collectives in one rank's compile with those that the rank executed."""
     calls, rank = executed.calls, result["rank"]
     found = compare_calls(result["graph"], calls)
     return RankCalls(

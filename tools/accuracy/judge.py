@@ -60,9 +60,7 @@ def round_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return values rounded to `dtype`: float16 is returned as float16, all other floats as float32, and integers and
-    booleans are unchanged.
-    """
+    """Return values rounded to `dtype`: float16 as float16, other floats as float32, integers unchanged."""
     if not np.issubdtype(values.dtype, np.floating):
         return values
     with np.errstate(over="ignore", under="ignore"):
@@ -73,9 +71,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
-    """Return the values of a test input in the NumPy type in which golden results are computed; integers and booleans
-    are unchanged.
-    """
+    """Return a test input in the type in which golden results are computed; integers are unchanged."""
     return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
 
 
@@ -84,9 +80,7 @@ FILE = Path(__file__).with_name("tolerance.yaml")
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the content of tolerance.yaml: the tolerances by data type and accumulation count, and the limits that
-    belong to them.
-    """
+    """Return the content of tolerance.yaml: tolerances by data type and accumulation count, with their limits."""
     return yaml.safe_load(FILE.read_text("utf-8"))
 
 
@@ -134,9 +128,7 @@ class Verdict:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
-    """Return the error of each element of a tensor as float64; inf where either the element or the right value is not
-    finite and they differ.
-    """
+    """Return each element's error as float64; inf where one of the two values is not finite and they differ."""
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
     rms = np.sqrt(np.mean(np.square(want[finite]))) if finite.any() else 0.0
@@ -147,9 +139,7 @@ def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
 
 
 def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Verdict:
-    """Compare a tensor that a device computed with the golden tensor, element by element; `dtype` is the tested
-    type.
-    """
+    """Compare a device's tensor with the golden one, element by element; `dtype` is the tested type."""
     if got.shape != want.shape:
         return Verdict(False, np.inf, want.size, f"shape {list(got.shape)}, should be {list(want.shape)}")
     return _verdict(errors(got, want, SMALLEST[dtype]), got, want, tolerance)
@@ -181,9 +171,7 @@ def judge_special(
 
 
 def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float) -> np.ndarray:
-    """Return relative errors; 0 where both are within the smallest normal number of each other, however wrong
-    relatively.
-    """
+    """Return relative errors; 0 where both are within the smallest normal number of each other."""
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     finite = np.isfinite(got) & np.isfinite(want)
     with np.errstate(all="ignore"):
@@ -193,8 +181,6 @@ def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: f
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of elements in which two runs of an operator differ in any bit; a NaN equals a NaN of the same
-    bits.
-    """
+    """Return the number of elements in which two runs differ in any bit."""
     kind = np.dtype(f"u{first.dtype.itemsize}")
     return int((first.view(kind) != other.view(kind)).sum())

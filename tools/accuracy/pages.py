@@ -22,9 +22,7 @@ page_option = click.option(
 
 
 def check_page(page: Path | None, option: str = "--html") -> None:
-    """Raise DataError if an HTML page cannot be written to this path, or would replace a file that is not an
-    HTML page.
-    """
+    """Raise DataError if no HTML page can be written to this path, or it would replace another kind of file."""
     if page is None or not (page.exists() or page.is_symlink()):
         _check_folder(page, option)
         return
@@ -38,9 +36,7 @@ def check_page(page: Path | None, option: str = "--html") -> None:
 
 
 def check_out(out: Path | None, *dumps: Path) -> None:
-    """Raise DataError if the results of a comparison cannot be written into the folder `out`, or if this folder lies in
-    a dump.
-    """
+    """Raise DataError if results cannot be written into the folder `out`, or if it lies in a dump."""
     if out is None:
         return
     for dump in dumps:
@@ -52,9 +48,7 @@ def check_out(out: Path | None, *dumps: Path) -> None:
 
 
 def _check_folder(file: Path | None, option: str) -> None:
-    """Raise an error unless the folder of a file that will be written, or the existing part of its path, is a
-    folder.
-    """
+    """Raise DataError unless the folder of a new file, or the existing part of its path, can be written to."""
     place = file.absolute().parent if file else Path.cwd()
     while not place.exists():
         place = place.parent

@@ -59,9 +59,7 @@ MOST = 8  # rows of a failed stage that are printed
 
 @dataclass(frozen=True)
 class Sides:
-    """A `Sides` holds the two recipes that are trained for a comparison; `about` says in one sentence how these two
-    recipes differ from the recipes that the user gave, and is empty if they do not differ.
-    """
+    """A `Sides` holds the two recipes that are trained; `about` says how they differ from those that the user gave."""
 
     recipes: list[Recipe]
     about: str = ""
@@ -190,9 +188,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Return True if no stage of the comparison failed and all required comparisons were made. A stage that was not
-        run is reported but does not count as failed.
-        """
+        """Return whether no stage failed and all required comparisons were made; a stage that was not run may pass."""
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
@@ -201,9 +197,7 @@ class Comparison:
         return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result of the comparison as dicts, lists, texts and numbers that can be written as JSON; a number
-        that is not finite is a text, such as "inf".
-        """
+        """Return the result as values fit for JSON; a number that is not finite is a text, such as "inf"."""
         names = ("ours", "theirs", "passed", "verdict", "about")
         stages = [
             {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
@@ -298,9 +292,7 @@ def _against_reference(comparison: Comparison, wanted: Wanted, say: Say) -> None
 
 
 def _against_recipe(comparison: Comparison, wanted: Wanted, say: Say) -> None:
-    """Compare two recipes, both with MindFormers: their settings at their own size, and their results at a size that a
-    CPU can run.
-    """
+    """Compare two recipes with MindFormers: settings at their own size, results at a size that a CPU can run."""
     paths = wanted.path, Path(wanted.against)
     comparison.stages.append(_configuration(comparison, paths, wanted))
     if comparison.stages[-1].status == FAILED:
@@ -323,9 +315,7 @@ def _against_recipe(comparison: Comparison, wanted: Wanted, say: Say) -> None:
 
 
 def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wanted) -> Stage:
-    """Return stage 1: the recipes as they are written, not their mini recipes, which have sizes, layout and precision
-    of their own.
-    """
+    """Return stage 1: the recipes as they are written, because mini recipes have settings of their own."""
     ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
     comparison.settings = align_config.differences(ours, theirs)
     wrong = [setting for setting in comparison.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
@@ -340,9 +330,7 @@ def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wan
 def compare_records(
     comparison: Comparison, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Compare the forward pass, the backward pass, the optimizer's update and the losses of two runs (stages 2 to 5),
-    and stop after the first stage that fails.
-    """
+    """Compare two runs by stages 2 to 5, and stop after the first stage that fails."""
     for compare, explain in (
         (align_stages.forward, lambda stage: align_stages.explain_forward(stage, ours, theirs, rope)),
         (align_stages.backward, lambda stage: align_stages.explain_backward(stage, ours, theirs)),
@@ -366,9 +354,7 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def failed_text(row: Row) -> str:
-    """Return one line of text about a failed comparison: the error of a value, the number of differences, or the two
-    values of a setting.
-    """
+    """Return one line of text about a failed comparison."""
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:

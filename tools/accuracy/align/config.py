@@ -85,9 +85,7 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """Return the class to which the report would assign a difference at this key path, such as "precision" or
-    "layout".
-    """
+    """Return the class to which the report would assign a difference at this key path, such as "precision"."""
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 
@@ -103,9 +101,7 @@ def _setting(change: Change) -> Setting:
 
 
 def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
-    """Compare corpora by their content: two paths that hold one corpus may differ, but one path must not hold two
-    corpora.
-    """
+    """Compare corpora by content: paths of one corpus may differ, but one path must not hold two corpora."""
     sums = [corpus_checksum(side) for side in (ours, theirs)]
     if sums[0] == sums[1]:
         return [

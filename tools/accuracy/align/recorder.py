@@ -48,9 +48,7 @@ class AlignRecorder(Callback):
                     parameters[name].set_data(Tensor(file[name]))
 
     def on_train_step_begin(self, run_context):
-        """Record the batch of the step; before the first step, also run a forward pass of its batch and record the
-        outputs of the modules.
-        """
+        """Record the step's batch, and before the first step the outputs of the modules in a forward pass of it."""
         arguments = run_context.original_args()
         self._after_step(arguments)
         batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))
@@ -106,9 +104,7 @@ def forward(network, batch):
 
 
 def enable(config, settings) -> None:
-    """Add an `AlignRecorder` to the callbacks of `config` (a MindFormerConfig), and replace the callback that moves the
-    routers' biases by a callback that also records how many tokens chose each expert.
-    """
+    """Add an `AlignRecorder` to the callbacks of a MindFormerConfig, and count tokens by `CountedBias`."""
     columns = list(config.train_dataset.input_columns)
     for callback in config.callbacks:
         if callback["type"] == "TopkBiasBalanceCallback":

@@ -155,9 +155,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
-    """Yield findings, each with the step at which it arose: a module that is wrong when the run ends was so when the
-    first number of a step's arithmetic differed.
-    """
+    """Yield findings with the step at which they arose: for a wrong end, that of the first wrong arithmetic."""
     steps = [
         each.step
         for each in findings
@@ -168,9 +166,7 @@ def _dated(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _placed(findings: list[Finding]) -> Iterator[Finding]:
-    """Yield findings in order; where no module of a wrong loss is known, the gradients tell where it is likely to
-    be.
-    """
+    """Yield findings in order; where no module of a wrong loss is known, the gradients tell where it may be."""
     for found in findings:
         of_step = [each for each in findings if each.step == found.step]
         gradients = [each for each in of_step if each.stage == GRADIENTS and each.module != "all weights"]
@@ -191,9 +187,7 @@ def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
 
 
 def _resuming(change: Change) -> bool:
-    """Return whether a key only says that a run goes on from a checkpoint: the stage `resume` looks at what came of
-    it.
-    """
+    """Return whether a key only says that a run resumes; the stage `resume` compares what came of it."""
     if change.path == "checkpoint.no_load_optim":
         return change.before is not True and change.after is not True
     return change.path == "checkpoint.load_path"
@@ -243,9 +237,7 @@ def _held_against_recipe(side: Side) -> list[str]:
 
 @dataclass
 class _Pair:
-    """A `_Pair` holds two runs. `bits`: whether they must agree to the last bit; `same`: whether they are of one
-    configuration.
-    """
+    """A `_Pair` holds two runs; `bits`: they must agree to the last bit; `same`: they are of one configuration."""
 
     a: Side
     b: Side
@@ -470,9 +462,7 @@ def _finite(norm: float | None) -> bool:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the second number of a pair divided by the first if this ratio is the same for all pairs and is not 1;
-    otherwise return None.
-    """
+    """Return the ratio of second to first number if it is the same for all pairs and is not 1; otherwise None."""
     factors = [two / one for one, two in pairs if one and two]
     if (
         not factors

@@ -97,9 +97,7 @@ def _numbers(side: Side) -> Iterator[str]:
 
 
 def _skipped(side: Side) -> Iterator[str]:
-    """Take out what is recorded of the gradients and updates of steps that the loss scale skipped: nothing is known of
-    them. Earlier versions computed them from moments that had not changed.
-    """
+    """Take out gradients and updates of steps that the loss scale skipped; older versions recorded wrong ones."""
     skipped = set()
     for step, state in side.states.items():
         if side.steps.get(step, {}).get("overflow") or any(line.get("skipped") for line in state.lines.values()):

@@ -25,9 +25,7 @@ Line = Mapping[str, Any]
 
 
 class Side(Protocol):
-    """A `Side` is the type of a run's records here: it has those attributes of `evidence.Side` in which a key can be
-    lacking.
-    """
+    """A `Side` has those attributes of `evidence.Side` in which a key can be lacking."""
 
     starts: list[Any]
     states: dict[int, Any]
@@ -190,9 +188,7 @@ def _other(mine: Iterable[str], others: Iterable[str], words: str) -> Iterator[t
 
 
 def _paths(line: Line) -> set[str]:
-    """Return the keys of a recorded state that are not null, the names that they hold, and what of each update is
-    known.
-    """
+    """Return the keys of a recorded state that are not null, with the names that they hold."""
     inner = (*NAMED, "modules", "effective")
     updates = ((name, key) for name, told in line.get("weights", {}).items() for key in _known(told))
     named = {f"{key}.{name}" for key in inner for name in line.get(key) or ()}

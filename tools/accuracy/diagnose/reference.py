@@ -35,9 +35,7 @@ FIELDS = (
 
 
 def built_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of the model and the optimizer that a correct run of a recipe records after MindFormers has
-    built them, as far as the recipe determines these settings.
-    """
+    """Return the settings that a correct run records of its built model and optimizer, as far as they are known."""
     optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
     found: dict[str, Any] = {}
     if betas := optimizer.get("betas"):
@@ -53,9 +51,7 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def bias_rate_of(recipe: Recipe) -> float | None:
-    """Return the rate at which a run moves the routers' biases. The rate is 0 in a run that trains adapters
-    (plugins.lora), because such a run does not change the biases.
-    """
+    """Return the rate of the routers' biases; it is 0 in a run that trains adapters (plugins.lora)."""
     rate = View(recipe).get((*MODEL, BIAS_RATE))
     return 0.0 if rate and _adapters(recipe) else rate
 

@@ -110,9 +110,7 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return a lower bound on the largest change of an element in a weight's update, derived from the changes of the
-    weight's statistics; 0 if there are no statistics.
-    """
+    """Return a lower bound on an update's largest change of an element, by statistics; 0 if there are none."""
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return 0.0

@@ -37,9 +37,7 @@ class Job:
 
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
-    """Write a file into `folder` that says that the folder is a dump, and whether the dump is complete. The file is
-    written completely or not at all, even if the process is killed.
-    """
+    """Write into `folder`, completely or not at all, that it is a dump, and whether the dump is complete."""
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
@@ -67,9 +65,7 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same steps or ranks would look
-    equal.
-    """
+    """Raise DataError for lost steps or ranks: two dumps that lack the same ones would look equal."""
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
         return
@@ -126,9 +122,7 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return the largest and the smallest value, the mean and the L2 norm of an array; for booleans return only the
-    first two of them, and for an empty array none.
-    """
+    """Return max, min, mean and L2 norm of an array; of booleans the first two, of an empty array none."""
     if not values.size:
         return ()
     if values.dtype == np.bool_:

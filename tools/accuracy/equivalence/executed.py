@@ -77,9 +77,7 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Return the differences between a sharded training and the same training in one process, in the order in which
-    they arise; known differences of stock MindFormers are listed separately.
-    """
+    """Return the differences of a sharded training from one process, in order, with known ones listed separately."""
     if len(run.steps) != len(reference.steps):
         detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
         return Comparison(1, np.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
@@ -92,9 +90,7 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
 
 
 def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[Finding]:
-    """Yield comparisons of the losses and norms of each step; they are findings if their error is over what is
-    allowed.
-    """
+    """Yield comparisons of losses and norms of each step; those above what is allowed are findings."""
     micro_steps = sharding.accumulate or 2  # 0: of a rank's samples each
     undefined = undefined_parts(sharding.pp, micro_steps, float(sharding.aux))
     left_out = ["global_norm", *["load_balancing_loss"] * len(undefined)]
@@ -115,9 +111,7 @@ def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[F
 
 
 def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterator[Finding]:
-    """Yield comparisons of every weight's gradient of step 1, element by element: the one that errs most is nearest to
-    the fault.
-    """
+    """Yield comparisons of each weight's gradient of step 1: the one that errs most is nearest to the fault."""
     for name in shared(run, reference, FIRST):
         sides = run.state[FIRST + name], reference.state[FIRST + name]
         yield At(run, 1, BACKWARD).judged(name, f"gradient of {name}", *sides, allowed)
@@ -177,9 +171,7 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """An `ExecutedRuns` holds the sharded trainings of one recipe. Each parallel layout is trained once; the training
-    in one process with which it is compared is started when it is first needed.
-    """
+    """An `ExecutedRuns` holds the sharded trainings of one recipe, and those in one process when they are needed."""
 
     word = "run"
 
@@ -306,9 +298,7 @@ def _others(copies: dict[int, np.ndarray]) -> tuple[int, ...]:
 
 
 def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
-    """Return the names of the weights that have a moment of this prefix in their own shape. For every other weight Muon
-    keeps a moment of a single element, which it never uses.
-    """
+    """Return the weights with a moment of their own shape; for the others Muon keeps one element that it never uses."""
     found = (name.removeprefix(prefix) for name in arrays if name.startswith(prefix))
     return [name for name in found if name in arrays and arrays[prefix + name].shape == arrays[name].shape]
 

@@ -88,9 +88,7 @@ class Row:
 
 @dataclass
 class Matrix:
-    """A `Matrix` holds the results of all compared strategies of one recipe. Each row compares a strategy with its
-    baseline; `runs` holds the trainings that the rows compare, by name.
-    """
+    """A `Matrix` holds the comparisons of a recipe's strategies with their baselines, and the trainings by name."""
 
     recipe: str
     steps: int
@@ -193,11 +191,7 @@ def equivalence(
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return the reason why `tc3 train` refuses the recipe of a strategy, such as 7 experts on 2 ranks; return "" if
-    `tc3 train` accepts the recipe.
-
-    Nothing is wrong with a strategy that the recipe's model cannot have.
-    """
+    """Return why `tc3 train` refuses a strategy that the recipe's model cannot have; "" if it accepts it."""
     errors = check_recipe(recipe).errors
     return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""
 
@@ -206,13 +200,11 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Return the training of a variant of the recipe, which runs only if it has not run before. This method raises
-        the errors that `once` raises.
-        """
+        """Return the training of a variant of the recipe, as `once` does."""
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self, name: str) -> list[Row]:
-        """Train a baseline that the user chose by name; return a row if the training fails, and no row otherwise."""
+        """Train a baseline that the user chose by name; return a row if the training fails."""
         variant = baseline_variant(name)
         try:
             self.run(name, variant)
@@ -258,9 +250,7 @@ def _judged(case: Case, comparison: Comparison) -> Row:
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:
-    """Return a line of text for each of the first differences of a strategy from its baseline, or the reason why its
-    training failed.
-    """
+    """Return a line for each of the first differences of a strategy, or why its training failed."""
     if not row.findings:
         return [row.reason]
     lines = [finding_text(finding, row.mesh) for finding in row.findings[:most]]
@@ -289,9 +279,7 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
 
 
 def print_verdict(row: Row, console: Console) -> None:
-    """Write the result of one strategy to `console` when it is known; write nothing about a strategy that was not
-    compared.
-    """
+    """Write the result of one strategy to `console` when it is known, if the strategy was compared."""
     if row.status == NONE:
         return
     compared = f", {row.tensors} compared, {share(row.used)} of a tolerance used" if row.tensors else ""
@@ -316,9 +304,7 @@ def share(used: float) -> str:
 
 
 def print_list(console: Console) -> None:
-    """Write every strategy to `console`, with a description, the way in which it is tested, and the reason if it cannot
-    be tested.
-    """
+    """Write every strategy to `console`: what it is, how it is tested, or why it cannot be tested."""
     table = _table("how", "what")
     for case in cases():
         table.add_row(case.name, case.how, case.what)

@@ -43,9 +43,7 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """This error means that a training that was to be compared failed; the message holds the last lines of its
-    output.
-    """
+    """This error means that a compared training failed; the message holds the last lines of its output."""
 
 
 @dataclass(frozen=True)
@@ -230,16 +228,12 @@ def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndar
 
 
 def weight_of(name: str) -> str:
-    """Return the name of the weight (or of the router) to which a recorded tensor, such as an optimizer moment,
-    belongs.
-    """
+    """Return the weight (or router) to which a recorded tensor, such as an optimizer moment, belongs."""
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
 def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[str, float]]:
-    """Return norm of each weight's gradient, for each step: the squares of split weights are added up over the
-    ranks.
-    """
+    """Return the norm of each weight's gradient, by step; squares of split weights are added up over ranks."""
     return [
         {name: float(np.sqrt(sum(rank[name] for rank in step) if name in split else step[0][name])) for name in step[0]}
         for step in zip(*squares, strict=True)
@@ -253,9 +247,7 @@ def read_steps(metrics: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return for each step the sorted digests of the samples that the ranks received; return an empty list if the
-    digests of any rank are unknown.
-    """
+    """Return for each step the sorted digests of all ranks' samples; an empty list if a rank's are unknown."""
     given = []
     for rank in range(workers):
         file = run_dir / "metrics" / f"rank_{rank}.jsonl"
@@ -267,24 +259,18 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
 
 
 def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
-    """Return the sum of the squared elements of a gradient g, computed from AdamW's first moment before and after the
-    step: m' = beta1 * m + (1 - beta1) * g.
-    """
+    """Return the sum of squares of a gradient g by AdamW's first moment: m' = beta1 * m + (1 - beta1) * g."""
     return float(np.square((moment - beta1 * before) / (1 - beta1), dtype=np.float64).sum())
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return for each element of a weight the smallest value above 0 that its mean squared gradient, by which AdamW
-    divides, has had so far.
-    """
+    """Return for each element the smallest mean squared gradient above 0 so far, by which AdamW divides."""
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)
 
 
 def group_of(weight: str) -> str:
-    """Return the part of the model to which a MindFormers weight belongs, such as layers.1.experts, embedding
-    or norms.
-    """
+    """Return the part of the model to which a MindFormers weight belongs, such as layers.1.experts or norms."""
     words = weight.split(".")
     where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
     parts = {"norm": "norms", ".experts.": "experts", "shared_experts": "shared_expert", "router": "router"}

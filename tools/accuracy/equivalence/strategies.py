@@ -68,9 +68,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one strategy to compare: with a training by MindFormers, with a training as a sharded graph, or with
-    the reason why a CPU can run neither of these two trainings.
-    """
+    """A `Case` is one strategy: trained by MindFormers, executed as a sharded graph, or with why it can be neither."""
 
     name: str
     what: str
@@ -79,9 +77,7 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return in words what this strategy needs and a recipe lacks: a part of the model, or an optimizer that the
-        strategy's graph can compute; return "" if nothing is missing.
-        """
+        """Return in words the part of a model, or the optimizer, that this strategy needs and a recipe lacks; or ""."""
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
@@ -113,18 +109,14 @@ TRAINED_ROWS = (
 
 
 def cases() -> list[Case]:
-    """Return every strategy: first those trained by MindFormers, then those executed as sharded graphs, then those that
-    a CPU cannot run. Trainings that only serve as baselines are left out.
-    """
+    """Return every strategy: trained, executed, and those that a CPU cannot run; baselines are left out."""
     trained = [Case(name, what, variant=variant) for name, what, variant in TRAINED_ROWS]
     executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
     return [*trained, *executed, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return every strategy for a recipe of one worker; a strategy is marked as not executable, with the reason, if it
-    needs a part of the model or an optimizer that the recipe does not have.
-    """
+    """Return every strategy for a recipe of one worker, marked as not executable where the recipe lacks something."""
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
     lacking = ((case, case.lacks(model, optimizer)) for case in cases())
@@ -182,9 +174,7 @@ def _unsplit(recipe: Recipe) -> None:
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
-    """Return a recipe that trains the first `steps` steps of a variant of `base` (from `one_worker`) on the Megatron
-    corpus `corpus`.
-    """
+    """Return a recipe of the first `steps` steps of a variant of `base` (from `one_worker`) on a Megatron corpus."""
     batch = batch_of(base)
     recipe = _on_workers(copy.deepcopy(base), batch, variant.workers)
     model, loader = recipe["model"]["model_config"], recipe["train_dataset"]["data_loader"]
@@ -274,9 +264,7 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return the reason why a parallel layout is not legal for a model, or cannot be compared; return "" if the layout
-    can be compared.
-    """
+    """Return why a parallel layout is not legal for a model, or cannot be compared; "" if it can be."""
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0

@@ -21,15 +21,11 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This error means that this device has no kernel for the operator or the data type; the message comes from
-    MindSpore.
-    """
+    """This error means that the device has no kernel for an operator or type; the message is MindSpore's."""
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators on the device that MindSpore has here. The class is a context manager, because
-    MindSpore's mode and synchronisation are global and must be restored.
-    """
+    """A `MindSporeDevice` runs operators; as a context manager it restores MindSpore's global mode."""
 
     def __init__(self) -> None:
         os.environ.setdefault("GLOG_v", "3")  # its log is about its own kernels; errors reach the report

@@ -35,9 +35,7 @@ _DIGITS = 8
 
 
 def numbers_of(spec: Spec, dtype: str) -> dict[str, list[float]]:
-    """Return the root mean square and some sample elements of each golden output and gradient of an operator, for the
-    first of its test shapes.
-    """
+    """Return rms and some elements of each golden output and gradient, for an operator's first shape."""
     case = make_case(spec, spec.shapes[0], dtype, SEED)
     tensors = {f"output {number}": array for number, array in enumerate(case.outputs)}
     tensors |= {f"gradient {number}": array for number, array in zip(spec.wrt, case.grads, strict=False)}
