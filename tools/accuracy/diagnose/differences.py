@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from plugins.step_record.plan import apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
-from tools.accuracy.diagnose.lacking import beside
+from tools.accuracy.diagnose.gaps import beside
 from tools.accuracy.diagnose.laws import (
     CLIPPING,
     CONFIGURATION,
@@ -139,8 +139,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     pair = _Pair(a, b, not layout and not software, not numbers and not layout) if b else None
     findings = list(pair.findings()) if pair else []
     if pair:
-        pair.tell_partial()
-        pair.tell_lacking()
+        pair.tell_gaps()
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
@@ -196,7 +195,8 @@ def _resuming(change: Change) -> bool:
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return stages that had something to compare, and the others with why."""
     sides = (a, b) if b else (a,)
-    seen = [CONFIGURATION] if b else _held_against_recipe(a)
+    # a single run is compared with what its recipe says
+    seen = [CONFIGURATION] if b else [CONFIGURATION] * bool(a.effective) + [FORWARD] * a.held
     unknown: list[str] = []
     if b:
         common = a.steps.keys() & b.steps.keys()
@@ -230,11 +230,6 @@ def _absent(side: Side, stage: str) -> bool:
     return without_routers or (stage == CLIPPING and math.isinf(limit_of(side)))
 
 
-def _held_against_recipe(side: Side) -> list[str]:
-    """Return the stages that compare a single run with what its recipe says."""
-    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * side.held
-
-
 @dataclass
 class _Pair:
     """A `_Pair` holds two runs; `bits`: they must agree to the last bit; `same`: they are of one configuration."""
@@ -265,17 +260,15 @@ class _Pair:
             yield from self._tensors(step, self.a.states[step], self.b.states[step], UPDATE)
             yield from self._routers(step)
 
-    def tell_partial(self) -> None:
-        """Add to each run's gaps the number of tensors of which some ranks have not recorded their part."""
-        for side in (self.a, self.b):
+    def tell_gaps(self) -> None:
+        """Add to each run's gaps tensors that not all ranks recorded, and names that only the other run's lines have."""
+        found = []
+        for place, side in enumerate((self.a, self.b)):
             if names := sorted({name for run, name in self.partial if run == side.name}):
                 what = f"{len(names)} tensors are not recorded by all ranks that have a part, such as {names[0]}"
-                side.gaps.append(what)
-                side.notes.append(what)
-
-    def tell_lacking(self) -> None:
-        """Add to each run's gaps the names that its lines lack, although the other run has them."""
-        for place, what in beside(self.a, self.b) if self.bits and self.same else ():
+                found.append((place, what))
+        found += beside(self.a, self.b) if self.bits and self.same else ()
+        for place, what in found:
             side = (self.a, self.b)[place]
             side.gaps.append(what)
             side.notes.append(what)
