@@ -26,10 +26,11 @@ from tools.accuracy.align import config as align_config
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align import stages as align_stages
 from tools.accuracy.align.config import LAYOUT, MAY
-from tools.accuracy.align.sides import Record, in_hugging_face_names, read_metrics, rope_dimensions
+from tools.accuracy.align.sides import Record, in_hugging_face_names, rope_dimensions
 from tools.accuracy.align.stages import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Stage
+from tools.accuracy.equivalence.runs import read_steps
 from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
-from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights
+from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights, nudged
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini_strategy import WORKERS
@@ -72,7 +73,8 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
     A recipe is compared with one process that runs the same graph. Features that MindFormers computes differently in
     other layouts are switched off on both sides (docs/stock-differences.md).
     """
-    split = [_splits(path, overrides) for path in paths]
+    as_written = [View(apply_overrides(load_recipe(path), overrides)) for path in paths]
+    split = [view.parallel and view.tp * view.pp * view.cp > 1 for view in as_written]
     if not any(split):
         return None
     recipes = [
@@ -92,12 +94,6 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
         for recipe in recipes:
             recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=NEVER_CLIPPED)
     return Sides(recipes, "; ".join(told))
-
-
-def _splits(path: Path, overrides: tuple[str, ...]) -> bool:
-    """Return whether a recipe, as it is written, has a degree that cuts the model or its sequences."""
-    view = View(apply_overrides(load_recipe(path), overrides))
-    return view.parallel and view.tp * view.pp * view.cp > 1
 
 
 def _processes(view: View) -> str:
@@ -156,7 +152,7 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
         raise align_sides.SideFailedError(
             f"`tc3 train` refuses to train the recipe for the comparison: {error}"
         ) from None
-    return [float(step["loss"]) for step in read_metrics(folder / "run", loss_rank(View(recipe)))]
+    return [float(step["loss"]) for step in read_steps(folder / "run", loss_rank(View(recipe)))]
 
 
 @dataclass
@@ -218,28 +214,16 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A `Wanted` holds the arguments of `tc3 accuracy align`: the recipe, the reference, the number of steps, the data
-    and the seed.
-
-    Args:
-        path: the path of the recipe.
-        against: `hf`, or the path of another recipe.
-        steps: the number of steps in stages 5 and 6 of the comparison.
-        overrides: overrides for both recipes.
-        data: the path prefix of a Megatron corpus that replaces the recipe's corpus.
-        folder: the folder of the training runs.
-        python: the path of the Python interpreter that runs the reference.
-        seed: the seed of the weights with which both trainings start.
-    """
+    """A `Wanted` holds the arguments of `tc3 accuracy align`."""
 
     path: Path
-    against: str
-    steps: int
+    against: str  # `hf`, or the path of another recipe
+    steps: int  # of stages 5 and 6
     overrides: tuple[str, ...]
-    data: str | None
-    folder: Path
-    python: str
-    seed: int = 0
+    data: str | None  # the path prefix of a Megatron corpus that replaces the recipe's
+    folder: Path  # of the training runs
+    python: str  # the interpreter that runs the reference
+    seed: int = 0  # of the weights with which both trainings start
 
 
 def compare_stages(wanted: Wanted, say: Say) -> Comparison:
@@ -284,7 +268,13 @@ def _against_reference(comparison: Comparison, wanted: Wanted, say: Say) -> None
     ours = align_sides.run_mindformers(plain, wanted.folder / "ours", hyper, to_mindformers(weights, sizes))
     ours = in_hugging_face_names(ours, sizes)
     say("Hugging Face: training, twice")
-    theirs, floor = align_sides.reference_and_floor(wanted.python, wanted.folder, sizes, hyper, weights, ours)
+    theirs = align_sides.run_reference(
+        wanted.python, wanted.folder / "reference", sizes, hyper, weights, ours.batch, ours
+    )
+    # the distance of a second run, from weights that differ in the last bit, shows the effect of rounding
+    floor = align_sides.run_reference(
+        wanted.python, wanted.folder / "rounding", sizes, hyper, nudged(weights), ours.batch
+    )
     comparison.about.update(theirs.about)
     compare_records(comparison, ours, theirs, floor, hyper, rope_dimensions(plain))
     if comparison.stages[-1].status != FAILED:
@@ -316,7 +306,7 @@ def _against_recipe(comparison: Comparison, wanted: Wanted, say: Say) -> None:
 
 def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wanted) -> Stage:
     """Return stage 1: the recipes as they are written, because mini recipes have settings of their own."""
-    ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
+    ours, theirs = (align_sides.changed(load_recipe(path), wanted.overrides, wanted.data) for path in paths)
     comparison.settings = align_config.differences(ours, theirs)
     wrong = [setting for setting in comparison.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
     rows = [Row(setting.path, 1, NONE, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")

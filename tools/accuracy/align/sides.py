@@ -23,9 +23,9 @@ import numpy as np
 
 from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy.equivalence.runs import MONITORS, PASSES, refuse_other_data
+from tools.accuracy.equivalence.runs import MONITORS, PASSES, read_steps, refuse_other_data
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
-from tools.accuracy.reference.start import Hyper, nudged
+from tools.accuracy.reference.start import Hyper
 from tools.check.check import require_sections
 from tools.layout.resolve import resolve
 from tools.process import children
@@ -141,21 +141,6 @@ def _layer(router: str, sizes: Sizes) -> str:
     return str(int(words[2]) + sizes.layers * (words[0] == "mtp"))
 
 
-def read_metrics(run_dir: Path, rank: int = 0) -> list[dict]:
-    """Return the records of all steps in the metrics file of one rank of a run, in the order of the file."""
-    lines = (run_dir / "metrics" / f"rank_{rank}.jsonl").read_text("utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if "step" in record]
-
-
-def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    """Return the recipe in `path` at its full size, with overrides applied and `data` as its corpus.
-
-    Raises:
-        RecipeError: the file or an override is wrong.
-    """
-    return _changed(load_recipe(path), overrides, data)
-
-
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
     """Return the recipe in `path` unchanged if it is for CPU, or its mini recipe (a small version for CPU) if it is
     for Ascend; then apply the overrides and the corpus `data`.
@@ -165,23 +150,18 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
             does not.
     """
     recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
-    recipe = _changed(recipe, overrides, data)
+    recipe = changed(recipe, overrides, data)
     require_sections(recipe)
     return recipe
 
 
-def _changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    changed = apply_overrides(recipe, overrides)
-    return resolve(apply_overrides(changed, _corpus(changed, data)))
-
-
-def _corpus(recipe: Recipe, data: str | None) -> list[str]:
-    """Return the override that makes `data` the recipe's whole corpus; of a blend it replaces the list."""
-    if not data:
-        return []
-    if len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2:
-        return [f"{_DATA}.1={data}"]
-    return [f"{_DATA}={json.dumps(['1', data])}"]
+def changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
+    """Return the recipe with overrides applied and `data` as its whole corpus; of a blend it replaces the list."""
+    recipe = apply_overrides(recipe, overrides)
+    if data:
+        one = len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2
+        recipe = apply_overrides(recipe, [f"{_DATA}.1={data}" if one else f"{_DATA}={json.dumps(['1', data])}"])
+    return resolve(recipe)
 
 
 def is_mini(path: Path) -> bool:
@@ -313,7 +293,7 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
     command = [sys.executable, "-m", "tools.accuracy.align.worker"]
     run = folder / "run"
     start([*command, "--config", str(folder / "recipe.yaml"), "--run-dir", str(run)], folder / "mindformers.log", run)
-    return of_mindformers(read(folder / "record.npz"), read_metrics(run), hyper)
+    return of_mindformers(read(folder / "record.npz"), read_steps(run), hyper)
 
 
 def run_reference(
@@ -337,14 +317,6 @@ def run_reference(
     command = [python, "-m", "tools.accuracy.reference.run", str(folder / "job.npz"), str(folder / "record.npz")]
     start(command, folder / "reference.log", folder)
     return of_reference(read(folder / "record.npz"), weights, batch)
-
-
-def reference_and_floor(
-    python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, other: Record
-) -> tuple[Record, Record]:
-    """Return the reference's records from the given weights, and from weights that differ in the last bit."""
-    exact = run_reference(python, folder / "reference", sizes, hyper, weights, other.batch, other)
-    return exact, run_reference(python, folder / "rounding", sizes, hyper, nudged(weights), other.batch)
 
 
 def _states(record: Record) -> Arrays:

@@ -116,8 +116,13 @@ def forward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     """Compare the logits and losses of the first batch, computed from the same weights and tokens (stage 2)."""
 
     def given(kind: str, one: Arrays, other: Arrays) -> list[Row]:
-        return [Row(f"{kind} {name}", _different(one.get(name), other.get(name)), NONE, "elements that differ")
-                for name in {**one, **other}]  # fmt: skip
+        rows = []
+        for name in {**one, **other}:
+            mine, theirs = one.get(name), other.get(name)
+            comparable = mine is not None and theirs is not None and mine.shape == theirs.shape
+            differing = float(np.count_nonzero(mine != theirs)) if comparable else float("inf")
+            rows.append(Row(f"{kind} {name}", differing, NONE, "elements that differ"))
+        return rows
 
     rows = [row for row in given("initial", ours.initial, theirs.initial) if row.status != PASSED]
     rows = rows or [Row("initial weights", 0, NONE, "elements that differ")]
@@ -294,12 +299,6 @@ def _between(
             (("ours", got), ("the reference", want), ("its nudged run", nudged if nudged is not None else want))
             if not np.isfinite(array).all()]  # fmt: skip
     return Row(name, measure(got, want), tolerance, words, floor, "; ".join(told))
-
-
-def _different(one: np.ndarray | None, other: np.ndarray | None) -> float:
-    if one is None or other is None or one.shape != other.shape:
-        return float("inf")
-    return float(np.count_nonzero(one != other))
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:

@@ -261,7 +261,7 @@ class _Pair:
             yield from self._routers(step)
 
     def tell_gaps(self) -> None:
-        """Add to each run's gaps tensors that not all ranks recorded, and names that only the other run's lines have."""
+        """Add to each run's gaps tensors that not all ranks recorded, and names that only the other run has."""
         found = []
         for place, side in enumerate((self.a, self.b)):
             if names := sorted({name for run, name in self.partial if run == side.name}):

@@ -181,8 +181,8 @@ def test_recipes_that_are_not_one_on_one_worker_run_there_first(tmp_path, corpus
 
 
 def test_workers_whose_losses_part_fail_the_last_stage(tmp_path, corpus, runs, monkeypatch):
-    real = align_comparison.read_metrics
-    monkeypatch.setattr(align_comparison, "read_metrics", lambda run, rank: [
+    real = align_comparison.read_steps
+    monkeypatch.setattr(align_comparison, "read_steps", lambda run, rank: [
         {"loss": step["loss"] + 1e-3 * (step["step"] > 2 and run.parent.name == "layout_theirs")}
         for step in real(run, rank)
     ])  # fmt: skip
