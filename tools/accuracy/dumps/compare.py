@@ -271,7 +271,7 @@ class Report:
         """Return which updates were judged how well; without any, the optimizer was not looked at."""
         judged, found = self.judged, []
         if self.updates > judged.exact:
-            least = "they moved the same on both sides, or not at all"
+            least = "they moved the same on both sides, or not at all in GOLDEN"
             if judged.least:
                 share = 100 * median(judged.least)
                 least = f"one that is off by less than {share:.2g} % of itself is not seen (median)"

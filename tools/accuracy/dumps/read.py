@@ -247,13 +247,13 @@ def kernel_entries(rank: Path, step: int) -> list[Entry]:
         if any(item.label == other.label for other in items.get((kind, scope, call), ())):
             call = calls[kind, scope] = call + 1  # it ran again
         items.setdefault((kind, scope, call), []).append(item)
-    return [Entry(_kernel_name(*key), tuple(group)) for key, group in items.items()]
-
-
-def _kernel_name(kind: str, scope: str, call: int) -> Name:
-    where = scope.partition(".")[2]
-    phase = BACKWARD if where.startswith("Gradients") else WEIGHTS if "optimizer-" in where else FORWARD
-    return Name(f"{KIND}.{scope}.{call}.{phase}", KIND, scope, kind, phase, call)
+    entries = []
+    for (kind, scope, call), group in items.items():
+        where = scope.partition(".")[2]
+        phase = BACKWARD if where.startswith("Gradients") else WEIGHTS if "optimizer-" in where else FORWARD
+        name = Name(f"{KIND}.{scope}.{call}.{phase}", KIND, scope, kind, phase, call)
+        entries.append(Entry(name, tuple(group)))
+    return entries
 
 
 def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
@@ -264,7 +264,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
         with mapping.open(newline="", encoding="utf-8") as file:
             try:
                 names = dict(csv.reader(file))
-            except ValueError as error:
+            except (ValueError, csv.Error) as error:
                 raise DataError(
                     f"{mapping}: each line must hold two names, with a comma between them ({error})"
                 ) from None
@@ -418,25 +418,19 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _entries(folder: Path) -> list[Entry]:
-    data = _content(folder)["data"]
-    found = []
-    for key, value in data.items():
+    file, found = folder / "dump.json", []
+    for key, value in _content(folder)["data"].items():
         if not isinstance(value, dict):
             raise DataError(
-                f"{folder / 'dump.json'}: {key}: must be an object that lists the tensors of the call by their role "
-                f"(input, parameters, output), not {str(value)[:40]!r}"
+                f"{file}: {key}: must be an object that lists the tensors of the call by their role (input, "
+                f"parameters, output), not {str(value)[:40]!r}"
             )
-        found.append(Entry(_name(folder, key), tuple(_items(value, folder))))
+        try:
+            name = parse(key)
+        except ValueError:
+            raise DataError(f"{file}: {key!r} is not a name that msprobe writes; make the dump again") from None
+        found.append(Entry(name, tuple(_items(value, folder))))
     return found
-
-
-def _name(folder: Path, key: str) -> Name:
-    try:
-        return parse(key)
-    except ValueError:
-        raise DataError(
-            f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes; make the dump again"
-        ) from None
 
 
 def _items(value: dict[str, Any], folder: Path) -> Iterator[Item]:

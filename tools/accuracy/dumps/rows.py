@@ -5,8 +5,9 @@
 What is known (a name is matched by a part of its class or function, in lower case):
 
     matrix products   of a cell, forward: the last axis of the input; gradient of the input: the last axis of the
-                      gradient that arrives; gradient of the weight: the rows. Of a function or kernel, which may
-                      transpose: sqrt(values of a x values of b / values of the product), per matrix of a batch
+                      gradient that arrives; gradient of the weight: the rows of all calls. Of a function or kernel,
+                      which may transpose: sqrt(values of a x values of b / values of the product), per matrix of a
+                      batch
     norms             the last axis; gradients of scale and shift: the rows
     softmax           the last axis
     attention         the longest axis of its inputs (a sum over keys)
@@ -56,21 +57,20 @@ class Counter:
     """
 
     def __init__(self, entries: list[Entry]):
-        self._forward: dict[str, Entry] = {}
+        own: dict[str, tuple[int, int, int]] = {}
         for entry in entries:
             if entry.name.phase == FORWARD or entry.name.kind == KIND:
-                self._forward.setdefault(_place(entry), entry)
-        own = {_place(entry): _counts(entry) for entry in self._forward.values()}
+                place, counts = _place(entry), _counts(entry)
+                # a cell that is called several times adds up their gradients; a call may be of no row at all
+                known = own.get(place, (DEFAULT, DEFAULT, 0))
+                own[place] = max(known[0], counts[0]), max(known[1], counts[1]), known[2] + counts[2]
+        own = {place: (one, two, max(rows, DEFAULT)) for place, (one, two, rows) in own.items()}
         self._counts = dict(own)
         for place, counts in own.items():
-            self._spread(place, counts)
-
-    def _spread(self, place: str, counts: tuple[int, int, int]) -> None:
-        """Tell the cells around it."""
-        while "." in place:
-            place = place.rpartition(".")[0]
-            if place in self._counts:
-                self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
+            while "." in place:  # the cells around it
+                place = place.rpartition(".")[0]
+                if place in self._counts:
+                    self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
 
     def of(self, entry: Entry, item: Item) -> int:
         """Return the accumulation count of one tensor of a call."""

@@ -310,7 +310,7 @@ def _by_statistics(
         updates.unknown[seen.unknown] += 1
         return row
     updates.judged += 1
-    updates.least += [seen.least] if seen.least else []
+    updates.least += [seen.least] if 0 < seen.least < math.inf else []  # infinite where GOLDEN did not move
     if seen.error <= seen.allowed:
         explained = row.kind == VALUE and step.gradient_error
         numbers = {"error": seen.error, "tolerance": seen.allowed, "by": "update"}
