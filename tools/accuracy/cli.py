@@ -283,7 +283,7 @@ def ops(
             "--dtype hf32: a process cannot switch hf32 off again, so no other type can be tested with it; give "
             "--dtype hf32 only"
         )
-    pairs = _pairs(names, dtypes or DEFAULT)
+    pairs = _pairs(names, tuple(dict.fromkeys(dtypes or DEFAULT)))
     check_page(page)
     require_verified()
     from tools.accuracy.operators.device import MindSporeDevice

@@ -60,6 +60,12 @@ def test_a_clean_run():
     assert "4 operators on MindSpore 2.9.0 on CPU; by data type: 4 pass, 0 fail, 4 not runnable here" in result.stdout
 
 
+def test_a_data_type_that_is_given_twice_is_tested_once():
+    result = ops("neg", "--dtype", "fp32", "--dtype", "float32", "--json")
+    rows = [tuple(map(str, row.values())) for row in json.loads(result.stdout)["rows"]]
+    assert result.exit_code == 0 and len(rows) == len(set(rows))
+
+
 def test_failures_exit_with_1():
     result = ops("tanh", "--dtype", "fp32", "--reruns", "1")
     assert result.exit_code == 1 and "fail: tanh fp32 backward 0 [64x96]: error" in result.stdout

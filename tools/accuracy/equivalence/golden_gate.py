@@ -93,7 +93,7 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
                 raise DataError(
                     f"{name}: {where} is {value}, but a golden number must be finite, so nothing was written"
                 )
-    old = json.loads(file.read_text())["runs"] if file.exists() else {}
+    old = read_golden(file) if file.exists() else {}
     made = {"recipe": recorded(file.parent, recipe), "made_with": {name: version(name) for name in MADE_WITH}}
     content = made | {"runs": dict(sorted({**old, **runs}.items()))}
     write_atomically(file, json.dumps(content, indent=1) + "\n")
@@ -117,11 +117,15 @@ def read_golden(file: Path) -> dict[str, Any]:
 
 def _content(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
-        content["runs"].keys()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(file.read_text("utf-8"))
+        for run in content["runs"].values():
+            numbers = [*_numbers(run), *(("tokens", step["tokens"]) for step in run["steps"])]
+            for where, value in numbers:
+                if not isinstance(value, int | float):
+                    raise ValueError(f"{where} is {value!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{file}: this is not a file of golden numbers ({error!r}); --update writes a new one"
+            f"{file}: this is not a file of golden numbers ({error!r}); remove it, and --update writes a new one"
         ) from None
     return content
 

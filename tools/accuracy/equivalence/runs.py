@@ -199,9 +199,7 @@ def read_run(run_dir: Path) -> Trained:
     missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
     if missing:
         raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks did not record its results")
-    metrics = run_dir / "metrics" / "rank_0.jsonl"
-    if not metrics.exists():
-        raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
+    steps = read_steps(run_dir)
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
     split = set(records[0]["split"])
@@ -211,7 +209,7 @@ def read_run(run_dir: Path) -> Trained:
     read = zip(*(record["samples"][: len(record["squares"])] for record in records), strict=True)  # a loader holds more
     samples = [sorted(digest for rank in step for digest in rank) for step in read]
     norms = _norms([record["squares"] for record in records], split)
-    return Trained(workers, read_steps(metrics), samples, norms, state, copied)
+    return Trained(workers, steps, samples, norms, state, copied)
 
 
 def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -240,9 +238,16 @@ def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[
     ]
 
 
-def read_steps(metrics: Path) -> list[dict[str, Any]]:
-    """Return the records of all steps in the metrics file of one rank, in order."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Return the records of all steps in the metrics file of one rank of a run, in order.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    metrics = run_dir / "metrics" / f"rank_{rank}.jsonl"
+    if not metrics.exists():
+        raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
+    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     return [record for record in records if "step" in record]
 
 
@@ -250,8 +255,8 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
     """Return for each step the sorted digests of all ranks' samples; an empty list if a rank's are unknown."""
     given = []
     for rank in range(workers):
-        file = run_dir / "metrics" / f"rank_{rank}.jsonl"
-        records = read_steps(file)[:steps] if file.exists() else []
+        known = (run_dir / "metrics" / f"rank_{rank}.jsonl").exists()
+        records = read_steps(run_dir, rank)[:steps] if known else []
         if len(records) < steps or not all((record.get("samples") or {}).get(IDS) for record in records):
             return []
         given.append([record["samples"][IDS] for record in records])

@@ -236,11 +236,21 @@ def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
     """Return the differences of a training from its reference, in the order in which they arise."""
+    if other := other_length(run, reference):
+        return other
     data = (*samples(run, reference), *starts(run, reference))
     rows = list(_rows(run, reference))
     findings = [finding for finding in rows if not finding.error <= finding.allowed]
     used = max(finding.used for finding in rows)
     return Comparison(len(rows), used, (*data, *findings, *copies(run), *unclipped(run)))
+
+
+def other_length(run: Trained, reference: Trained) -> Comparison | None:
+    """Return the comparison of two trainings that have not as many steps; otherwise None."""
+    if len(run.steps) == len(reference.steps):
+        return None
+    detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
+    return Comparison(1, math.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
 
 
 def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
