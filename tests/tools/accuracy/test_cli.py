@@ -100,12 +100,18 @@ def test_a_page_replaces_pages_only(tmp_path):
     """And what cannot be written is refused before the operators are run."""
     (tmp_path / "recipe.yaml").write_text("seed: 1")
     (tmp_path / "old.html").write_text("<!DOCTYPE html>old")
-    for name, words in (("recipe.yaml", "is not an HTML page"), ("recipe.yaml/x.html", "is not a folder")):
+    for name, words in (("recipe.yaml", "is not an HTML page"), ("recipe.yaml/x.html", "recipe.yaml is a file")):
         result = ops("relu", "--html", str(tmp_path / name))
         assert isinstance(result.exception, DataError) and words in str(result.exception)
     check_page(tmp_path / "old.html")
     check_page(tmp_path / "new" / "page.html")
     assert (tmp_path / "recipe.yaml").read_text() == "seed: 1" and not (tmp_path / "new").exists()
+
+
+def test_a_command_without_a_page_may_stand_anywhere(monkeypatch):
+    """In a folder that nobody writes to, it was refused for its page None."""
+    monkeypatch.chdir("/proc")
+    check_page(None)
 
 
 def test_hf32_is_listed_as_not_runnable():

@@ -58,17 +58,11 @@ BY_A_TIE = "differ by more than rounding, but by no more than a choice of an exp
 MOST = 8  # rows of a failed stage that are printed
 
 
-@dataclass(frozen=True)
-class Sides:
-    """A `Sides` holds the two recipes that are trained; `about` says how they differ from those that the user gave."""
-
-    recipes: list[Recipe]
-    about: str = ""
-
-
-def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Return two recipes that train as a sharded graph on CPU; a recipe for Ascend is replaced by a small version for
-    CPU (its mini recipe) with the same parallel strategy. Return None if no recipe splits its model over ranks.
+def split_model(
+    paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int
+) -> tuple[list[Recipe], str] | None:
+    """Return two recipes that train as a sharded graph on CPU (of a recipe for Ascend its mini recipe with the same
+    parallel strategy), and how they differ from the given ones; None if no recipe splits its model over ranks.
 
     A recipe is compared with one process that runs the same graph. Features that MindFormers computes differently in
     other layouts are switched off on both sides (docs/stock-differences.md).
@@ -93,7 +87,7 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
         told.append("without clipping, whose norm counts the embedding of a pipeline with MTP twice")
         for recipe in recipes:
             recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=NEVER_CLIPPED)
-    return Sides(recipes, "; ".join(told))
+    return recipes, "; ".join(told)
 
 
 def _processes(view: View) -> str:
@@ -114,30 +108,36 @@ def _sharded(recipe: Recipe) -> Recipe:
     return sharded
 
 
-def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Stage:
-    """Train two recipes by `tc3 train`, and return the stage of the comparison that judges whether their losses agree.
+def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Stage:
+    """Return stage 6: two recipes are trained by `tc3 train` with their own workers, and compared by their losses.
 
     Raises:
         SideFailedError: a side failed, or was refused. The results of the five stages before are kept.
     """
-    counts = [View(side).devices for side in sides.recipes]
+    steps, about = wanted.steps, ""
+    paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
+    if split := split_model(paths, wanted.overrides, wanted.data, steps):
+        sides, about = split
+    else:  # as they are; one worker beside a single recipe
+        sides = [recipe, Recipe(align_sides.on_one_worker(recipe, steps)) if other is None else other]
+    counts = [View(side).devices for side in sides]
     if max(counts) == 1:
         reason = "one CPU worker on both sides; give a recipe of another layout by --against"
         return Stage(MORE_DEVICES, state=NOT_RUN, reason=reason)
-    if align_sides.numbers(sides.recipes[0]) == align_sides.numbers(sides.recipes[1]):
+    if align_sides.numbers(sides[0]) == align_sides.numbers(sides[1]):
         reason = "what CPU runs of the two recipes is the same, with all workers too"
         return Stage(MORE_DEVICES, state=SAME, reason=reason)
     losses = []
-    for name, side, count in zip(("layout_ours", "layout_theirs"), sides.recipes, counts, strict=True):
+    for name, side, count in zip(("layout_ours", "layout_theirs"), sides, counts, strict=True):
         say(f"training on {count} worker{'s' * (count > 1)}")
-        losses.append(_train(side, folder / name, steps))
+        losses.append(_train(side, wanted.folder / name, steps))
     rows = [
         Row(f"loss of step {step}", abs(one - two), LOSS, "|difference|")
         for step, (one, two) in enumerate(zip(*losses, strict=True), 1)
     ]
     stage = Stage(MORE_DEVICES, rows)
     told = [align_stages.explain_curve(stage)] if stage.status == FAILED else []
-    stage.reason = "; ".join([*told, *filter(None, [sides.about])])
+    stage.reason = "; ".join([*told, *filter(None, [about])])
     return stage
 
 
@@ -332,15 +332,6 @@ def compare_records(
         if stage.status == FAILED:
             stage.reason = explain(stage)
             return
-
-
-def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Stage:
-    """Return stage 6: the unchanged recipes are compared by their losses."""
-    paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
-    sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
-    if sides is None:  # as they are; one worker beside a single recipe
-        sides = Sides([recipe, Recipe(align_sides.on_one_worker(recipe, wanted.steps)) if other is None else other])
-    return train_and_compare(sides, wanted.steps, wanted.folder, say)
 
 
 def failed_text(row: Row) -> str:

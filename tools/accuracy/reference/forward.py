@@ -125,7 +125,9 @@ class Forward:
         """Return the factor of the attention scores: 1 / sqrt(head size), times the square of YaRN's mscale."""
         scale = 1 / math.sqrt(self.hf["qk_nope_head_dim"] + self.hf["qk_rope_head_dim"])
         scaling = self.hf["rope_scaling"]
-        return scale * _mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if scaling else scale
+        if not scaling or scaling["factor"] <= 1:
+            return scale
+        return scale * (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
         """Return x [B, S, N, D] with pairs of neighbours rotated by RoPE: all first elements, then all second ones."""
@@ -205,8 +207,3 @@ class Forward:
     def _note(self, name: str, value: np.ndarray) -> np.ndarray:
         self.trace[name] = value
         return value
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's temperature."""
-    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
