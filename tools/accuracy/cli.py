@@ -185,7 +185,6 @@ def _folder(keep: Path | None) -> AbstractContextManager[Path | str]:
 
 
 def _tell(what: Path, verdict: Verdict, as_json: bool) -> NoReturn:
-    """Print the verdict and end with its exit code."""
     from tools.accuracy.collectives import DIFFERS, EQUAL
 
     if as_json:

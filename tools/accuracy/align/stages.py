@@ -52,21 +52,15 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one comparison between two trainings: the error, or the number of differences, with its tolerance.
-
-    Args:
-        error: the error between the two trainings, in the measure that `measure` names.
-        floor: the error that rounding causes in the reference, in the same measure.
-        excuse: the largest error that counts as undecided for the reason that `detail` names.
-    """
+    """A `Row` is one comparison between two trainings: the error, or the number of differences, with its tolerance."""
 
     name: str
-    error: float
+    error: float  # the error between the two trainings, in the measure that `measure` names
     tolerance: float
     measure: str
-    floor: float = 0.0
+    floor: float = 0.0  # the error that rounding causes in the reference, in the same measure
     detail: str = ""
-    excuse: float = 0.0
+    excuse: float = 0.0  # the largest error that counts as undecided for the reason that `detail` names
 
     @property
     def status(self) -> str:

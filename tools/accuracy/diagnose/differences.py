@@ -66,26 +66,17 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 class Verdict:
     """A `Verdict` is the result of `tc3 accuracy diagnose`: the differences between two runs, or the laws that one run
     breaks.
-
-    Args:
-        findings: the differences, in the order of steps and stages.
-        changes: the changed keys of the recipes that affect results.
-        layout: the changed keys of the recipes that affect the parallel layout.
-        software: the packages whose versions differ between the runs, with both versions.
-        compared: the stages that could be compared.
-        unknown: the stages that could not be compared, with the records that they would need.
-        bits: whether the runs had to agree to the last bit.
-        gaps: sentences about what the records of the runs lack; runs with gaps are not called equal.
     """
 
-    findings: tuple[Finding, ...]
-    changes: tuple[Change, ...]
-    layout: tuple[Change, ...]
+    findings: tuple[Finding, ...]  # the differences, in the order of steps and stages
+    changes: tuple[Change, ...]  # the changed keys of the recipes that affect results
+    layout: tuple[Change, ...]  # the changed keys of the recipes that affect the parallel layout
+    # the packages whose versions differ between the runs, with both versions
     software: tuple[tuple[str, str, str], ...]
-    compared: tuple[str, ...]
-    unknown: tuple[str, ...]
-    bits: bool
-    gaps: tuple[str, ...] = ()
+    compared: tuple[str, ...]  # the stages that could be compared
+    unknown: tuple[str, ...]  # the stages that could not be compared, with the records that they would need
+    bits: bool  # whether the runs had to agree to the last bit
+    gaps: tuple[str, ...] = ()  # sentences about what the records of the runs lack; runs with gaps are not called equal
 
     @property
     def first(self) -> tuple[Finding, ...]:
@@ -215,7 +206,6 @@ def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...
 
 
 def _recorded(side: Side, step: int, stage: str) -> bool:
-    """Return whether a run has recorded what a stage compares."""
     if stage == GRADIENTS:
         return bool(side.gradients(step))
     if stage == CLIPPING:
@@ -274,7 +264,6 @@ class _Pair:
             side.notes.append(what)
 
     def _built(self) -> Iterator[Finding]:
-        """Yield findings about what was built from equal recipes."""
         for name in sorted(self.a.effective.keys() & self.b.effective.keys()):
             one, two = self.a.effective[name], self.b.effective[name]
             if one != two:
@@ -314,7 +303,6 @@ class _Pair:
                     yield from self._tensors(start.step, *sides, RESUME)
 
     def _tensors(self, step: int, a: State, b: State, stage: str) -> Iterator[Finding]:
-        """Yield findings about weights, moments, counters and biases of two states."""
         mine, others = a.tensors(self.a.parts), b.tensors(self.b.parts)
         for name in sorted(mine.keys() ^ others.keys()):
             if is_trained(name):

@@ -101,38 +101,30 @@ class Tensor:
 
 @dataclass
 class Side:
-    """A `Side` holds everything that one of the compared runs recorded.
-
-    Attributes:
-        steps: for each step the metrics of the rank that knows the loss.
-        samples: the digests of samples: step -> rank -> column -> digests.
-        software: the versions of software packages since the last resume of the run.
-        starts, states: the recorded states at starts of the run, and after steps.
-        parts: rank -> tensor name -> [shape of the whole tensor, offset of the rank's part], from the first step that
-            the rank recorded.
-        folder: the folder of the record.
-        first: the number of the first step that the metrics of the run should have.
-        gaps: a sentence for each gap in the records of the run.
-        held: whether the outputs of the run's modules were compared with a forward pass in NumPy.
-        end: for each module the sketch of its output with the final weights; empty if the run did not record it.
-    """
+    """A `Side` holds everything that one of the compared runs recorded."""
 
     name: str
     recipe: Recipe
-    steps: dict[int, dict[str, Any]]
+    steps: dict[int, dict[str, Any]]  # for each step the metrics of the rank that knows the loss
     total_steps: int | None = None
+    # the digests of samples: step -> rank -> column -> digests
     samples: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    # starts, states: the recorded states at starts of the run, and after steps
     starts: list[State] = field(default_factory=list)
     states: dict[int, State] = field(default_factory=dict)
+    # rank -> tensor name -> [shape of the whole tensor, offset of the rank's part], from the first step that the rank
+    # recorded
     parts: dict[int, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    gaps: list[str] = field(default_factory=list)
-    first: int = 1
+    gaps: list[str] = field(default_factory=list)  # a sentence for each gap in the records of the run
+    first: int = 1  # the number of the first step that the metrics of the run should have
+    # the versions of software packages since the last resume of the run
     software: dict[str, str] = field(default_factory=dict)
-    folder: Path = Path()
+    folder: Path = Path()  # the folder of the record
+    # for each module the sketch of its output with the final weights; empty if the run did not record it
     end: dict[str, list[Any]] = field(default_factory=dict)
     ended: int = 0  # the step of `end`
-    held: bool = False
+    held: bool = False  # whether the outputs of the run's modules were compared with a forward pass in NumPy
 
     @property
     def effective(self) -> dict[str, Any]:

@@ -206,23 +206,18 @@ def _forward(row: Row, initial: bool) -> str:
 class Report:
     """A `Report` is the result of comparing two dumps: a row for each compared tensor, in the order of execution, and
     the settings of both dumps.
-
-    Args:
-        golden, bench: the paths of the two dumps.
-        level, task: the settings `level` and `task` of msprobe.
-        marked: whether both dumps state that they are complete; msprobe's own dumps do not state this.
-        judged: the numbers of judged updates of weights, see `Updates`.
-        trained_known: whether the dumps show which parameters are trained by a gradient.
     """
 
+    # golden, bench: the paths of the two dumps
     golden: str
     bench: str
+    # level, task: the settings `level` and `task` of msprobe
     level: str
     task: str
-    marked: bool
+    marked: bool  # whether both dumps state that they are complete; msprobe's own dumps do not state this
     rows: list[Row]
-    judged: Updates = field(default_factory=Updates)
-    trained_known: bool = True
+    judged: Updates = field(default_factory=Updates)  # the numbers of judged updates of weights, see `Updates`
+    trained_known: bool = True  # whether the dumps show which parameters are trained by a gradient
 
     @property
     def updates(self) -> int:

@@ -163,39 +163,26 @@ class Trained:
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is the judgement of one tensor that two dumps have in common, or of one call that only one dump has.
+    """A `Row` is the judgement of one tensor that two dumps have in common, or of one call that only one dump has."""
 
-    Args:
-        step, rank, order: the position of the call in the run; `order` is its number within the step.
-        phase: forward, backward, weights, or state (parameters that no gradient trains).
-        place: the path and class of the cell, or the name of the function.
-        name: the name that msprobe gives to the tensor.
-        role: input, output, parameters or gradient; "call" for a call that only one dump has.
-        count: the accumulation count of the tensor (the number of summed terms).
-        tolerance: the largest allowed error by Table 2.
-        error: the largest of `judge.errors`, or the error of the quantity that `by` names.
-        kind: the kind of difference; empty if the tensor passed.
-        detail: a description of the worst value, or of what is wrong.
-        by: the judged quantity: values, statistics, update, or factor (of all values together, `errors.scaled`).
-        cause: the usual cause of a wrong update of this kind.
-    """
-
+    # step, rank, order: the position of the call in the run; `order` is its number within the step
     step: int
     rank: int
     order: int
-    phase: str
-    place: str
-    name: str
-    role: str
+    phase: str  # forward, backward, weights, or state (parameters that no gradient trains)
+    place: str  # the path and class of the cell, or the name of the function
+    name: str  # the name that msprobe gives to the tensor
+    role: str  # input, output, parameters or gradient; "call" for a call that only one dump has
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    count: int = 1
-    tolerance: float = 0.0
-    error: float = 0.0
-    kind: str = ""
-    detail: str = ""
+    count: int = 1  # the accumulation count of the tensor (the number of summed terms)
+    tolerance: float = 0.0  # the largest allowed error by Table 2
+    error: float = 0.0  # the largest of `judge.errors`, or the error of the quantity that `by` names
+    kind: str = ""  # the kind of difference; empty if the tensor passed
+    detail: str = ""  # a description of the worst value, or of what is wrong
+    # the judged quantity: values, statistics, update, or factor (of all values together, `errors.scaled`)
     by: str = "values"
-    cause: str = ""
+    cause: str = ""  # the usual cause of a wrong update of this kind
 
 
 @dataclass(frozen=True)
@@ -340,7 +327,6 @@ def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
 
 
 def _detail(found: Measured, shape: tuple[int, ...], golden: Item, bench: Item) -> str:
-    """Return one line about the worst value."""
     if not golden.file or not bench.file:
         texts = zip(("max", "min", "mean", "norm"), bench.statistics, golden.statistics, strict=True)
         return ", ".join(f"{name} {got} should be {want}" for name, got, want in texts if got != want)

@@ -88,25 +88,19 @@ RATE = "learning rate, or what else makes a whole update longer"
 class Seen:
     """A `Seen` is the comparison of one weight's update in two dumps of statistics, as far as these statistics
     determine the updates.
-
-    Args:
-        error, allowed: the error and the tolerance of the statistic with the largest error, relative to the change that
-            an update of this size can cause.
-        detail: the name of that statistic.
-        longer: the relative difference between the lengths of the two updates; None if it does not explain the
-            difference.
-        grown: the share of the weight by which decay is too small; None if it does not explain the difference.
-        least: the smallest relative error of the update that the statistics would have shown.
-        unknown: the reason why the update cannot be judged; "" if it can.
     """
 
+    # error, allowed: the error and the tolerance of the statistic with the largest error, relative to the change that
+    # an update of this size can cause
     error: float = 0.0
     allowed: float = 0.0
-    detail: str = ""
+    detail: str = ""  # the name of that statistic
+    # the relative difference between the lengths of the two updates; None if it does not explain the difference
     longer: float | None = None
+    # the share of the weight by which decay is too small; None if it does not explain the difference
     grown: float | None = None
-    least: float = 0.0
-    unknown: str = ""
+    least: float = 0.0  # the smallest relative error of the update that the statistics would have shown
+    unknown: str = ""  # the reason why the update cannot be judged; "" if it can
 
 
 def size_of(before: Item, after: Item) -> float:
@@ -211,18 +205,12 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 class Updates:
     """An `Updates` counts the weight updates that were judged, from which data, and the updates that could not be
     judged, by reason.
-
-    Args:
-        judged: the number of judged updates.
-        exact: the number of updates that were judged from all values.
-        unknown: the number of updates that were not judged, by the reason.
-        least: for each update that was judged by statistics, the smallest relative error that the statistics would have
-            shown.
     """
 
-    judged: int = 0
-    exact: int = 0
-    unknown: Counter[str] = field(default_factory=Counter)
+    judged: int = 0  # the number of judged updates
+    exact: int = 0  # the number of updates that were judged from all values
+    unknown: Counter[str] = field(default_factory=Counter)  # the number of updates that were not judged, by the reason
+    # for each update that was judged by statistics, the smallest relative error that the statistics would have shown
     least: list[float] = field(default_factory=list)
 
 
@@ -358,23 +346,17 @@ def _decay(grown: float) -> str:
 class Moved:
     """A `Moved` is the comparison of one weight's update in two dumps, computed from all values of the weight. All
     values except the first two and the last two are relative to the norm |u| of the golden update u.
-
-    Args:
-        update, weight: |u|, |w|.
-        error: |d|; steady: the same, with what `TURNED` steps that were turned round explain left out.
-        along: |<d, v>| / |v|; by_chance: its standard deviation if the signs of d are independent.
-        grown: <d, v> / <v, v>.
-        longer: <d, u> / <u, u>.
     """
 
+    # update, weight: |u|, |w|
     update: float
     weight: float
-    error: float
-    steady: float
-    along: float
-    by_chance: float
-    grown: float
-    longer: float = 0.0
+    error: float  # |d|
+    steady: float  # |d|, with what `TURNED` steps that were turned round explain left out
+    along: float  # |<d, v>| / |v|
+    by_chance: float  # the standard deviation of `along` if the signs of d are independent
+    grown: float  # <d, v> / <v, v>
+    longer: float = 0.0  # <d, u> / <u, u>
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:

@@ -209,5 +209,4 @@ def _gate(
 
 
 def _passed(matrix: Matrix, lines: list[str]) -> bool:
-    """Return whether something was compared and nothing failed."""
     return not lines and (matrix.passed or (not matrix.rows and bool(matrix.runs)))

@@ -50,21 +50,15 @@ NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers.
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` holds the result of comparing one parallel strategy with its baseline.
-
-    Args:
-        status: PASS, FAIL, NONE (not compared, with a reason), or KNOWN (MindFormers itself differs, and everything
-            else passes).
-        tensors: the number of compared tensors.
-        used: the largest error as a share of its tolerance.
-        findings: the differences in the order in which they arise; the first difference shows where the fault is.
-    """
+    """A `Row` holds the result of comparing one parallel strategy with its baseline."""
 
     case: Case
+    # PASS, FAIL, NONE (not compared, with a reason), or KNOWN (MindFormers itself differs, and everything else passes)
     status: str
     reason: str = ""
-    tensors: int = 0
-    used: float = 0.0
+    tensors: int = 0  # the number of compared tensors
+    used: float = 0.0  # the largest error as a share of its tolerance
+    # the differences in the order in which they arise; the first difference shows where the fault is
     findings: tuple[Finding, ...] = ()
 
     @property

@@ -50,46 +50,32 @@ class RunFailedError(Exception):
 class Trained:
     """A `Trained` holds what a training on one or more workers recorded: metrics, samples, norms of gradients and
     tensors.
-
-    Args:
-        workers: the number of workers.
-        steps: the metrics of each step.
-        samples: for each step the sorted digests of its samples; empty if they are unknown.
-        norms: for each step the norm of each weight's gradient, after clipping.
-        state: whole tensors: the weights, their initial values, their moments, the smallest mean squares of gradients,
-            and the routers' biases and loads.
-        differing: tensor -> the ranks whose copy differs from that of rank 0.
-        shares: for each step the norm of the last stage's own gradient of the embedding, if the run records it.
-        held_out: step -> held-out loss, if the run evaluates.
     """
 
-    workers: int
-    steps: list[dict[str, Any]]
-    samples: list[list[str]]
-    norms: list[dict[str, float]]
+    workers: int  # the number of workers
+    steps: list[dict[str, Any]]  # the metrics of each step
+    samples: list[list[str]]  # for each step the sorted digests of its samples; empty if they are unknown
+    norms: list[dict[str, float]]  # for each step the norm of each weight's gradient, after clipping
+    # whole tensors: the weights, their initial values, their moments, the smallest mean squares of gradients, and the
+    # routers' biases and loads
     state: dict[str, np.ndarray]
-    differing: dict[str, tuple[int, ...]]
+    differing: dict[str, tuple[int, ...]]  # tensor -> the ranks whose copy differs from that of rank 0
+    # for each step the norm of the last stage's own gradient of the embedding, if the run records it
     shares: list[float] = field(default_factory=list)
-    held_out: dict[int, float] = field(default_factory=dict)
+    held_out: dict[int, float] = field(default_factory=dict)  # step -> held-out loss, if the run evaluates
 
 
 @dataclass
 class Runs:
-    """A `Runs` holds the trainings of one recipe by name; each training runs once, when its results are first needed.
+    """A `Runs` holds the trainings of one recipe by name; each runs once, when its results are first needed."""
 
-    Args:
-        base: the recipe that `one_worker` returned.
-        work: the folder of the trainings.
-        started: a function that is called with the name of each training before it starts.
-        corpora: the path prefixes of the corpora by the length of a sample in tokens; 0 for the recipe's own length.
-    """
-
-    base: Recipe
+    base: Recipe  # the recipe that `one_worker` returned
     steps: int
-    work: Path
-    started: Callable[[str], None]
+    work: Path  # the folder of the trainings
+    started: Callable[[str], None]  # a function that is called with the name of each training before it starts
     runs: dict[str, Trained] = field(default_factory=dict)
     failures: dict[str, RunFailedError] = field(default_factory=dict)
+    # the path prefixes of the corpora by the length of a sample in tokens; 0 for the recipe's own length
     corpora: dict[int, str] = field(default_factory=dict)
     word = "training"
 

@@ -83,25 +83,18 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a number or tensor of a training that differs from that of the reference training.
+    """A `Finding` is a number or tensor of a training that differs from that of the reference training."""
 
-    Args:
-        step: the number of the step, counted from 1.
-        phase: FORWARD, BACKWARD or OPTIMIZER.
-        module, tensor: the names of the module and of the tensor that differ.
-        error, allowed: the error as `judge` measures it, and its tolerance by Table 2.
-        ranks: the ranks of the whole run whose part is wrong.
-        detail: a description of the worst element, or of the fault.
-    """
-
-    step: int
-    phase: str
+    step: int  # the number of the step, counted from 1
+    phase: str  # FORWARD, BACKWARD or OPTIMIZER
+    # module, tensor: the names of the module and of the tensor that differ
     module: str
     tensor: str
+    # error, allowed: the error as `judge` measures it, and its tolerance by Table 2
     error: float
     allowed: float
-    ranks: tuple[int, ...]
-    detail: str
+    ranks: tuple[int, ...]  # the ranks of the whole run whose part is wrong
+    detail: str  # a description of the worst element, or of the fault
 
     @property
     def used(self) -> float:
@@ -146,19 +139,13 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the differences between all compared numbers and tensors of two trainings.
+    """A `Comparison` holds the differences between all compared numbers and tensors of two trainings."""
 
-    Args:
-        tensors: the number of compared tensors.
-        used: the largest error as a share of its tolerance.
-        findings: the differences in the order of execution, so that the first one shows where the fault is.
-        known: the known differences of MindFormers itself, which are not judged.
-    """
-
-    tensors: int
-    used: float
+    tensors: int  # the number of compared tensors
+    used: float  # the largest error as a share of its tolerance
+    # the differences in the order of execution, so that the first one shows where the fault is
     findings: tuple[Finding, ...]
-    known: tuple[Finding, ...] = ()
+    known: tuple[Finding, ...] = ()  # the known differences of MindFormers itself, which are not judged
 
 
 def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
