@@ -23,7 +23,8 @@ import numpy as np
 
 from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy.equivalence.runs import MONITORS, PASSES, read_steps, refuse_other_data
+from tools.accuracy.equivalence.runs import MONITORS, read_steps, refuse_other_data
+from tools.accuracy.equivalence.strategies import on_workers, unsplit
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
 from tools.accuracy.reference.start import Hyper
 from tools.check.check import require_sections
@@ -43,10 +44,6 @@ Arrays = dict[str, np.ndarray]
 CURVES = ("loss", "lm_loss", "mtp_loss", "global_norm", "learning_rate")
 BIAS = "TopkBiasBalanceCallback"
 WATCHERS = ("CheckpointMonitor",)
-ONE_WORKER = {
-    **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "pipeline_stage", "expert_parallel"), 1),
-    **{"micro_batch_num": 1, "use_seq_parallel": False, "vocab_emb_dp": False},
-}
 _DATA = "train_dataset.data_loader.config.data_path"
 REFUSED = 2  # exit code of what has printed `tc3: message` because it was given something wrong
 _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('torch', 'transformers'))) else 3)"
@@ -184,28 +181,15 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
             "over an EP group; write False"
         )
     plain = copy.deepcopy(dict(recipe))
-    samples = view.global_batch
-    plain["use_parallel"] = False
-    plain["runner_config"].update(batch_size=samples, gradient_accumulation_steps=1)
-    plain["model"]["model_config"]["batch_size"] = samples
-    plain["context"].pop("dataset_broadcast_opt_level", None)
-    plain["parallel_config"].pop("context_parallel_algo", None)
-    plain["parallel_config"].update(ONE_WORKER)
-    plain["model"]["model_config"].update(offset=0, pp_interleave_num=1)
+    plain["callbacks"] = [each for each in plain.get("callbacks") or MONITORS if each["type"] not in WATCHERS]
+    unsplit(plain)
+    on_workers(plain, view.global_batch, 1)
     if view.pp > 1:
         plain["recompute_config"] = {"recompute": False, "select_recompute": False}  # what it has is by stage
-    for name in ("pipeline_config", "parallel_optimizer_config"):
-        plain["parallel"].pop(name, None)
-    rows = [[1, 1], [1, 1], [1, 1], [1, 1], [1, 1, 1, 1]]
-    plain["parallel"].update(parallel_mode=0, enable_parallel_optimizer=False, dataset_strategy=rows)
-    loader = look(plain, LOADER)
-    loader["sizes"] = [steps * samples, 0, 0]
+    look(plain, LOADER)["sizes"] = [steps * view.global_batch, 0, 0]
     plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
     within = (recipe.get("plugins") or {}).get("mtp_documents", False)  # it changes what is computed, too
     plain["plugins"] = of_the_model(plain) | ({} if within is False else {"mtp_documents": within})
-    plain["callbacks"] = [each for each in plain.get("callbacks") or MONITORS if each["type"] not in WATCHERS]
-    for callback in plain["callbacks"]:
-        callback.update({key: 1 for key in PASSES if key in callback})
     plain["checkpoint"] = {"save_path": "", "load_path": ""}
     return plain
 
@@ -320,7 +304,6 @@ def run_reference(
 
 
 def _states(record: Record) -> Arrays:
-    """Return a record's states and loads, flat."""
     out = {f"load/{step}/{layer}": load for step, loads in enumerate(record.loads) for layer, load in loads.items()}
     for step, state in enumerate(record.states):
         for kind, arrays in state.items():
