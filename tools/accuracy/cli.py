@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -171,17 +171,14 @@ def collectives_command(
     flat = collectives.sharded_recipe(recipe, overrides)
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
-    with terminate_as_interrupt(), _folder(keep) as folder:
+    made = tempfile.TemporaryDirectory(prefix="tc3-collectives-") if keep is None else nullcontext(keep.absolute())
+    with terminate_as_interrupt(), made as folder:
         click.echo(f"{flat.source}: training {collectives.STEPS} steps", err=True)
         try:
             verdict = collectives.compare_run(collectives.train(flat, Path(folder)), jobs)
         except RunFailedError as error:
             verdict = collectives.Verdict(collectives.UNKNOWN, f"the training failed: {error}")
     _tell(recipe, verdict, as_json)
-
-
-def _folder(keep: Path | None) -> AbstractContextManager[Path | str]:
-    return nullcontext(keep.absolute()) if keep else tempfile.TemporaryDirectory(prefix="tc3-collectives-")
 
 
 def _tell(what: Path, verdict: Verdict, as_json: bool) -> NoReturn:

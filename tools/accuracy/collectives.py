@@ -39,8 +39,7 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe in `path` unchanged if it is for CPU; for an Ascend recipe, return a small version for CPU
-    (its mini recipe) with the same parallel strategy.
+    """Return the recipe in `path`, or for Ascend its mini recipe with the same parallel strategy.
 
     Raises:
         RecipeError: the file is missing, it or an override is wrong, or MindSpore would not shard the recipe's graph.
@@ -134,11 +133,9 @@ class Verdict:
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
-    """Compile every rank of the recipe of a finished run, and compare the collectives in the compiled graphs with those
-    that the run executed.
+    """Compile every rank of a finished run's recipe, and compare the collectives of the graphs with the executed ones.
 
     Args:
-        run_dir: the folder of a run of `tc3 train`.
         at_once: the number of ranks that are compiled at the same time; None for as many as fit.
 
     Raises:
@@ -192,8 +189,7 @@ def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) 
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """Return the recipe of a run without the keys that do not change its compiled graph, so that all runs of one recipe
-    can use the same cached compiles.
+    """Return a run's recipe without keys that do not change its graph, so that its runs share cached compiles.
 
     Raises:
         RecipeError: the run has no recipe, or its recipe is not sharded.

@@ -168,11 +168,8 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """Return the result of an operator in the type that NumPy derives from its operands; a Cast between floating-point
-    types changes nothing.
-
-    Args:
-        values: arrays, and plain numbers and tuples where the graph has constants.
+    """Return an operator's result in the type that NumPy derives from `values`: arrays, and plain numbers and tuples
+    where the graph has constants. A Cast between floating-point types changes nothing.
 
     Raises:
         UnreadableError: the operator is not in `KNOWN`.

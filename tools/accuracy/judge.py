@@ -85,13 +85,12 @@ def table() -> dict[str, Any]:
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
-    """Return the largest allowed error of an operator's result by Table 2; `judge.errors` computes the error to which
-    this limit applies.
+    """Return the largest error (see `errors`) that Table 2 allows for an operator's result.
 
     Args:
         dtype: the dtype of the operator's inputs: float32, float16, bfloat16 or hfloat32.
         count: the number of terms that one output element accumulates; 0 for an operator that only moves values.
-            roundings: the number of times that a value is stored in `dtype` on its way to the output.
+        roundings: the number of times that a value is stored in `dtype` on its way to the output.
     """
     if count == 0:
         return 0.0

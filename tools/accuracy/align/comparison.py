@@ -157,9 +157,7 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Comparison:
-    """A `Comparison` is the result of comparing two recipes: the stages of the comparison, the settings in which the
-    recipes differ, and in `about` a description of what ran, with software versions.
-    """
+    """A `Comparison` is the result of comparing two recipes; `about` says what ran, with software versions."""
 
     ours: str
     theirs: str
@@ -169,11 +167,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return NOT_ALIGNED if a stage of the comparison failed, and ALIGNED if at least one stage ran and no stage
-        failed.
-
-        If nothing ran, return SAME_NUMBERS if no setting differs that could change a number, and NOT_COMPARED
-        otherwise.
+        """Return NOT_ALIGNED if a stage failed, else ALIGNED if a stage ran; if none ran, SAME_NUMBERS if no setting
+        differs that could change a number, and NOT_COMPARED otherwise.
         """
         if any(stage.status == FAILED for stage in self.stages):
             return NOT_ALIGNED
@@ -227,8 +222,7 @@ class Wanted:
 
 
 def compare_stages(wanted: Wanted, say: Say) -> Comparison:
-    """Compare a recipe with its reference stage by stage, up to the first stage that fails; `say` is called with
-    sentences about the progress.
+    """Compare a recipe with its reference up to the first stage that fails; `say` is told the progress.
 
     Raises:
         TC3Error: an input is wrong. If a run fails, its stage fails, and no error is raised.

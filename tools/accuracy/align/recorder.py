@@ -21,12 +21,10 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """An `AlignRecorder` is a callback of MindFormers' trainer that loads given weights into the model and records the
-    values that are compared with the reference.
+    """An `AlignRecorder` is a callback that loads given weights into the model and records what is compared.
 
     Args:
-        weights: the path of an .npz file of parameters by MindFormers' names, all of which must exist in the model;
-            None: the model keeps its own weights.
+        weights: an .npz file of parameters by MindFormers' names, which the model must have; None: its own weights.
         record: the path of the file to write.
         columns: the names of the columns of a batch (`train_dataset.input_columns`).
     """
@@ -86,10 +84,8 @@ def copy(parameter):
 
 
 def forward(network, batch):
-    """Return the logits of a batch, computed by the compiled graph, and the output of every traced module, computed in
-    PyNative.
-
-    The forward pass counts the experts' load; those counters are put back.
+    """Return the logits of a batch by the compiled graph, and the output of every traced module in PyNative. The
+    counters of the experts' load are put back.
     """
     out = {}
     with counters_kept(network):

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,8 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """A `Record` holds the values that one of the two compared trainings computed, as named arrays; `single` is the
-    result of `reference.train.single_steps`, started from the states of the other training, and `about` holds software
-    versions.
+    """A `Record` holds what one of the two trainings computed, as named arrays; `single` is the result of
+    `reference.train.single_steps` from the other's states, and `about` holds software versions.
     """
 
     trace: Arrays
@@ -139,12 +138,10 @@ def _layer(router: str, sizes: Sizes) -> str:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe in `path` unchanged if it is for CPU, or its mini recipe (a small version for CPU) if it is
-    for Ascend; then apply the overrides and the corpus `data`.
+    """Return the recipe in `path`, or its mini recipe if it is for Ascend, with the overrides and the corpus `data`.
 
     Args:
-        workers: the number of workers of a mini recipe that keeps its parallel strategy; None for a mini recipe that
-            does not.
+        workers: those of a mini recipe that keeps its parallel strategy; None for one that does not.
     """
     recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
     recipe = changed(recipe, overrides, data)
@@ -170,8 +167,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Return a copy of the recipe for one worker that trains `steps` steps with the same global batch.
 
     Raises:
-        RecipeError: the recipe has a plugin without which the computation would be different, or reads other data than
-            a Megatron corpus.
+        RecipeError: a plugin changes the computation, or the recipe reads other data than a Megatron corpus.
     """
     view = View(recipe)
     refuse_other_data(recipe)
@@ -258,11 +254,10 @@ def _no_torch(python: str) -> str:
 
 
 def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weights: Arrays | None) -> Record:
-    """Train `recipe`, which is for one worker, with MindFormers in `folder`, and return what the training recorded,
-    under MindFormers' names.
+    """Train `recipe`, which is for one worker, in `folder`, and return what the training recorded.
 
     Args:
-        weights: the initial weights by MindFormers' names; None: the recipe's own initial weights.
+        weights: the initial weights by MindFormers' names; None: the recipe's own.
 
     Raises:
         RecipeError: the recipe is refused. SideFailedError: the run failed; the end of its log is in the message.
@@ -283,17 +278,14 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
 def run_reference(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, batch: Arrays, other: Record | None = None
 ) -> Record:
-    """Train the reference model in PyTorch on the batches that a MindFormers training recorded, and return the
-    reference's record.
+    """Train the reference in PyTorch from `weights` (Hugging Face's names) on recorded batches; return its record.
 
     Args:
-        weights: the initial weights, by Hugging Face's names.
-        batch: the batches in the form of a `Record`.
-        other: the record of the MindFormers training, in Hugging Face's names; if it is given, the reference also
-            computes each step separately from the state that this training had before the step.
+        other: the MindFormers training in Hugging Face's names; if it is given, the reference also computes each step
+            by itself from the state that this training had before the step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    job = json.dumps({"sizes": sizes.as_json(), "hyper": hyper.as_json()})
+    job = json.dumps({"sizes": sizes.as_json(), "hyper": asdict(hyper)})
     inputs = {**{f"weights/{name}": array for name, array in weights.items()},
               **{f"batch/{name}": array for name, array in batch.items()},
               **(_states(other) if other else {})}  # fmt: skip

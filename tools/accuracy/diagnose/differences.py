@@ -80,11 +80,8 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings at the first step and stage with a difference that is larger than rounding; if rounding
-        explains all differences, return the findings at the first step and stage.
-
-        Another order of summation changes the last bits at an earlier stage than a fault, and does not explain a larger
-        difference.
+        """Return the findings at the first step and stage with a difference above rounding, or if there is none, at the
+        first step and stage. Another order of summation changes the last bits at an earlier stage than a fault.
         """
         grave = [each for each in self.findings if not each.rounding] or list(self.findings)
         return tuple(each for each in grave if (each.step, each.stage) == (grave[0].step, grave[0].stage))

@@ -219,8 +219,7 @@ def read_side(folder: Path) -> Side:
     """Return everything that a run has recorded of its training steps, read from the run's folder.
 
     Raises:
-        DataError: the folder is not a run or has no step, or a rank's record is missing or damaged; the message says
-            what to record.
+        DataError: it is not a run or has no step, or a rank's record is missing or damaged; with what to record.
     """
     file = folder / "recipe.yaml"
     if not file.is_file():
@@ -249,9 +248,11 @@ def read_side(folder: Path) -> Side:
             f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step; copy the metrics/ folders of all "
             "hosts into this folder"
         )
-    readings = metrics[loss_rank(View(recipe))]
+    readings = metrics[loss_rank(view)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
-    side.software, side.first = _described(headers[loss_rank(View(recipe))])
+    parts = headers[loss_rank(view)]
+    side.software = next((line["software"] for line in reversed(parts) if line.get("software")), {})
+    side.first = 1 + parts[0].get("start_step", 0) if parts else 1
     for rank, each in metrics.items():
         for step, record in each.steps.items():
             if record.get("samples"):
@@ -280,12 +281,6 @@ def _metrics(file: Path) -> tuple[Readings, list[Mapping[str, Any]]]:
             headers.append(line)
         readings.add(line)
     return readings, headers
-
-
-def _described(headers: list[Mapping[str, Any]]) -> tuple[dict[str, str], int]:
-    """Return the software of the run's last part, and the first step of its first part."""
-    software = [line["software"] for line in headers if line.get("software")]
-    return software[-1] if software else {}, 1 + headers[0].get("start_step", 0) if headers else 1
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

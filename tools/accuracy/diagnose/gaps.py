@@ -48,12 +48,10 @@ class Side(Protocol):
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> list[str]:
-    """Remove from a run's records the steps and values that not all ranks recorded, and return a sentence for each such
-    gap.
+    """Remove from a run's records what not all ranks recorded, and return a sentence for each such gap.
 
     Args:
-        side: the records of the run.
-        metrics: the metrics of each rank. headers: rank -> the first lines of the parts of its metrics.
+        headers: rank -> the first lines of the parts of its metrics.
     """
     return [
         *_steps(side),
@@ -207,11 +205,7 @@ def _listed(steps: Iterable[int], verb: str = " is| are") -> str:
 
 
 def _of_metrics(headers: Mapping[int, list[Line]], metrics: Mapping[int, Readings]) -> Iterator[str]:
-    """Yield a sentence for each key that some lines of a run's metrics lack.
-
-    Args:
-        headers: rank -> the first lines of its parts. metrics: the metrics of each rank.
-    """
+    """Yield a sentence for each key that some lines of a run's metrics lack."""
     steps = [record for readings in metrics.values() for record in readings.steps.values()]
     known = _STEP.union(*steps) & forms.STEP.keys()
     columns = {IDS}.union(*((record.get("samples") or {}).keys() for record in steps))

@@ -205,8 +205,10 @@ def _finite_law(side: Side, state: State) -> Iterator[Finding]:
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
     """Yield a finding unless clipped gradients have the global norm, or the clipping limit if that is smaller."""
     record, view = side.steps.get(step, {}), View(side.recipe)
+    model = side.recipe["model"]["model_config"]
+    mtp = model.get("num_nextn_predict_layers") or model.get("mtp_num_layers")
     norm, gradients = record.get("global_norm"), side.gradients(step)
-    if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and _mtp(side)):
+    if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and mtp):
         return
     if not math.isfinite(norm):
         return  # a finding by itself
@@ -295,8 +297,7 @@ def _passes(side: Side, step: int) -> float:
 
 
 def loads_of(side: Side, step: int) -> dict[str, list[float]]:
-    """Return for each router the load of each expert in a step, averaged over the ranks that counted tokens for this
-    expert.
+    """Return for each router the load of each expert, averaged over the ranks that counted tokens for it.
 
     In a data-parallel graph each rank counts its own tokens, and the bias moves by their mean; in a sharded graph all
     ranks of a stage have the same counts, and the others have none.
@@ -321,11 +322,6 @@ def clipping_of(side: Side, step: int) -> float:
     """
     norm = side.steps.get(step, {}).get("global_norm")
     return (min(1.0, limit_of(side) / norm) if norm else 1.0) or 1.0
-
-
-def _mtp(side: Side) -> int:
-    model = side.recipe["model"]["model_config"]
-    return int(model.get("num_nextn_predict_layers") or model.get("mtp_num_layers") or 0)
 
 
 def undefined_of(side: Side) -> tuple[str, ...]:

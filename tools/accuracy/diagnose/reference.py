@@ -76,12 +76,11 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (a step, module -> its output in that step as NumPy computes it, router -> the number of tokens at a tie,
-    ""); if the outputs cannot be computed, return (0, {}, {}, the reason).
+    """Return (a step, module -> its output there by NumPy, router -> the number of tokens at a tie, ""), or if it
+    cannot be computed (0, {}, {}, the reason).
 
     Args:
-        kept_in: the name of the file that holds weights and batch: the file of the first recorded step since the last
-            resume, or `END`.
+        kept_in: the file of weights and batch: of the first recorded step since the last resume, or `END`.
     """
     file = side.folder / kept_in
     if not file.is_file():

@@ -318,8 +318,7 @@ def compare_dumps(
     """Compare two dumps tensor by tensor and return the report.
 
     Args:
-        promoted: whether the golden side computed in a wider type (report section 3.1 (1)), so that another type is not
-            a finding.
+        promoted: whether GOLDEN computed in a wider type (report section 3.1 (1)), which is then no finding.
         progress: called with the number of compared tensors and the number of all tensors.
 
     Raises:

@@ -76,12 +76,10 @@ class Scale:
 
 
 def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the factor by which all values of a .npy file differ from those of the golden file, if the distance of
-    this factor from 1 is larger than its tolerance; otherwise return None.
+    """Return the factor of all values of a .npy file to the golden ones, if it is out of tolerance; otherwise None.
 
     Args:
-        sums: `Measured.sums` of the two; the files are read again only if the factor computed from these sums is over
-            the floor.
+        sums: `Measured.sums` of the two; the files are read again only if their factor is over the floor.
         dtype: the judged type.
     """
     floor, sigmas = systematic(dtype)

@@ -121,8 +121,7 @@ def typical(sizes: list[float]) -> float:
 def judge_statistics(
     golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
 ) -> Seen:
-    """Compare the updates of one weight in two dumps, where each update is given by the weight's statistics before and
-    after it.
+    """Compare the updates of one weight in two dumps by the weight's statistics before and after it.
 
     Args:
         size: the size of the update of an element of the median weight in this step.
@@ -150,8 +149,12 @@ def judge_statistics(
     )
     if shares[worst] <= 1:
         return found if least <= BLIND else Seen(unknown=NOISE if gradient_error else HIDDEN)
-    longer, grown = (None, None) if gradient_error else _explained(old, move, apart, allowed)
-    return Seen(found.error, found.allowed, found.detail, longer, grown, least)
+    if gradient_error:
+        return found
+    # a factor of the whole update, or of the weight, moves all statistics alike; the norm by an update's square, too
+    longer, misfit = _factor(move[:3], apart[:3], allowed[:3])
+    grown, other = _factor(old, apart, allowed)
+    return replace(found, longer=longer) if misfit < other else replace(found, grown=grown)
 
 
 def _numbers(item: Item) -> np.ndarray | None:
@@ -176,17 +179,6 @@ def _allowed(
     length = (base + sigmas * noise * largest / norm + noise * root * size / norm) * root * size
     allowed = np.array([extreme, extreme, mean, length + 2 * sigmas * eps * largest + summed])
     return np.array([size, size, size, root * size]), np.maximum(allowed, 1e-300)
-
-
-def _explained(
-    old: np.ndarray, move: np.ndarray, apart: np.ndarray, allowed: np.ndarray
-) -> tuple[float | None, float | None]:
-    """Return (longer, grown), see `Seen`: a factor of the whole update, or of the weight, moves all statistics
-    alike.
-    """
-    longer, misfit = _factor(move[:3], apart[:3], allowed[:3])  # the norm moves by the square of an update too
-    grown, other = _factor(old, apart, allowed)
-    return (longer, None) if misfit < other else (None, grown)
 
 
 def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[float | None, float]:
@@ -224,12 +216,7 @@ class _Step:
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
-    """Return the rows of a comparison, in which each weight with a wrong update is marked, and the counts of judged
-    updates.
-
-    Args:
-        rows: the rows of `pairs`, in the same order, with steps in ascending order.
-    """
+    """Return the rows of `pairs` (steps ascending) with each wrong update marked, and the counts of judged updates."""
     rows, updates = list(rows), Updates()
     steps = _steps(pairs, rows)
     sizes: dict[tuple[int, int], list[float]] = {}  # of the updates in one step of one rank, where values are not known
@@ -360,9 +347,8 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare the updates of one weight in two runs, from four files of one shape: the weight before and after the
-    update in the first run, and the same in the second run. The relative values are inf if only the second run has
-    changed the weight.
+    """Compare the updates of one weight in two runs, from four files of one shape: before and after it in each run. The
+    relative values are inf if only the second run has changed the weight.
     """
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d

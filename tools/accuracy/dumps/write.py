@@ -81,12 +81,11 @@ def refuse_parts(
 
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
-    """Return a `PrecisionDebugger` that writes `folder/stepN/rankM/`.
+    """Return a `PrecisionDebugger` that writes `folder/stepN/rankM/`; each rank has a configuration file of its own.
 
     Args:
         level: L0 (cells), L1 (functions), mix (both), or L2 (kernels of a compiled graph).
         task: statistics, or tensor (which also writes the values as .npy files).
-        rank: the rank of this worker; each has a configuration file of its own.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}

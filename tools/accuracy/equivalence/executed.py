@@ -176,8 +176,7 @@ class ExecutedRuns(Runs):
     word = "run"
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
-        """Train a recipe in a parallel layout and in one process, unless this was done before, and return the
-        comparison of the two trainings.
+        """Return the comparison of a parallel layout with one process, each of which is trained unless it was before.
 
         Raises:
             RunFailedError: one of the two runs failed, now or earlier, or left no complete record.
@@ -194,12 +193,10 @@ class ExecutedRuns(Runs):
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
-    """Train a recipe that `derive_sharded` has made, return what its checkpoints and metrics say, and delete the
-    checkpoints.
+    """Train a recipe of `derive_sharded`, return what its checkpoints and metrics say, and delete the checkpoints.
 
     Args:
-        noted: the name of a weight; the last rank records the norm of its gradient, because no checkpoint holds the
-            last rank's copy of this gradient.
+        noted: a weight of which no checkpoint holds the last rank's gradient; that rank records its norm.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.

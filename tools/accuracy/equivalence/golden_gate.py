@@ -41,11 +41,8 @@ def recorded(folder: Path, recipe: str) -> str:
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the path of the recipe to which the numbers of a golden file belong; return "" if this recipe is the given
-    one.
-
-    Two recipes with the same name in folders with the same name share one file, for example a user's mini/pretrain.yaml
-    and the one of this repository.
+    """Return the recipe to which a golden file belongs; "" if it is the given one. Recipes of the same name in folders
+    of the same name share one file, such as a user's mini/pretrain.yaml and that of this repository.
 
     Raises:
         DataError: it is not a golden file.
@@ -62,7 +59,7 @@ def numbers_of(run: Trained) -> dict[str, Any]:
         {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
         for step, norms in zip(run.steps, run.norms, strict=True)
     ]
-    return {"samples": digest(run.samples), "steps": steps}
+    return {"samples": hashlib.sha256(json.dumps(run.samples).encode()).hexdigest()[:16], "steps": steps}
 
 
 def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,11 +70,6 @@ def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
 def rounded(value: float) -> float:
     """Return a number, rounded to as many digits as a golden file keeps."""
     return float(f"{value:.{DIGITS}g}")
-
-
-def digest(samples: list[list[str]]) -> str:
-    """Return one digest of the samples of all training steps."""
-    return hashlib.sha256(json.dumps(samples).encode()).hexdigest()[:16]
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:

@@ -109,15 +109,14 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies with these names or of these kinds ("trained", "executed"), and also the layouts that are
-    drawn at random if `drawn` is given.
+    """Return the strategies with these names or of these kinds, and also the layouts that `drawn` draws at random.
 
     Without names: all trained strategies, and the default selection of the executed ones, each of which takes minutes.
 
     Args:
         base: the recipe from `one_worker`; if it is given, rows that need a part that its model lacks are left out.
-        drawn: the arguments with which `draw_cases` draws layouts of it. If names of drawn layouts are given, the other
-            layouts are left out, so that a layout that failed can be executed again by itself.
+        drawn: the arguments of `draw_cases`. If names of drawn layouts are given, the others are left out, so that one
+            that failed can be executed again by itself.
 
     Raises:
         RecipeError: a name is unknown, or none of the named strategies can be executed.
@@ -154,16 +153,12 @@ def equivalence(
     drawn: tuple[int, int, int] | None = None,
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
-    """Train a recipe under the chosen parallel strategies, and return the comparison of each strategy with its
-    baseline.
+    """Train a recipe under the chosen parallel strategies, and return each one's comparison with its baseline.
 
     Args:
-        path: the path of the recipe. names: the names for `choose`. work: the folder for the training runs. started:
-            called with the name of each run before it starts.
-        drawn: the number of drawn layouts, the seed, and the largest number of processes of a layout; without names,
-            only these layouts run.
-        finished: called with each row as soon as it is judged, so that an interrupted command has already reported its
-            results.
+        started: called with the name of each run before it starts.
+        drawn: the number of drawn layouts, the seed and the most processes; without names, only these layouts run.
+        finished: called with each row as soon as it is judged, so that an interrupted command has told its results.
 
     Raises:
         RecipeError: the recipe or a name is wrong.

@@ -80,8 +80,7 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the results of the training with this name; the first call for a name runs the training by calling
-        `make`.
+        """Return the training with this name; the first call for a name runs it by calling `make`.
 
         Raises:
             RunFailedError: the run failed, now or earlier, or its record cannot be read.
@@ -194,7 +193,10 @@ def read_run(run_dir: Path) -> Trained:
     copied = {name: differing for name, (_, differing) in whole.items() if differing}
     read = zip(*(record["samples"][: len(record["squares"])] for record in records), strict=True)  # a loader holds more
     samples = [sorted(digest for rank in step for digest in rank) for step in read]
-    norms = _norms([record["squares"] for record in records], split)
+    norms = []  # the squares of split weights are added up over the ranks
+    for step in zip(*(record["squares"] for record in records), strict=True):
+        squares = {name: sum(rank[name] for rank in step) if name in split else step[0][name] for name in step[0]}
+        norms.append({name: float(np.sqrt(square)) for name, square in squares.items()})
     return Trained(workers, steps, samples, norms, state, copied)
 
 
@@ -214,14 +216,6 @@ def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndar
 def weight_of(name: str) -> str:
     """Return the weight (or router) to which a recorded tensor, such as an optimizer moment, belongs."""
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
-
-
-def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[str, float]]:
-    """Return the norm of each weight's gradient, by step; squares of split weights are added up over ranks."""
-    return [
-        {name: float(np.sqrt(sum(rank[name] for rank in step) if name in split else step[0][name])) for name in step[0]}
-        for step in zip(*squares, strict=True)
-    ]
 
 
 def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:

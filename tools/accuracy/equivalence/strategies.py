@@ -122,9 +122,8 @@ def baseline_variant(name: str) -> Variant:
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe in `path`, changed to train on one CPU worker with the whole global batch and with those
-    plugins only that belong to its model; a recipe for Ascend is replaced by its mini recipe (a small version for
-    CPU).
+    """Return the recipe in `path` (for Ascend its mini recipe), changed to train on one CPU worker with the whole
+    global batch and only with the plugins that belong to its model.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk, or lacks something without which no training starts.
@@ -204,11 +203,7 @@ def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
 
 
 def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> list[Case]:
-    """Return different parallel layouts of a recipe (from `one_worker`), drawn at random; equal arguments give equal
-    layouts.
-
-    Args:
-        most: the largest number of processes of a layout.
+    """Return different layouts of a recipe (from `one_worker`) on at most `most` processes, drawn by the seed.
 
     Raises:
         RecipeError: there are fewer than `count` legal layouts.

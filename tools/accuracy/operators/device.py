@@ -56,9 +56,7 @@ class MindSporeDevice:
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Return the gradients of those inputs of an operator that `spec.wrt` lists, for given gradients of its float
-        outputs; this raises the errors that `forward` raises.
-        """
+        """Return the gradients of the inputs `spec.wrt` for those of the float outputs; raises as `forward` does."""
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
     def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:

@@ -150,8 +150,7 @@ def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, see
     """Run all checks of an operator in one data type on a device, and return a row for each.
 
     Args:
-        dtype: the full name of the data type. reruns: the number of times that each case runs; with 1, reruns are not
-            checked. seed: the seed of the inputs.
+        reruns: the number of times that each case runs; with 1, reruns are not checked.
     """
     rows: list[Row] = []
     for shape in spec.shapes:

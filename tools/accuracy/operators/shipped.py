@@ -51,8 +51,7 @@ def _summary(name: str, array: Array) -> list[float]:
 
 
 def read_shipped(file: Path = FILE) -> dict[str, Any]:
-    """Return the content of the file of golden results: "made" (its date), "numpy" (the version of NumPy), and
-    "results".
+    """Return the content of the file of golden results: its date "made", the version of "numpy", and "results".
 
     Raises:
         DataError: it is not a golden file.
@@ -69,12 +68,7 @@ def read_shipped(file: Path = FILE) -> dict[str, Any]:
 
 
 def differences(pairs: Iterable[tuple[Spec, str]], shipped: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the number of compared tensors, and a line of text for each tensor that differs from the golden results in
-    the file.
-
-    Args:
-        pairs: operators and data types. shipped: the result of `read_shipped`.
-    """
+    """Return the number of compared tensors, and a line for each that differs from those of `read_shipped`."""
     compared, lines = 0, []
     for spec, dtype in pairs:
         for name, got in numbers_of(spec, dtype).items():

@@ -21,11 +21,8 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 
 class Forward:
-    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA). Tests override a method
-    to make a mistake on purpose.
-
-    Args:
-        sizes: the sizes of the model. weights: Hugging Face name -> array.
+    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA), from its sizes and its
+    weights by Hugging Face's names. Tests override a method to make a mistake on purpose.
     """
 
     def __init__(self, sizes: Sizes, weights: Arrays):

@@ -256,6 +256,9 @@ def test_files_and_exit_codes(tmp_path):
     text = invoke(golden, bench).stdout
     assert "first forward: step 0 Cell.layers.1.act.Relu.forward.0.output.0: value: error 0.01" in text
     assert "first backward: none" in text
+    invoke(golden, golden, "--out", tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["compare.json", "rows.csv"], "a page of another comparison"
 
 
 FAULTS = {
