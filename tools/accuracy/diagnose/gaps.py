@@ -17,6 +17,7 @@ from plugins.sealed_checkpoint.router_state import MUON_MOMENT
 from plugins.step_record.plan import BIAS, IDS, KEY, LOAD, MOMENTS, Settings, without_update
 from plugins.step_record.plan import STATE as PREFIXES
 from tools.accuracy.diagnose import forms
+from tools.accuracy.equivalence.runs import weight_of
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import Readings
@@ -259,7 +260,7 @@ def _by_itself(line: Line) -> Iterator[str]:
         yield from (f"weights.{name}.{key}" for key in _of_update(told, updates))
     parts = line.get("parts") or {}
     for name in parts.keys() & state.keys():
-        of = _weight(name)
+        of = weight_of(name)
         group = [each for each in (of, *(prefix + of for prefix in PREFIXES)) if each in state]
         yield from (f"parts.{each}" for each in group if each not in parts and state[each][2] == state[name][2])
 
@@ -277,15 +278,10 @@ def _of_update(told: Line, updates: int | None) -> Iterator[str]:
         yield "decay"
 
 
-def _weight(name: str) -> str:
-    """Return the weight to which a weight's or a moment's name belongs."""
-    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
-
-
 def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
     """Yield what is lacking of the optimizer's moments and of the updates that they made."""
     one, two = MOMENTS
-    for name in dict.fromkeys(map(_weight, state)):
+    for name in dict.fromkeys(map(weight_of, state)):
         if (one + name in state) != (two + name in state):
             yield f"state.{(two if one + name in state else one) + name}"
         moved = [state[each] for each in (one + name, MUON_MOMENT + name) if each in state and name in state]

@@ -17,11 +17,11 @@ from typing import Any
 
 from plugins.batch_ramp.plan import division_of
 from plugins.finite_loss.plan import undefined_parts
-from plugins.step_record.plan import END, STATE, apart, sketch_of
+from plugins.step_record.plan import END, apart, sketch_of
 from plugins.step_record.plan import START as START_FILE
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
 from tools.accuracy.diagnose.reference import bias_rate_of, built_of, outputs_of
-from tools.accuracy.equivalence.runs import group_of
+from tools.accuracy.equivalence.runs import group_of, weight_of
 from tools.recipe.view import View
 
 VERSIONS, CONFIGURATION, START = "versions", "configuration", "start"
@@ -344,8 +344,7 @@ def is_trained(name: str) -> bool:
 
 def module_of(name: str) -> str:
     """Return the part of the model to which a weight, an optimizer moment or a router's counter belongs."""
-    for prefix in STATE:
-        name = name.removeprefix(prefix)
+    name = weight_of(name)
     group = group_of(name) if "." in name else name
     inside = "self_attention" in name and group.endswith(".norms")  # such as that of the latent keys and values
     return group.removesuffix("norms") + "attention.norms" if inside else group

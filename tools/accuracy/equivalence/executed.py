@@ -21,7 +21,7 @@ import numpy as np
 from plugins.errors import CheckpointError, DataError
 from plugins.finite_loss.plan import undefined_parts
 from plugins.sealed_checkpoint.router_state import MUON_MOMENT
-from plugins.step_record.plan import MOMENTS, STATE, Adam, adam_of
+from plugins.step_record.plan import MOMENTS, STATE, Adam, adam_of, gradient_square
 from tools.accuracy.equivalence.runs import (
     BIAS,
     FIRST,
@@ -35,7 +35,6 @@ from tools.accuracy.equivalence.runs import (
     least,
     read_samples,
     read_steps,
-    square_of,
     weight_of,
 )
 from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
@@ -308,7 +307,8 @@ class _Record:
         first, second = MOMENTS
         norms = {}
         for name in _updated(arrays, first):
-            norms[name] = square_of(arrays[first + name], self.last.get(first + name, 0.0), self.adam.beta1) ** 0.5
+            before = self.last.get(first + name, 0.0)
+            norms[name] = gradient_square(arrays[first + name], before, self.adam.beta1) ** 0.5
             square = arrays[second + name] / (1 - self.adam.beta2 ** (len(self.norms) + 1))
             self.least[LEAST + name] = least(square, self.least.get(LEAST + name))
         if not self.norms:

@@ -243,11 +243,6 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
     return [sorted({each for rank in step for each in rank}) for step in zip(*given, strict=True)]
 
 
-def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
-    """Return the sum of squares of a gradient g by AdamW's first moment: m' = beta1 * m + (1 - beta1) * g."""
-    return float(np.square((moment - beta1 * before) / (1 - beta1), dtype=np.float64).sum())
-
-
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
     """Return for each element the smallest mean squared gradient above 0 so far, by which AdamW divides."""
     known = np.zeros_like(square) if known is None else known

@@ -34,6 +34,7 @@ from tools.accuracy.equivalence.runs import (
     weight_of,
 )
 from tools.accuracy.judge import ROUNDOFF, judge, tolerance
+from tools.process.host import compress
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"  # the phases of a step
 DTYPE = "float32"  # the column of Table 2 by which both sides are judged
@@ -158,20 +159,9 @@ def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
     found = {axis: sorted(set(row)) for axis, row in zip(sizes, places.tolist(), strict=True)}
     common = ""
     if math.prod(len(values) for values in found.values()) == len(chosen):
-        held = [f"{axis} {_spans(values)}" for axis, values in found.items() if len(values) < sizes[axis]]
-        common = f" ({', '.join(held)})"
-    return f"rank{'s' * (len(chosen) > 1)} {_spans(chosen)}{common}"
-
-
-def _spans(numbers: list[int]) -> str:
-    """Return ``0-2, 5`` for 0, 1, 2, 5."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+        held = [f"{axis} {compress(values)}" for axis, values in found.items() if len(values) < sizes[axis]]
+        common = f" ({','.join(held)})"
+    return f"rank{'s' * (len(chosen) > 1)} {compress(chosen)}{common}".replace(",", ", ")
 
 
 def finding_text(finding: Finding, mesh: Mesh) -> str:
