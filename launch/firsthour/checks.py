@@ -12,12 +12,9 @@ nothing.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -249,33 +246,6 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
     for check in HOUR_CHECKS:
         (state / f"{check.name}.json").unlink(missing_ok=True)
     write_atomically(path, json.dumps(key) + "\n")
-
-
-@contextmanager
-def only_start(state: Path) -> Iterator[None]:
-    """Hold the folder of the outcomes against a second start, whose trainings would meet those of the first one, and
-    whose outcomes would replace them. The system lifts the lock of a process that is killed.
-
-    Raises:
-        DataError: another start is at work in the folder, or it cannot be made.
-    """
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-        folder = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise DataError(f"{state}: cannot be written ({error.strerror or error})") from None
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{state}: another tc3 firsthour is at work in this folder; wait for its end, or choose another --work"
-            ) from None
-        except OSError:  # some network file systems have no locks for folders
-            pass
-        yield
-    finally:
-        os.close(folder)
 
 
 def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:

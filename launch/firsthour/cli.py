@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launch.firsthour.checks import NO_GO, Outcome, line_of, only_start, outcome_of, own_state, run_checks, verdict
+from launch.firsthour.checks import NO_GO, Outcome, line_of, outcome_of, own_state, run_checks, verdict
 from launch.firsthour.page import as_html
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError, DataError
 from tools.accuracy.pages import check_page
-from tools.files.atomic import check_writable, keep_existing, real_path, write_atomically
+from tools.files.atomic import check_writable, keep_existing, only_process_in, real_path, write_atomically
 from tools.measured import (
     CLUSTER,
     FORMAT,
@@ -154,7 +154,7 @@ def firsthour_command(
     check_writable(out)
     require_verified()
     cluster = read_cluster(simulate) if simulate is not None else None
-    with only_start(place):
+    with only_process_in(place, "tc3 firsthour", "--work"):
         own_state(place, {"recipe": recipe_digest(recipe), **_cluster_of(hour, simulate), **software()}, force)
         about: dict[str, Any] = {"device": hour.device, "devices": hour.world, "simulated": simulate is not None}
         runner: Any = hour

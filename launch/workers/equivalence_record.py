@@ -18,9 +18,9 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.train.callback import Callback
 
-from plugins.step_record.plan import MOMENTS
+from plugins.step_record.plan import MOMENTS, gradient_square
 from tools.accuracy.counted_bias import BIAS_END, CountedBias, of_routers
-from tools.accuracy.equivalence.runs import BIAS, LEAST, LOAD, START, least, square_of
+from tools.accuracy.equivalence.runs import BIAS, LEAST, LOAD, START, least
 from tools.files.atomic import atomic_file, write_atomically
 
 MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK, alias="TopkBiasBalanceCallback")
@@ -64,7 +64,7 @@ class EquivalenceRecord(Callback):
         squares = {}
         for name, moment in self._state(run_context).items():
             if name.startswith(first):
-                squares[name.removeprefix(first)] = square_of(moment, self.moments.get(name, 0.0), self.beta1)
+                squares[name.removeprefix(first)] = gradient_square(moment, self.moments.get(name, 0.0), self.beta1)
                 self.moments[name] = moment
             else:
                 kept = LEAST + name.removeprefix(second)

@@ -15,7 +15,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_rank
 from mindspore.train.callback import Callback
 
-from tools.accuracy.equivalence.runs import square_of
+from plugins.step_record.plan import gradient_square
 from tools.files.atomic import write_atomically
 
 
@@ -41,7 +41,7 @@ class OwnGradient(Callback):
         for item in run_context.original_args().train_network.optimizer.get_parameters():
             if item.name == self.name:
                 moment = np.array(item.asnumpy())  # a view of a buffer that the next step overwrites
-                self.norms.append(square_of(moment, self.before, self.beta1) ** 0.5)
+                self.norms.append(gradient_square(moment, self.before, self.beta1) ** 0.5)
                 self.before = moment
 
     def on_train_end(self, run_context):

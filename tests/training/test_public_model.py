@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from launch.generate.command import forward_recipe
+from tests.tools.accuracy.reference.grouped import Grouped
 from tests.tools.weights.test_yarn import LENGTH, ORIGINAL, STANDARD, public, recipe_of
 from tests.training import forked, runs
 from tests.training.conftest import shared
-from tools.accuracy.reference.forward import Grouped
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -171,7 +171,8 @@ def collectives_command(
     flat = collectives.sharded_recipe(recipe, overrides)
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
-    with terminate_as_interrupt(), _folder(keep) as folder:
+    made = tempfile.TemporaryDirectory(prefix="tc3-collectives-") if keep is None else nullcontext(keep.absolute())
+    with terminate_as_interrupt(), made as folder:
         click.echo(f"{flat.source}: training {collectives.STEPS} steps", err=True)
         try:
             verdict = collectives.compare_run(collectives.train(flat, Path(folder)), jobs)
@@ -180,12 +181,7 @@ def collectives_command(
     _tell(recipe, verdict, as_json)
 
 
-def _folder(keep: Path | None) -> AbstractContextManager[Path | str]:
-    return nullcontext(keep.absolute()) if keep else tempfile.TemporaryDirectory(prefix="tc3-collectives-")
-
-
 def _tell(what: Path, verdict: Verdict, as_json: bool) -> NoReturn:
-    """Print the verdict and end with its exit code."""
     from tools.accuracy.collectives import DIFFERS, EQUAL
 
     if as_json:
@@ -283,7 +279,7 @@ def ops(
             "--dtype hf32: a process cannot switch hf32 off again, so no other type can be tested with it; give "
             "--dtype hf32 only"
         )
-    pairs = _pairs(names, dtypes or DEFAULT)
+    pairs = _pairs(names, tuple(dict.fromkeys(dtypes or DEFAULT)))
     check_page(page)
     require_verified()
     from tools.accuracy.operators.device import MindSporeDevice

@@ -113,19 +113,13 @@ def train(recipe: Recipe, folder: Path) -> Path:
 class RankCalls:
     """A `RankCalls` holds the collectives that one rank executed in its first step, and how they differ from the
     collectives that `tc3 dryrun` reports for this rank.
-
-    Args:
-        calls: the number of executed collectives.
-        bytes: the number of bytes of their tensors.
-        by_name: the number of executed collectives of each operator.
-        differences: one line of text for each difference from the report of the dry run.
     """
 
     rank: int
-    calls: int
-    bytes: int
-    by_name: dict[str, int]
-    differences: list[str]
+    calls: int  # the number of executed collectives
+    bytes: int  # the number of bytes of their tensors
+    by_name: dict[str, int]  # the number of executed collectives of each operator
+    differences: list[str]  # one line of text for each difference from the report of the dry run
 
 
 @dataclass(frozen=True)

@@ -46,18 +46,12 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """A `Step` is one operator of a fused kernel.
+    """A `Step` is one operator of a fused kernel."""
 
-    Args:
-        op: the name of its primitive. output: the type and shape of its result.
-        arguments: the arguments in order; constants are given as values.
-        keep_dims: whether a reduction keeps the dimension.
-    """
-
-    op: str
-    output: TensorType
-    arguments: tuple[Argument, ...]
-    keep_dims: bool = False
+    op: str  # the name of its primitive
+    output: TensorType  # the type and shape of its result
+    arguments: tuple[Argument, ...]  # the arguments in order; constants are given as values
+    keep_dims: bool = False  # whether a reduction keeps the dimension
 
     @property
     def moves(self) -> bool:
@@ -67,17 +61,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `Kernel` is a group of operators that DVM fuses into one kernel.
+    """A `Kernel` is a group of operators that DVM fuses into one kernel."""
 
-    Args:
-        inputs: the types and shapes of its inputs. outputs: the indices in `steps` of the results that leave the
-            kernel. where: MindSpore's path of its last operator.
-    """
-
-    inputs: tuple[TensorType, ...]
+    inputs: tuple[TensorType, ...]  # the types and shapes of its inputs
     steps: tuple[Step, ...]
-    outputs: tuple[int, ...]
-    where: str = ""
+    outputs: tuple[int, ...]  # the indices in `steps` of the results that leave the kernel
+    where: str = ""  # MindSpore's path of its last operator
 
     @property
     def name(self) -> str:
@@ -242,15 +231,11 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """A `Found` collects the fused kernels of graphs, one of each kind, and the reasons why others cannot be computed.
+    """A `Found` collects one fused kernel of each kind, and the reasons why others cannot be computed."""
 
-    Args:
-        kernels: one kernel of each kind, by `Kernel.key`. counts: the number of kernels of each kind. skipped: the
-            number of kernels that cannot be computed, by the reason.
-    """
-
-    kernels: dict[str, Kernel] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
+    kernels: dict[str, Kernel] = field(default_factory=dict)  # one kernel of each kind, by `Kernel.key`
+    counts: Counter[str] = field(default_factory=Counter)  # the number of kernels of each kind
+    # the number of kernels that cannot be computed, by the reason
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Collection[int]) -> None:
@@ -341,18 +326,14 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """An `Allowance` holds the data from which the tolerance of one result follows by Table 2 (`tools.accuracy.judge`).
+    """An `Allowance` holds the data from which the tolerance of one result follows by Table 2."""
 
-    Args:
-        dtype: the type with the fewest bits on which it depends. count: the number of elements that it sums; 0 if
-            values are only moved. stores: the largest number of times that a value is rounded to 16 bits on its way, if
-            the result of each operator is stored. casts: the number of times that a Cast rounds the value to 16 bits.
-    """
-
-    dtype: str
-    count: int
+    dtype: str  # the type with the fewest bits on which it depends
+    count: int  # the number of elements that it sums; 0 if values are only moved
+    # the largest number of times that a value is rounded to 16 bits on its way, if the result of each operator is
+    # stored
     stores: int
-    casts: int
+    casts: int  # the number of times that a Cast rounds the value to 16 bits
 
     def tolerance(self, way: str) -> float:
         """Return the tolerance of a result that was computed in the given way, fused or unfused."""
@@ -430,13 +411,10 @@ class Row:
 
 @dataclass
 class Report:
-    """A `Report` holds the judgements of all fused kernels of a recipe's graphs.
-
-    Args:
-        skipped: the number of kernels that were not computed again, by the reason.
-    """
+    """A `Report` holds the judgements of all fused kernels of a recipe's graphs."""
 
     rows: list[Row] = field(default_factory=list)
+    # the number of kernels that were not computed again, by the reason
     skipped: dict[str, int] = field(default_factory=dict)
 
     @property

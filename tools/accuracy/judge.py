@@ -29,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import yaml
 
@@ -52,11 +53,8 @@ def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
 
 def round_bfloat16(values: np.ndarray) -> np.ndarray:
     """Return the nearest bfloat16 of each float32, ties to even, as float32 (any shape); NaN stays NaN."""
-    values = np.asarray(values, np.float32)
-    bits = values.view(np.uint32)
-    # the upper half of a float32 is a bfloat16: add just under half of its last place, one more where it is odd
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(values), np.float32(np.nan), rounded.view(np.float32))
+    with np.errstate(all="ignore"):
+        return np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:

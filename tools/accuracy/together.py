@@ -69,24 +69,16 @@ _NOT_IN = {
 class Plugin:
     """A `Plugin` holds the settings with which a plugin is tried in a small recipe, and the other settings that this
     recipe then needs.
-
-    Args:
-        settings: the settings in the plugin's section of the recipe.
-        needs: the degrees of parallelism (fields of a `Sharding`) that the plugin needs.
-        beside: the names of other plugins that must be on.
-        chats: whether the plugin needs conversations as data.
-        dense: whether the plugin needs grouped-query attention, which the models without experts have.
-        model: the keys of `model_config` that the plugin needs.
-        grows: whether the plugin needs a batch that can be halved, and data that pass through the process.
     """
 
-    settings: Any = field(default_factory=dict)
+    settings: Any = field(default_factory=dict)  # the settings in the plugin's section of the recipe
+    # the degrees of parallelism (fields of a `Sharding`) that the plugin needs
     needs: Mapping[str, Any] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()
-    chats: bool = False
-    dense: bool = False
-    model: Mapping[str, Any] = field(default_factory=dict)
-    grows: bool = False
+    beside: tuple[str, ...] = ()  # the names of other plugins that must be on
+    chats: bool = False  # whether the plugin needs conversations as data
+    dense: bool = False  # whether the plugin needs grouped-query attention, which the models without experts have
+    model: Mapping[str, Any] = field(default_factory=dict)  # the keys of `model_config` that the plugin needs
+    grows: bool = False  # whether the plugin needs a batch that can be halved, and data that pass through the process
 
 
 PLUGINS: Mapping[str, Plugin] = {

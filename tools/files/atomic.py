@@ -9,6 +9,7 @@ file that may have terabytes.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -201,6 +202,36 @@ def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool)
 
 
 _LIMIT = 1 << 20  # bytes
+
+
+@contextmanager
+def only_process_in(folder: Path, command: str, option: str) -> Iterator[None]:
+    """Hold a folder against a second start of `command`, whose trainings would meet those of the first one. The system
+    lifts the lock of a process that is killed.
+
+    Args:
+        option: the option by which the user chooses the folder.
+
+    Raises:
+        DataError: another start is at work in the folder, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{folder}: another {command} is at work in this folder; wait for its end, or choose another {option}"
+            ) from None
+        except OSError:  # some network file systems have no locks for folders
+            pass
+        yield
+    finally:
+        os.close(held)
 
 
 def last_lines(log: Path) -> list[str]:

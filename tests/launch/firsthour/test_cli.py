@@ -14,10 +14,11 @@ from click.testing import CliRunner
 
 from launch.cli import tc3
 from launch.firsthour import cli
-from launch.firsthour.checks import HOUR_CHECKS, only_start
+from launch.firsthour.checks import HOUR_CHECKS
 from launch.firsthour.hour import Hour
 from launch.run.compile_cache import FOLDER
 from plugins.errors import DataError
+from tools.files.atomic import only_process_in
 from tools.files.page import BEGINS
 from tools.measured import CLUSTER, MEMORY, read_bundle, write_bundle
 from tools.recipe.catalogue import load_card
@@ -90,7 +91,7 @@ def test_a_second_start_in_the_folder_of_one_that_is_at_work_is_refused(hour, tm
     """Its trainings met those of the first one, and its outcomes replaced them."""
     folder, words = hour
     before = {path: path.read_bytes() for path in (folder / "work").glob("*.json")}
-    with only_start(folder / "work"):
+    with only_process_in(folder / "work", "tc3 firsthour", "--work"):
         second = run(R438, *words, "--out", tmp_path / "b.zip", "--force")
     assert f"{folder / 'work'}: another tc3 firsthour is at work in this folder" in str(second.exception)
     assert {path: path.read_bytes() for path in (folder / "work").glob("*.json")} == before

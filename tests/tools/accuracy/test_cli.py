@@ -60,6 +60,12 @@ def test_a_clean_run():
     assert "4 operators on MindSpore 2.9.0 on CPU; by data type: 4 pass, 0 fail, 4 not runnable here" in result.stdout
 
 
+def test_a_data_type_that_is_given_twice_is_tested_once():
+    result = ops("neg", "--dtype", "fp32", "--dtype", "float32", "--json")
+    rows = [tuple(map(str, row.values())) for row in json.loads(result.stdout)["rows"]]
+    assert result.exit_code == 0 and len(rows) == len(set(rows))
+
+
 def test_failures_exit_with_1():
     result = ops("tanh", "--dtype", "fp32", "--reruns", "1")
     assert result.exit_code == 1 and "fail: tanh fp32 backward 0 [64x96]: error" in result.stdout
@@ -94,12 +100,18 @@ def test_a_page_replaces_pages_only(tmp_path):
     """And what cannot be written is refused before the operators are run."""
     (tmp_path / "recipe.yaml").write_text("seed: 1")
     (tmp_path / "old.html").write_text("<!DOCTYPE html>old")
-    for name, words in (("recipe.yaml", "is not an HTML page"), ("recipe.yaml/x.html", "is not a folder")):
+    for name, words in (("recipe.yaml", "is not an HTML page"), ("recipe.yaml/x.html", "recipe.yaml is a file")):
         result = ops("relu", "--html", str(tmp_path / name))
         assert isinstance(result.exception, DataError) and words in str(result.exception)
     check_page(tmp_path / "old.html")
     check_page(tmp_path / "new" / "page.html")
     assert (tmp_path / "recipe.yaml").read_text() == "seed: 1" and not (tmp_path / "new").exists()
+
+
+def test_a_command_without_a_page_may_stand_anywhere(monkeypatch):
+    """In a folder that nobody writes to, it was refused for its page None."""
+    monkeypatch.chdir("/proc")
+    check_page(None)
 
 
 def test_hf32_is_listed_as_not_runnable():

@@ -133,14 +133,6 @@ def test_bfloat16_by_hand():
     assert np.isnan(round_bfloat16(np.uint32([0x7FFFFFFF, 0xFFFFFFFF]).view(np.float32))).all()
 
 
-def test_bfloat16_as_the_library_does():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    values = np.random.default_rng(0).integers(0, 2**32, 100_000, np.uint64).astype(np.uint32).view(np.float32)
-    with np.errstate(all="ignore"):
-        want = values.astype(ml_dtypes.bfloat16).astype(np.float32)
-    np.testing.assert_array_equal(round_bfloat16(values), want)
-
-
 @given(FLOATS, st.sampled_from(DEFAULT))
 def test_rounding_twice_changes_nothing(value, dtype):
     once = rounded(np.float32([value]), dtype)

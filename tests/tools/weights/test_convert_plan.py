@@ -23,12 +23,13 @@ from safetensors.numpy import load_file, save_file
 from plugins.errors import CheckpointError
 from plugins.hugging_face_weights.plan import EMBEDDING, HEAD
 from tests.tools.accuracy.align.cases import sizes
+from tests.tools.accuracy.reference.grouped import Grouped, TeleChat2
 from tests.tools.weights import renew as frozen
 from tests.tools.weights import test_telechat2 as of_telechat2
 from tests.tools.weights import test_yarn as of_yarn
 from tools.accuracy.align import sides
 from tools.accuracy.align.sides import load, on_one_worker
-from tools.accuracy.reference.forward import Forward, Grouped, TeleChat2
+from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import hyper_of, initial_weights
 from tools.checkpoint.tensor_files import Header
 from tools.data.index import write_learnable

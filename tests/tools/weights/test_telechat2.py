@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from launch.generate.command import forward_recipe
 from launch.generate.session import answering_model
 from plugins.errors import CheckpointError, RecipeError, TC3Error
-from tools.accuracy.reference.forward import TeleChat2
+from tests.tools.accuracy.reference.grouped import TeleChat2
 from tools.accuracy.reference.start import initial_weights
 from tools.checkpoint.tensor_files import Header
 from tools.recipe.dump import dump_recipe

@@ -26,10 +26,11 @@ from tools.accuracy.align import config as align_config
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align import stages as align_stages
 from tools.accuracy.align.config import LAYOUT, MAY
-from tools.accuracy.align.sides import Record, in_hugging_face_names, read_metrics, rope_dimensions
+from tools.accuracy.align.sides import Record, in_hugging_face_names, rope_dimensions
 from tools.accuracy.align.stages import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Stage
+from tools.accuracy.equivalence.runs import read_steps
 from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
-from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights
+from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights, nudged
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini_strategy import WORKERS
@@ -57,24 +58,17 @@ BY_A_TIE = "differ by more than rounding, but by no more than a choice of an exp
 MOST = 8  # rows of a failed stage that are printed
 
 
-@dataclass(frozen=True)
-class Sides:
-    """A `Sides` holds the two recipes that are trained for a comparison; `about` says in one sentence how these two
-    recipes differ from the recipes that the user gave, and is empty if they do not differ.
-    """
-
-    recipes: list[Recipe]
-    about: str = ""
-
-
-def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
-    """Return two recipes that train as a sharded graph on CPU; a recipe for Ascend is replaced by a small version for
-    CPU (its mini recipe) with the same parallel strategy. Return None if no recipe splits its model over ranks.
+def split_model(
+    paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int
+) -> tuple[list[Recipe], str] | None:
+    """Return two recipes that train as a sharded graph on CPU (of a recipe for Ascend its mini recipe with the same
+    parallel strategy), and how they differ from the given ones; None if no recipe splits its model over ranks.
 
     A recipe is compared with one process that runs the same graph. Features that MindFormers computes differently in
     other layouts are switched off on both sides (docs/stock-differences.md).
     """
-    split = [_splits(path, overrides) for path in paths]
+    as_written = [View(apply_overrides(load_recipe(path), overrides)) for path in paths]
+    split = [view.parallel and view.tp * view.pp * view.cp > 1 for view in as_written]
     if not any(split):
         return None
     recipes = [
@@ -93,13 +87,7 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
         told.append("without clipping, whose norm counts the embedding of a pipeline with MTP twice")
         for recipe in recipes:
             recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=NEVER_CLIPPED)
-    return Sides(recipes, "; ".join(told))
-
-
-def _splits(path: Path, overrides: tuple[str, ...]) -> bool:
-    """Return whether a recipe, as it is written, has a degree that cuts the model or its sequences."""
-    view = View(apply_overrides(load_recipe(path), overrides))
-    return view.parallel and view.tp * view.pp * view.cp > 1
+    return recipes, "; ".join(told)
 
 
 def _processes(view: View) -> str:
@@ -120,30 +108,36 @@ def _sharded(recipe: Recipe) -> Recipe:
     return sharded
 
 
-def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Stage:
-    """Train two recipes by `tc3 train`, and return the stage of the comparison that judges whether their losses agree.
+def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Stage:
+    """Return stage 6: two recipes are trained by `tc3 train` with their own workers, and compared by their losses.
 
     Raises:
         SideFailedError: a side failed, or was refused. The results of the five stages before are kept.
     """
-    counts = [View(side).devices for side in sides.recipes]
+    steps, about = wanted.steps, ""
+    paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
+    if split := split_model(paths, wanted.overrides, wanted.data, steps):
+        sides, about = split
+    else:  # as they are; one worker beside a single recipe
+        sides = [recipe, Recipe(align_sides.on_one_worker(recipe, steps)) if other is None else other]
+    counts = [View(side).devices for side in sides]
     if max(counts) == 1:
         reason = "one CPU worker on both sides; give a recipe of another layout by --against"
         return Stage(MORE_DEVICES, state=NOT_RUN, reason=reason)
-    if align_sides.numbers(sides.recipes[0]) == align_sides.numbers(sides.recipes[1]):
+    if align_sides.numbers(sides[0]) == align_sides.numbers(sides[1]):
         reason = "what CPU runs of the two recipes is the same, with all workers too"
         return Stage(MORE_DEVICES, state=SAME, reason=reason)
     losses = []
-    for name, side, count in zip(("layout_ours", "layout_theirs"), sides.recipes, counts, strict=True):
+    for name, side, count in zip(("layout_ours", "layout_theirs"), sides, counts, strict=True):
         say(f"training on {count} worker{'s' * (count > 1)}")
-        losses.append(_train(side, folder / name, steps))
+        losses.append(_train(side, wanted.folder / name, steps))
     rows = [
         Row(f"loss of step {step}", abs(one - two), LOSS, "|difference|")
         for step, (one, two) in enumerate(zip(*losses, strict=True), 1)
     ]
     stage = Stage(MORE_DEVICES, rows)
     told = [align_stages.explain_curve(stage)] if stage.status == FAILED else []
-    stage.reason = "; ".join([*told, *filter(None, [sides.about])])
+    stage.reason = "; ".join([*told, *filter(None, [about])])
     return stage
 
 
@@ -158,7 +152,7 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
         raise align_sides.SideFailedError(
             f"`tc3 train` refuses to train the recipe for the comparison: {error}"
         ) from None
-    return [float(step["loss"]) for step in read_metrics(folder / "run", loss_rank(View(recipe)))]
+    return [float(step["loss"]) for step in read_steps(folder / "run", loss_rank(View(recipe)))]
 
 
 @dataclass
@@ -224,28 +218,16 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A `Wanted` holds the arguments of `tc3 accuracy align`: the recipe, the reference, the number of steps, the data
-    and the seed.
-
-    Args:
-        path: the path of the recipe.
-        against: `hf`, or the path of another recipe.
-        steps: the number of steps in stages 5 and 6 of the comparison.
-        overrides: overrides for both recipes.
-        data: the path prefix of a Megatron corpus that replaces the recipe's corpus.
-        folder: the folder of the training runs.
-        python: the path of the Python interpreter that runs the reference.
-        seed: the seed of the weights with which both trainings start.
-    """
+    """A `Wanted` holds the arguments of `tc3 accuracy align`."""
 
     path: Path
-    against: str
-    steps: int
+    against: str  # `hf`, or the path of another recipe
+    steps: int  # of stages 5 and 6
     overrides: tuple[str, ...]
-    data: str | None
-    folder: Path
-    python: str
-    seed: int = 0
+    data: str | None  # the path prefix of a Megatron corpus that replaces the recipe's
+    folder: Path  # of the training runs
+    python: str  # the interpreter that runs the reference
+    seed: int = 0  # of the weights with which both trainings start
 
 
 def compare_stages(wanted: Wanted, say: Say) -> Comparison:
@@ -290,7 +272,13 @@ def _against_reference(comparison: Comparison, wanted: Wanted, say: Say) -> None
     ours = align_sides.run_mindformers(plain, wanted.folder / "ours", hyper, to_mindformers(weights, sizes))
     ours = in_hugging_face_names(ours, sizes)
     say("Hugging Face: training, twice")
-    theirs, floor = align_sides.reference_and_floor(wanted.python, wanted.folder, sizes, hyper, weights, ours)
+    theirs = align_sides.run_reference(
+        wanted.python, wanted.folder / "reference", sizes, hyper, weights, ours.batch, ours
+    )
+    # the distance of a second run, from weights that differ in the last bit, shows the effect of rounding
+    floor = align_sides.run_reference(
+        wanted.python, wanted.folder / "rounding", sizes, hyper, nudged(weights), ours.batch
+    )
     comparison.about.update(theirs.about)
     compare_records(comparison, ours, theirs, floor, hyper, rope_dimensions(plain))
     if comparison.stages[-1].status != FAILED:
@@ -323,10 +311,8 @@ def _against_recipe(comparison: Comparison, wanted: Wanted, say: Say) -> None:
 
 
 def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wanted) -> Stage:
-    """Return stage 1: the recipes as they are written, not their mini recipes, which have sizes, layout and precision
-    of their own.
-    """
-    ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
+    """Return stage 1: the recipes as they are written, because mini recipes have settings of their own."""
+    ours, theirs = (align_sides.changed(load_recipe(path), wanted.overrides, wanted.data) for path in paths)
     comparison.settings = align_config.differences(ours, theirs)
     wrong = [setting for setting in comparison.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
     rows = [Row(setting.path, 1, NONE, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")
@@ -354,15 +340,6 @@ def compare_records(
         if stage.status == FAILED:
             stage.reason = explain(stage)
             return
-
-
-def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Stage:
-    """Return stage 6: the unchanged recipes are compared by their losses."""
-    paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
-    sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
-    if sides is None:  # as they are; one worker beside a single recipe
-        sides = Sides([recipe, Recipe(align_sides.on_one_worker(recipe, wanted.steps)) if other is None else other])
-    return train_and_compare(sides, wanted.steps, wanted.folder, say)
 
 
 def failed_text(row: Row) -> str:

@@ -39,20 +39,16 @@ _PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` is one key that has different values in two recipes.
-
-    Args:
-        ours, theirs: the values of the key in the two recipes, as text.
-        kind: the severity of the difference: MUST and UNKNOWN make the comparison fail; LAYOUT may change only
-            rounding, which the training runs have to show; MAY is any other difference.
-        group: the class to which the report assigns the difference.
-    """
+    """A `Setting` is one key that has different values in two recipes."""
 
     path: str
+    # ours, theirs: the values of the key in the two recipes, as text
     ours: str
     theirs: str
+    # the severity of the difference: MUST and UNKNOWN make the comparison fail; LAYOUT may change only rounding, which
+    # the training runs have to show; MAY is any other difference
     kind: str
-    group: str
+    group: str  # the class to which the report assigns the difference
     meaning: str
 
 

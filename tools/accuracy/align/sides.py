@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ import numpy as np
 
 from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy.equivalence.runs import MONITORS, PASSES, refuse_other_data
+from tools.accuracy.equivalence.runs import MONITORS, read_steps, refuse_other_data
+from tools.accuracy.equivalence.strategies import on_workers, unsplit
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
-from tools.accuracy.reference.start import Hyper, nudged
+from tools.accuracy.reference.start import Hyper
 from tools.check.check import require_sections
 from tools.layout.resolve import resolve
 from tools.process import children
@@ -43,10 +44,6 @@ Arrays = dict[str, np.ndarray]
 CURVES = ("loss", "lm_loss", "mtp_loss", "global_norm", "learning_rate")
 BIAS = "TopkBiasBalanceCallback"
 WATCHERS = ("CheckpointMonitor",)
-ONE_WORKER = {
-    **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "pipeline_stage", "expert_parallel"), 1),
-    **{"micro_batch_num": 1, "use_seq_parallel": False, "vocab_emb_dp": False},
-}
 _DATA = "train_dataset.data_loader.config.data_path"
 REFUSED = 2  # exit code of what has printed `tc3: message` because it was given something wrong
 _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('torch', 'transformers'))) else 3)"
@@ -143,47 +140,25 @@ def _layer(router: str, sizes: Sizes) -> str:
     return str(int(words[2]) + sizes.layers * (words[0] == "mtp"))
 
 
-def read_metrics(run_dir: Path, rank: int = 0) -> list[dict]:
-    """Return the records of all steps in the metrics file of one rank of a run, in the order of the file."""
-    lines = (run_dir / "metrics" / f"rank_{rank}.jsonl").read_text("utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if "step" in record]
-
-
-def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    """Return the recipe in `path` at its full size, with overrides applied and `data` as its corpus.
-
-    Raises:
-        RecipeError: the file or an override is wrong.
-    """
-    return _changed(load_recipe(path), overrides, data)
-
-
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe in `path` unchanged if it is for CPU, or its mini recipe (a small version for CPU) if it is
-    for Ascend; then apply the overrides and the corpus `data`.
+    """Return the recipe in `path`, or its mini recipe if it is for Ascend, with the overrides and the corpus `data`.
 
     Args:
-        workers: the number of workers of a mini recipe that keeps its parallel strategy; None for a mini recipe that
-            does not.
+        workers: those of a mini recipe that keeps its parallel strategy; None for one that does not.
     """
     recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
-    recipe = _changed(recipe, overrides, data)
+    recipe = changed(recipe, overrides, data)
     require_sections(recipe)
     return recipe
 
 
-def _changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    changed = apply_overrides(recipe, overrides)
-    return resolve(apply_overrides(changed, _corpus(changed, data)))
-
-
-def _corpus(recipe: Recipe, data: str | None) -> list[str]:
-    """Return the override that makes `data` the recipe's whole corpus; of a blend it replaces the list."""
-    if not data:
-        return []
-    if len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2:
-        return [f"{_DATA}.1={data}"]
-    return [f"{_DATA}={json.dumps(['1', data])}"]
+def changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
+    """Return the recipe with overrides applied and `data` as its whole corpus; of a blend it replaces the list."""
+    recipe = apply_overrides(recipe, overrides)
+    if data:
+        one = len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2
+        recipe = apply_overrides(recipe, [f"{_DATA}.1={data}" if one else f"{_DATA}={json.dumps(['1', data])}"])
+    return resolve(recipe)
 
 
 def is_mini(path: Path) -> bool:
@@ -195,8 +170,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Return a copy of the recipe for one worker that trains `steps` steps with the same global batch.
 
     Raises:
-        RecipeError: the recipe has a plugin without which the computation would be different, or reads other data than
-            a Megatron corpus.
+        RecipeError: a plugin changes the computation, or the recipe reads other data than a Megatron corpus.
     """
     view = View(recipe)
     refuse_other_data(recipe)
@@ -206,28 +180,15 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
             "over an EP group; write False"
         )
     plain = copy.deepcopy(dict(recipe))
-    samples = view.global_batch
-    plain["use_parallel"] = False
-    plain["runner_config"].update(batch_size=samples, gradient_accumulation_steps=1)
-    plain["model"]["model_config"]["batch_size"] = samples
-    plain["context"].pop("dataset_broadcast_opt_level", None)
-    plain["parallel_config"].pop("context_parallel_algo", None)
-    plain["parallel_config"].update(ONE_WORKER)
-    plain["model"]["model_config"].update(offset=0, pp_interleave_num=1)
+    plain["callbacks"] = [each for each in plain.get("callbacks") or MONITORS if each["type"] not in WATCHERS]
+    unsplit(plain)
+    on_workers(plain, view.global_batch, 1)
     if view.pp > 1:
         plain["recompute_config"] = {"recompute": False, "select_recompute": False}  # what it has is by stage
-    for name in ("pipeline_config", "parallel_optimizer_config"):
-        plain["parallel"].pop(name, None)
-    rows = [[1, 1], [1, 1], [1, 1], [1, 1], [1, 1, 1, 1]]
-    plain["parallel"].update(parallel_mode=0, enable_parallel_optimizer=False, dataset_strategy=rows)
-    loader = look(plain, LOADER)
-    loader["sizes"] = [steps * samples, 0, 0]
+    look(plain, LOADER)["sizes"] = [steps * view.global_batch, 0, 0]
     plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
     within = (recipe.get("plugins") or {}).get("mtp_documents", False)  # it changes what is computed, too
     plain["plugins"] = of_the_model(plain) | ({} if within is False else {"mtp_documents": within})
-    plain["callbacks"] = [each for each in plain.get("callbacks") or MONITORS if each["type"] not in WATCHERS]
-    for callback in plain["callbacks"]:
-        callback.update({key: 1 for key in PASSES if key in callback})
     plain["checkpoint"] = {"save_path": "", "load_path": ""}
     return plain
 
@@ -306,11 +267,10 @@ def _no_torch(python: str) -> str:
 
 
 def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weights: Arrays | None) -> Record:
-    """Train `recipe`, which is for one worker, with MindFormers in `folder`, and return what the training recorded,
-    under MindFormers' names.
+    """Train `recipe`, which is for one worker, in `folder`, and return what the training recorded.
 
     Args:
-        weights: the initial weights by MindFormers' names; None: the recipe's own initial weights.
+        weights: the initial weights by MindFormers' names; None: the recipe's own.
 
     Raises:
         RecipeError: the recipe is refused. SideFailedError: the run failed; the end of its log is in the message.
@@ -325,23 +285,20 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
     command = [sys.executable, "-m", "tools.accuracy.align.worker"]
     run = folder / "run"
     start([*command, "--config", str(folder / "recipe.yaml"), "--run-dir", str(run)], folder / "mindformers.log", run)
-    return of_mindformers(read(folder / "record.npz"), read_metrics(run), hyper)
+    return of_mindformers(read(folder / "record.npz"), read_steps(run), hyper)
 
 
 def run_reference(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, batch: Arrays, other: Record | None = None
 ) -> Record:
-    """Train the reference model in PyTorch on the batches that a MindFormers training recorded, and return the
-    reference's record.
+    """Train the reference in PyTorch from `weights` (Hugging Face's names) on recorded batches; return its record.
 
     Args:
-        weights: the initial weights, by Hugging Face's names.
-        batch: the batches in the form of a `Record`.
-        other: the record of the MindFormers training, in Hugging Face's names; if it is given, the reference also
-            computes each step separately from the state that this training had before the step.
+        other: the MindFormers training in Hugging Face's names; if it is given, the reference also computes each step
+            by itself from the state that this training had before the step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    job = json.dumps({"sizes": sizes.as_json(), "hyper": hyper.as_json()})
+    job = json.dumps({"sizes": sizes.as_json(), "hyper": asdict(hyper)})
     inputs = {**{f"weights/{name}": array for name, array in weights.items()},
               **{f"batch/{name}": array for name, array in batch.items()},
               **(_states(other) if other else {})}  # fmt: skip
@@ -351,18 +308,7 @@ def run_reference(
     return of_reference(read(folder / "record.npz"), weights, batch)
 
 
-def reference_and_floor(
-    python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, other: Record
-) -> tuple[Record, Record]:
-    """Return two records of the reference: one from the given weights, and one from weights that differ from them only
-    in the last bit. The distance of the two records shows the effect of rounding.
-    """
-    exact = run_reference(python, folder / "reference", sizes, hyper, weights, other.batch, other)
-    return exact, run_reference(python, folder / "rounding", sizes, hyper, nudged(weights), other.batch)
-
-
 def _states(record: Record) -> Arrays:
-    """Return a record's states and loads, flat."""
     out = {f"load/{step}/{layer}": load for step, loads in enumerate(record.loads) for layer, load in loads.items()}
     for step, state in enumerate(record.states):
         for kind, arrays in state.items():

@@ -52,21 +52,15 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one comparison between two trainings: the error, or the number of differences, with its tolerance.
-
-    Args:
-        error: the error between the two trainings, in the measure that `measure` names.
-        floor: the error that rounding causes in the reference, in the same measure.
-        excuse: the largest error that counts as undecided for the reason that `detail` names.
-    """
+    """A `Row` is one comparison between two trainings: the error, or the number of differences, with its tolerance."""
 
     name: str
-    error: float
+    error: float  # the error between the two trainings, in the measure that `measure` names
     tolerance: float
     measure: str
-    floor: float = 0.0
+    floor: float = 0.0  # the error that rounding causes in the reference, in the same measure
     detail: str = ""
-    excuse: float = 0.0
+    excuse: float = 0.0  # the largest error that counts as undecided for the reason that `detail` names
 
     @property
     def status(self) -> str:
@@ -125,13 +119,16 @@ class Stage:
 
 
 def forward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
-    """Compare the logits and the losses of the first batch, which both trainings compute from the same weights and
-    tokens (stage 2).
-    """
+    """Compare the logits and losses of the first batch, computed from the same weights and tokens (stage 2)."""
 
     def given(kind: str, one: Arrays, other: Arrays) -> list[Row]:
-        return [Row(f"{kind} {name}", _different(one.get(name), other.get(name)), NONE, "elements that differ")
-                for name in {**one, **other}]  # fmt: skip
+        rows = []
+        for name in {**one, **other}:
+            mine, theirs = one.get(name), other.get(name)
+            comparable = mine is not None and theirs is not None and mine.shape == theirs.shape
+            differing = float(np.count_nonzero(mine != theirs)) if comparable else float("inf")
+            rows.append(Row(f"{kind} {name}", differing, NONE, "elements that differ"))
+        return rows
 
     rows = [row for row in given("initial", ours.initial, theirs.initial) if row.status != PASSED]
     rows = rows or [Row("initial weights", 0, NONE, "elements that differ")]
@@ -316,12 +313,6 @@ def _between(
             (("ours", got), ("the reference", want), ("its nudged run", nudged if nudged is not None else want))
             if not np.isfinite(array).all()]  # fmt: skip
     return Row(name, measure(got, want), tolerance, words, floor, "; ".join(told))
-
-
-def _different(one: np.ndarray | None, other: np.ndarray | None) -> float:
-    if one is None or other is None or one.shape != other.shape:
-        return float("inf")
-    return float(np.count_nonzero(one != other))
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:

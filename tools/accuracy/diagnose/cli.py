@@ -78,7 +78,7 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: there is no such file or folder; give the folder of a run, or a recipe")
-    with tempfile.TemporaryDirectory(prefix="tc3-diagnose-") as folder:
+    with terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="tc3-diagnose-") as folder:
         work = (keep or Path(folder)).absolute()
         runs = [path if path.is_dir() else _train(path, work / "AB"[place], steps) for place, path in enumerate(paths)]
         sides = [read_side(run) for run in runs]
@@ -98,14 +98,12 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
 def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
     """Return the folder of a run of a recipe with its state recorded."""
     require_verified()
-    flat = load_recipe(recipe)
-    mini = [] if View(flat).get(("context", "device_target")) == "CPU" else ["--mini"]
+    mini = [] if View(load_recipe(recipe)).on_cpu else ["--mini"]
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(recipe), *mini, "--run-dir", str(run_dir)]
     command += ["--steps", str(steps), "--set", f"plugins.step_record.steps={steps}"]
     click.echo(f"{recipe}: training {steps} steps{' of its mini' if mini else ''}", err=True)
-    with terminate_as_interrupt():
-        # in the caller's folder, to which the paths in a recipe are relative, as in `tc3 train`
-        done = children.run_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # in the caller's folder, to which the paths in a recipe are relative, as in `tc3 train`
+    done = children.run_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise DataError(f"{recipe}: the training failed: " + (done.stderr or done.stdout).strip()[-800:])
     return run_dir

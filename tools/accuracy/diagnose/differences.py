@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from plugins.step_record.plan import apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
-from tools.accuracy.diagnose.lacking import beside
+from tools.accuracy.diagnose.gaps import beside
 from tools.accuracy.diagnose.laws import (
     CLIPPING,
     CONFIGURATION,
@@ -66,26 +66,17 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 class Verdict:
     """A `Verdict` is the result of `tc3 accuracy diagnose`: the differences between two runs, or the laws that one run
     breaks.
-
-    Args:
-        findings: the differences, in the order of steps and stages.
-        changes: the changed keys of the recipes that affect results.
-        layout: the changed keys of the recipes that affect the parallel layout.
-        software: the packages whose versions differ between the runs, with both versions.
-        compared: the stages that could be compared.
-        unknown: the stages that could not be compared, with the records that they would need.
-        bits: whether the runs had to agree to the last bit.
-        gaps: sentences about what the records of the runs lack; runs with gaps are not called equal.
     """
 
-    findings: tuple[Finding, ...]
-    changes: tuple[Change, ...]
-    layout: tuple[Change, ...]
+    findings: tuple[Finding, ...]  # the differences, in the order of steps and stages
+    changes: tuple[Change, ...]  # the changed keys of the recipes that affect results
+    layout: tuple[Change, ...]  # the changed keys of the recipes that affect the parallel layout
+    # the packages whose versions differ between the runs, with both versions
     software: tuple[tuple[str, str, str], ...]
-    compared: tuple[str, ...]
-    unknown: tuple[str, ...]
-    bits: bool
-    gaps: tuple[str, ...] = ()
+    compared: tuple[str, ...]  # the stages that could be compared
+    unknown: tuple[str, ...]  # the stages that could not be compared, with the records that they would need
+    bits: bool  # whether the runs had to agree to the last bit
+    gaps: tuple[str, ...] = ()  # sentences about what the records of the runs lack; runs with gaps are not called equal
 
     @property
     def first(self) -> tuple[Finding, ...]:
@@ -139,8 +130,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     pair = _Pair(a, b, not layout and not software, not numbers and not layout) if b else None
     findings = list(pair.findings()) if pair else []
     if pair:
-        pair.tell_partial()
-        pair.tell_lacking()
+        pair.tell_gaps()
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
@@ -202,7 +192,8 @@ def _resuming(change: Change) -> bool:
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return stages that had something to compare, and the others with why."""
     sides = (a, b) if b else (a,)
-    seen = [CONFIGURATION] if b else _held_against_recipe(a)
+    # a single run is compared with what its recipe says
+    seen = [CONFIGURATION] if b else [CONFIGURATION] * bool(a.effective) + [FORWARD] * a.held
     unknown: list[str] = []
     if b:
         common = a.steps.keys() & b.steps.keys()
@@ -221,7 +212,6 @@ def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...
 
 
 def _recorded(side: Side, step: int, stage: str) -> bool:
-    """Return whether a run has recorded what a stage compares."""
     if stage == GRADIENTS:
         return bool(side.gradients(step))
     if stage == CLIPPING:
@@ -236,16 +226,9 @@ def _absent(side: Side, stage: str) -> bool:
     return without_routers or (stage == CLIPPING and math.isinf(limit_of(side)))
 
 
-def _held_against_recipe(side: Side) -> list[str]:
-    """Return the stages that compare a single run with what its recipe says."""
-    return [CONFIGURATION] * bool(side.effective) + [FORWARD] * side.held
-
-
 @dataclass
 class _Pair:
-    """A `_Pair` holds two runs. `bits`: whether they must agree to the last bit; `same`: whether they are of one
-    configuration.
-    """
+    """A `_Pair` holds two runs; `bits`: they must agree to the last bit; `same`: they are of one configuration."""
 
     a: Side
     b: Side
@@ -273,23 +256,20 @@ class _Pair:
             yield from self._tensors(step, self.a.states[step], self.b.states[step], UPDATE)
             yield from self._routers(step)
 
-    def tell_partial(self) -> None:
-        """Add to each run's gaps the number of tensors of which some ranks have not recorded their part."""
-        for side in (self.a, self.b):
+    def tell_gaps(self) -> None:
+        """Add to each run's gaps tensors that not all ranks recorded, and names that only the other run has."""
+        found = []
+        for place, side in enumerate((self.a, self.b)):
             if names := sorted({name for run, name in self.partial if run == side.name}):
                 what = f"{len(names)} tensors are not recorded by all ranks that have a part, such as {names[0]}"
-                side.gaps.append(what)
-                side.notes.append(what)
-
-    def tell_lacking(self) -> None:
-        """Add to each run's gaps the names that its lines lack, although the other run has them."""
-        for place, what in beside(self.a, self.b) if self.bits and self.same else ():
+                found.append((place, what))
+        found += beside(self.a, self.b) if self.bits and self.same else ()
+        for place, what in found:
             side = (self.a, self.b)[place]
             side.gaps.append(what)
             side.notes.append(what)
 
     def _built(self) -> Iterator[Finding]:
-        """Yield findings about what was built from equal recipes."""
         for name in sorted(self.a.effective.keys() & self.b.effective.keys()):
             one, two = self.a.effective[name], self.b.effective[name]
             if one != two:
@@ -329,7 +309,6 @@ class _Pair:
                     yield from self._tensors(start.step, *sides, RESUME)
 
     def _tensors(self, step: int, a: State, b: State, stage: str) -> Iterator[Finding]:
-        """Yield findings about weights, moments, counters and biases of two states."""
         mine, others = a.tensors(self.a.parts), b.tensors(self.b.parts)
         for name in sorted(mine.keys() ^ others.keys()):
             if is_trained(name):

@@ -103,38 +103,30 @@ class Tensor:
 
 @dataclass
 class Side:
-    """A `Side` holds everything that one of the compared runs recorded.
-
-    Attributes:
-        steps: for each step the metrics of the rank that knows the loss.
-        samples: the digests of samples: step -> rank -> column -> digests.
-        software: the versions of software packages since the last resume of the run.
-        starts, states: the recorded states at starts of the run, and after steps.
-        parts: rank -> tensor name -> [shape of the whole tensor, offset of the rank's part], from the first step that
-            the rank recorded.
-        folder: the folder of the record.
-        first: the number of the first step that the metrics of the run should have.
-        gaps: a sentence for each gap in the records of the run.
-        held: whether the outputs of the run's modules were compared with a forward pass in NumPy.
-        end: for each module the sketch of its output with the final weights; empty if the run did not record it.
-    """
+    """A `Side` holds everything that one of the compared runs recorded."""
 
     name: str
     recipe: Recipe
-    steps: dict[int, dict[str, Any]]
+    steps: dict[int, dict[str, Any]]  # for each step the metrics of the rank that knows the loss
     total_steps: int | None = None
+    # the digests of samples: step -> rank -> column -> digests
     samples: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    # starts, states: the recorded states at starts of the run, and after steps
     starts: list[State] = field(default_factory=list)
     states: dict[int, State] = field(default_factory=dict)
+    # rank -> tensor name -> [shape of the whole tensor, offset of the rank's part], from the first step that the rank
+    # recorded
     parts: dict[int, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    gaps: list[str] = field(default_factory=list)
-    first: int = 1
+    gaps: list[str] = field(default_factory=list)  # a sentence for each gap in the records of the run
+    first: int = 1  # the number of the first step that the metrics of the run should have
+    # the versions of software packages since the last resume of the run
     software: dict[str, str] = field(default_factory=dict)
-    folder: Path = Path()
+    folder: Path = Path()  # the folder of the record
+    # for each module the sketch of its output with the final weights; empty if the run did not record it
     end: dict[str, list[Any]] = field(default_factory=dict)
     ended: int = 0  # the step of `end`
-    held: bool = False
+    held: bool = False  # whether the outputs of the run's modules were compared with a forward pass in NumPy
 
     @property
     def effective(self) -> dict[str, Any]:
@@ -237,8 +229,7 @@ def read_side(folder: Path) -> Side:
     """Return everything that a run has recorded of its training steps, read from the run's folder.
 
     Raises:
-        DataError: the folder is not a run or has no step, or a rank's record is missing or damaged; the message says
-            what to record.
+        DataError: it is not a run or has no step, or a rank's record is missing or damaged; with what to record.
     """
     file = folder / "recipe.yaml"
     if not file.is_file():
@@ -267,9 +258,11 @@ def read_side(folder: Path) -> Side:
             f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step; copy the metrics/ folders of all "
             "hosts into this folder"
         )
-    readings = metrics[loss_rank(View(recipe))]
+    readings = metrics[loss_rank(view)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
-    side.software, side.first = _described(headers[loss_rank(View(recipe))])
+    parts = headers[loss_rank(view)]
+    side.software = next((line["software"] for line in reversed(parts) if line.get("software")), {})
+    side.first = 1 + parts[0].get("start_step", 0) if parts else 1
     for rank, each in metrics.items():
         for step, record in each.steps.items():
             if record.get("samples"):
@@ -298,12 +291,6 @@ def _metrics(file: Path) -> tuple[Readings, list[Mapping[str, Any]]]:
             headers.append(line)
         readings.add(line)
     return readings, headers
-
-
-def _described(headers: list[Mapping[str, Any]]) -> tuple[dict[str, str], int]:
-    """Return the software of the run's last part, and the first step of its first part."""
-    software = [line["software"] for line in headers if line.get("software")]
-    return software[-1] if software else {}, 1 + headers[0].get("start_step", 0) if headers else 1
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -4,12 +4,16 @@ and recorded states that are missing. Two runs are called equal only if the reco
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from plugins.errors import RecipeError
-from plugins.step_record.plan import KEY, Settings, without_update
-from tools.accuracy.diagnose import lacking
+from plugins.sealed_checkpoint.router_state import MUON_MOMENT
+from plugins.step_record.plan import BIAS, IDS, KEY, LOAD, MOMENTS, Settings, without_update
+from plugins.step_record.plan import STATE as PREFIXES
+from tools.accuracy.diagnose import forms
+from tools.accuracy.equivalence.runs import weight_of
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import Readings
@@ -18,12 +22,16 @@ COPY = "copy the metrics/ folders of all hosts into this folder again"
 NUMBERS = ("lm_loss", "mtp_loss", "loss", "global_norm", "learning_rate")
 STATE = "weights, gradients and routers"
 _MANY = 10**5  # missing steps that are not listed one by one
+NAMED = ("state", "parts", "weights", "loads", "biases")  # keys of a state that hold an object of values by name
+FITTED = ("rate", "decay", "rest", "square")  # of a weight's update: all are recorded, or none is
+SOMETIMES = {"modules", "skipped"}  # of a state: only the first line of one CPU process, and a step without an update
+_STEP = {*forms.NUMBERS, "overflow"}  # keys of a step that every run writes
+_HEADER = {"total_steps", "start_step"}
+Line = Mapping[str, Any]
 
 
 class Side(Protocol):
-    """A `Side` is the type of a run's records here: it has those attributes of `evidence.Side` in which a gap can be
-    found.
-    """
+    """A `Side` has those attributes of `evidence.Side` in which a gap can be found."""
 
     recipe: Recipe
     steps: dict[int, dict[str, Any]]
@@ -32,15 +40,15 @@ class Side(Protocol):
     starts: list[Any]
     states: dict[int, Any]
     first: int
+    end: dict[str, list[Any]]
+    ended: int
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> list[str]:
-    """Remove from a run's records the steps and values that not all ranks recorded, and return a sentence for each such
-    gap.
+    """Remove from a run's records what not all ranks recorded, and return a sentence for each such gap.
 
     Args:
-        side: the records of the run.
-        metrics: the metrics of each rank. headers: rank -> the first lines of the parts of its metrics.
+        headers: rank -> the first lines of the parts of its metrics.
     """
     return [
         *_steps(side),
@@ -49,7 +57,7 @@ def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, 
         *_skipped(side),
         *_starts(side, len(metrics)),
         *_states(side, len(metrics)),
-        *lacking.of_metrics(headers, metrics),
+        *_of_metrics(headers, metrics),
         *_lacking(side),
     ]
 
@@ -145,7 +153,26 @@ def _states(side: Side, ranks: int) -> Iterator[str]:
 
 def _lacking(side: Side) -> Iterator[str]:
     """Remove the recorded states in which the line of a rank lacks a key."""
-    found = lacking.of_states(side.starts, side.states)
+    names: dict[tuple[int, int, str], set[str]] = defaultdict(set)  # of a rank's lines since the same start
+    for step, state in side.states.items():
+        for rank, line in state.lines.items():
+            for key in NAMED:
+                names[rank, _since(side.starts, step), key] |= line.get(key, {}).keys()
+    found: dict[tuple[str, int], str] = {}
+    kinds = (
+        ("start", ", from which it started,", side.starts, forms.START_OF_STATE.keys()),
+        ("step", "", side.states.values(), forms.STATE.keys() - SOMETIMES),
+    )
+    for kind, started, states, wanted in kinds:
+        for state in states:
+            for rank, line in state.lines.items():
+                keys = {*(wanted - line.keys()), *_by_itself(line)}
+                for key in NAMED if kind == "step" else ():
+                    more = names[rank, _since(side.starts, state.step), key] - line.get(key, {}).keys()
+                    keys |= {f"{key}.{name}" for name in more if key in line}
+                if keys:
+                    lacks = f"the state after step {state.step}{started} lacks {_some(sorted(keys))} on rank {rank}"
+                    found.setdefault((kind, state.step), lacks)
     side.starts = [start for start in side.starts if ("start", start.step) not in found]
     for _, step in found.keys() & {("step", step) for step in side.states}:
         del side.states[step]
@@ -174,3 +201,129 @@ def _listed(steps: Iterable[int], verb: str = " is| are") -> str:
         return f"step {found[0]}{one}"
     whole = found == [*range(found[0], found[-1] + 1)] and len(found) > 2
     return f"steps {f'{found[0]} to {found[-1]}' if whole else ', '.join(map(str, found))}{many}"
+
+
+def _of_metrics(headers: Mapping[int, list[Line]], metrics: Mapping[int, Readings]) -> Iterator[str]:
+    """Yield a sentence for each key that some lines of a run's metrics lack."""
+    steps = [record for readings in metrics.values() for record in readings.steps.values()]
+    known = _STEP.union(*steps) & forms.STEP.keys()
+    columns = {IDS}.union(*((record.get("samples") or {}).keys() for record in steps))
+    for rank, readings in metrics.items():
+        lacking: dict[str, list[int]] = defaultdict(list)
+        for step, record in readings.steps.items():
+            for key in known - record.keys():
+                lacking[key].append(step)
+            for column in columns - record["samples"].keys() if record.get("samples") else ():
+                lacking[f"samples.{column}"].append(step)
+        yield from _by_steps(f"the metrics of rank {rank}", lacking)
+    known = _HEADER.union(*(line for lines in headers.values() for line in lines)) & forms.HEADER.keys()
+    for rank, lines in headers.items():
+        if lacks := sorted({key for line in lines for key in known - line.keys()}):
+            yield f"the metrics of rank {rank} lack {_some(lacks)} at a start of the run"
+
+
+def _by_steps(whose: str, lacking: Mapping[str, list[int]]) -> Iterator[str]:
+    """Yield a sentence for each group of steps that lack the same keys."""
+    together: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for key, steps in lacking.items():
+        together[tuple(steps)].append(key)
+    for where, keys in together.items():
+        more = f" and {len(where) - 1} more" * (len(where) > 1)
+        yield f"{whose} lack {_some(sorted(keys))} of step {where[0]}{more}"
+
+
+def _some(keys: list[str]) -> str:
+    """Return the first of the keys, and how many more there are."""
+    return f"`{keys[0]}`" + (f" and {len(keys) - 1} more keys" if len(keys) > 1 else "")
+
+
+def _since(starts: list[Any], step: int) -> int:
+    """Return the last step before a step after which the run started; since then its lines have the same names."""
+    return max((start.step for start in starts if start.step < step), default=0)
+
+
+def _by_itself(line: Line) -> Iterator[str]:
+    """Yield the keys that a recorded state lacks according to its other keys."""
+    state, weights = line["state"], line.get("weights", {})
+    for name in state:
+        for end, key in ((LOAD, "loads"), (BIAS, "biases")):
+            if name.endswith(end) and key in line and name.removesuffix(end) not in line[key]:
+                yield f"{key}.{name.removesuffix(end)}"
+    yield from (f"state.{name}{BIAS}" for name in line.get("biases", {}) if name + BIAS not in state)
+    yield from _moments(state, weights, "weights" in line)
+    for name, told in weights.items():
+        if name not in state:
+            yield f"state.{name}"
+        updates = None if line.get("skipped") else line.get("updates")
+        yield from (f"weights.{name}.{key}" for key in _of_update(told, updates))
+    parts = line.get("parts") or {}
+    for name in parts.keys() & state.keys():
+        of = weight_of(name)
+        group = [each for each in (of, *(prefix + of for prefix in PREFIXES)) if each in state]
+        yield from (f"parts.{each}" for each in group if each not in parts and state[each][2] == state[name][2])
+
+
+def _of_update(told: Line, updates: int | None) -> Iterator[str]:
+    """Yield the keys that the recorded update of a weight lacks.
+
+    Args:
+        updates: the number of updates that the optimizer has made; None if it is not recorded, or the step was skipped.
+    """
+    fitted = bool(told.keys() & {*FITTED})
+    wanted = {"dimensions", *(FITTED * fitted), *(["gradient"] if fitted or updates == 1 else [])}
+    yield from wanted - told.keys()
+    if told.get("rate") is not None and told.get("decay", 0.0) is None:  # fitted together
+        yield "decay"
+
+
+def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
+    """Yield what is lacking of the optimizer's moments and of the updates that they made."""
+    one, two = MOMENTS
+    for name in dict.fromkeys(map(weight_of, state)):
+        if (one + name in state) != (two + name in state):
+            yield f"state.{(two if one + name in state else one) + name}"
+        moved = [state[each] for each in (one + name, MUON_MOMENT + name) if each in state and name in state]
+        if updated and name not in weights and any(each[2] == state[name][2] for each in moved):
+            yield f"weights.{name}"
+
+
+def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
+    """Yield (0 for run A or 1 for run B, sentence) for each line of a run that lacks names which the same line of the
+    other run has. States after a step that the loss scale skipped are left out: they have no updates.
+
+    The two runs must be of the same configuration and layout.
+    """
+    for step in sorted(a.steps.keys() & b.steps.keys()):
+        yield from _other(_known(a.steps[step]), _known(b.steps[step]), f"the metrics of step {step} lack")
+    if [start.step for start in a.starts] != [start.step for start in b.starts]:
+        return
+    pairs = [(f"the start after step {one.step}", one, two) for one, two in zip(a.starts, b.starts, strict=True)]
+    for step in sorted(a.states.keys() & b.states.keys()):
+        one, two = a.states[step], b.states[step]
+        if not any(line.get("skipped") for state in (one, two) for line in state.lines.values()):
+            pairs.append((f"the state after step {step}", one, two))
+    for what, one, two in pairs:
+        for rank in sorted(one.lines.keys() & two.lines.keys()):
+            mine, others = _paths(one.lines[rank]), _paths(two.lines[rank])
+            yield from _other(mine, others, f"{what} lacks, on rank {rank},")
+    if a.ended and a.ended == b.ended:
+        yield from _other(a.end.keys(), b.end.keys(), "the outputs at the end lack")
+
+
+def _other(mine: Iterable[str], others: Iterable[str], words: str) -> Iterator[tuple[int, str]]:
+    for place, keys in enumerate((set(others) - set(mine), set(mine) - set(others))):
+        if keys:
+            yield place, f"{words} {_some(sorted(keys))} that the other run has"
+
+
+def _paths(line: Line) -> set[str]:
+    """Return the keys of a recorded state that are not null, with the names that they hold."""
+    inner = (*NAMED, "modules", "effective")
+    updates = ((name, key) for name, told in line.get("weights", {}).items() for key in _known(told))
+    named = {f"{key}.{name}" for key in inner for name in line.get(key) or ()}
+    return _known(line) | named | {f"weights.{name}.{key}" for name, key in updates}
+
+
+def _known(record: Line) -> set[str]:
+    """Return the keys of a record whose values are not null."""
+    return {key for key, value in record.items() if value is not None}

@@ -17,11 +17,11 @@ from typing import Any
 
 from plugins.batch_ramp.plan import division_of
 from plugins.finite_loss.plan import undefined_parts
-from plugins.step_record.plan import END, STATE, apart, sketch_of
+from plugins.step_record.plan import END, apart, sketch_of
 from plugins.step_record.plan import START as START_FILE
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
 from tools.accuracy.diagnose.reference import bias_rate_of, built_of, outputs_of
-from tools.accuracy.equivalence.runs import group_of
+from tools.accuracy.equivalence.runs import group_of, weight_of
 from tools.recipe.view import View
 
 VERSIONS, CONFIGURATION, START = "versions", "configuration", "start"
@@ -213,12 +213,12 @@ def _finite_law(side: Side, state: State) -> Iterator[Finding]:
 
 
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
-    """Yield a finding if the norm of a step's clipped gradients is wrong: the right norm is the recorded global norm or
-    the clipping limit, whichever is smaller.
-    """
+    """Yield a finding unless clipped gradients have the global norm, or the clipping limit if that is smaller."""
     record, view = side.steps.get(step, {}), View(side.recipe)
+    model = side.recipe["model"]["model_config"]
+    mtp = model.get("num_nextn_predict_layers") or model.get("mtp_num_layers")
     norm, gradients = record.get("global_norm"), side.gradients(step)
-    if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and _mtp(side)):
+    if norm is None or not gradients or record.get("overflow") or (view.pp > 1 and mtp):
         return
     if not math.isfinite(norm):
         return  # a finding by itself
@@ -339,11 +339,6 @@ def clipping_of(side: Side, step: int) -> float:
     return (min(1.0, limit_of(side) / norm) if norm else 1.0) or 1.0
 
 
-def _mtp(side: Side) -> int:
-    model = side.recipe["model"]["model_config"]
-    return int(model.get("num_nextn_predict_layers") or model.get("mtp_num_layers") or 0)
-
-
 def undefined_of(side: Side) -> tuple[str, ...]:
     """Return the names of those parts of the loss that MindFormers logs as NaN, because it divides 0 by 0, in a run
     whose training is right.
@@ -370,8 +365,7 @@ def is_trained(name: str) -> bool:
 
 def module_of(name: str) -> str:
     """Return the part of the model to which a weight, an optimizer moment or a router's counter belongs."""
-    for prefix in STATE:
-        name = name.removeprefix(prefix)
+    name = weight_of(name)
     group = group_of(name) if "." in name else name
     inside = "self_attention" in name and group.endswith(".norms")  # such as that of the latent keys and values
     return group.removesuffix("norms") + "attention.norms" if inside else group

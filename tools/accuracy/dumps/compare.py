@@ -214,23 +214,18 @@ def _forward(row: Row, initial: bool) -> str:
 class Report:
     """A `Report` is the result of comparing two dumps: a row for each compared tensor, in the order of execution, and
     the settings of both dumps.
-
-    Args:
-        golden, bench: the paths of the two dumps.
-        level, task: the settings `level` and `task` of msprobe.
-        marked: whether both dumps state that they are complete; msprobe's own dumps do not state this.
-        judged: the numbers of judged updates of weights, see `Updates`.
-        trained_known: whether the dumps show which parameters are trained by a gradient.
     """
 
+    # golden, bench: the paths of the two dumps
     golden: str
     bench: str
+    # level, task: the settings `level` and `task` of msprobe
     level: str
     task: str
-    marked: bool
+    marked: bool  # whether both dumps state that they are complete; msprobe's own dumps do not state this
     rows: list[Row]
-    judged: Updates = field(default_factory=Updates)
-    trained_known: bool = True
+    judged: Updates = field(default_factory=Updates)  # the numbers of judged updates of weights, see `Updates`
+    trained_known: bool = True  # whether the dumps show which parameters are trained by a gradient
 
     @property
     def updates(self) -> int:
@@ -279,7 +274,7 @@ class Report:
         """Return which updates were judged how well; without any, the optimizer was not looked at."""
         judged, found = self.judged, []
         if self.updates > judged.exact:
-            least = "they moved the same on both sides, or not at all"
+            least = "they moved the same on both sides, or not at all in GOLDEN"
             if judged.least:
                 share = 100 * median(judged.least)
                 least = f"one that is off by less than {share:.2g} % of itself is not seen (median)"

@@ -122,25 +122,21 @@ def deviation(golden: Path, bench: Path) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """A `Measured` holds the measured differences between the values of two .npy files.
+    """A `Measured` holds the measured differences between the values of two .npy files."""
 
-    Args:
-        error: the largest error; inf if one of two values is not finite and they differ, or if integers differ.
-        outside: the number of values over the tolerance, or of different integers.
-        where: the flat index of the worst value; got, want: this value on both sides.
-        nans, infinities: the number of NaNs and infinities in `got`; a NaN in both arrays is counted, an infinity in
-            both is not.
-        sums: the sums of want^2, want (got - want) and (got - want)^2 over the finite values, for `scaled`; 0 for
-            identical arrays and for integers.
-    """
-
+    # the largest error; inf if one of two values is not finite and they differ, or if integers differ
     error: float = 0.0
-    outside: int = 0
-    where: int = 0
+    outside: int = 0  # the number of values over the tolerance, or of different integers
+    where: int = 0  # the flat index of the worst value
+    # got, want: this value on both sides
     got: float = 0.0
     want: float = 0.0
+    # nans, infinities: the number of NaNs and infinities in `got`; a NaN in both arrays is counted, an infinity in both
+    # is not
     nans: int = 0
     infinities: int = 0
+    # the sums of want^2, want (got - want) and (got - want)^2 over the finite values, for `scaled`; 0 for identical
+    # arrays and for integers
     sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
@@ -157,7 +153,7 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
                 "although the dump.json files give both the same shape; one of the dumps is damaged, so make both again"
             )
         identical, total = _first_look(want, got)
-        if identical and np.isfinite(total):
+        if (identical and np.isfinite(total)) or not want.size:
             return Measured()
         if want.dtype.kind != "f" or got.dtype.kind != "f":  # integers, booleans, complex: every difference counts
             return Measured() if identical else _worst(want, got, 0.0, lambda a, b: np.where(a != b, np.inf, 0.0))

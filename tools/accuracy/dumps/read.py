@@ -57,23 +57,14 @@ _PROCESS = re.compile(r"proc\d+$")
 
 @dataclass(frozen=True)
 class Name:
-    """A `Name` is one key of msprobe's dump.json, split into its parts.
+    """A `Name` is one key of msprobe's dump.json, split into its parts."""
 
-    Args:
-        text: the key itself.
-        kind: the kind of the hooked object: Cell (Module is read as Cell), Functional, Mint, Tensor, Primitive ...
-        path: the cell's path in the model, or the function's name.
-        type: the cell's class, or the function's last name.
-        phase: forward, backward or parameters_grad.
-        call: the number of earlier calls of the module in this step.
-    """
-
-    text: str
-    kind: str
-    path: str
-    type: str
-    phase: str
-    call: int
+    text: str  # the key itself
+    kind: str  # the kind of the hooked object: Cell (Module is read as Cell), Functional, Mint, Tensor, ...
+    path: str  # the cell's path in the model, or the function's name
+    type: str  # the cell's class, or the function's last name
+    phase: str  # forward, backward or parameters_grad
+    call: int  # the number of earlier calls of the module in this step
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -182,28 +173,19 @@ def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
 
 @dataclass(frozen=True)
 class Item:
-    """An `Item` is one tensor or plain Python value that a dumped call reads or returns.
+    """An `Item` is one tensor or plain Python value that a dumped call reads or returns."""
 
-    Args:
-        label: role and position: `input.0`, `output.1`, `parameters.weight`, or the parameter of a gradient.
-        role: input, output, parameters or gradient.
-        dtype: the framework's name of the type, in lower case and without its module; for a plain value, the name of
-            its Python type.
-        shape: the shape of the tensor.
-        statistics: largest, smallest, mean, L2 norm; None for each that msprobe has not written.
-        file: the file of the values, if they were dumped.
-        value: the plain value.
-        trained: whether a gradient trains it, if the dump states it.
-    """
-
-    label: str
-    role: str
+    label: str  # role and position: `input.0`, `output.1`, `parameters.weight`, or the parameter of a gradient
+    role: str  # input, output, parameters or gradient
+    # the framework's name of the type, in lower case and without its module; for a plain value, the name of its Python
+    # type
     dtype: str
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # the shape of the tensor
+    # largest, smallest, mean, L2 norm; None for each that msprobe has not written
     statistics: tuple[float | None, ...] = ()
-    file: Path | None = None
-    value: Any = None
-    trained: bool | None = None
+    file: Path | None = None  # the file of the values, if they were dumped
+    value: Any = None  # the plain value
+    trained: bool | None = None  # whether a gradient trains it, if the dump states it
 
     @property
     def parameter(self) -> str:
@@ -253,13 +235,13 @@ def kernel_entries(rank: Path, step: int) -> list[Entry]:
         if any(item.label == other.label for other in items.get((kind, scope, call), ())):
             call = calls[kind, scope] = call + 1  # it ran again
         items.setdefault((kind, scope, call), []).append(item)
-    return [Entry(_kernel_name(*key), tuple(group)) for key, group in items.items()]
-
-
-def _kernel_name(kind: str, scope: str, call: int) -> Name:
-    where = scope.partition(".")[2]
-    phase = BACKWARD if where.startswith("Gradients") else WEIGHTS if "optimizer-" in where else FORWARD
-    return Name(f"{KIND}.{scope}.{call}.{phase}", KIND, scope, kind, phase, call)
+    entries = []
+    for (kind, scope, call), group in items.items():
+        where = scope.partition(".")[2]
+        phase = BACKWARD if where.startswith("Gradients") else WEIGHTS if "optimizer-" in where else FORWARD
+        name = Name(f"{KIND}.{scope}.{call}.{phase}", KIND, scope, kind, phase, call)
+        entries.append(Entry(name, tuple(group)))
+    return entries
 
 
 def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
@@ -270,7 +252,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
         with mapping.open(newline="", encoding="utf-8") as file:
             try:
                 names = dict(csv.reader(file))
-            except ValueError as error:
+            except (ValueError, csv.Error) as error:
                 raise DataError(
                     f"{mapping}: each line must hold two names, with a comma between them ({error})"
                 ) from None
@@ -288,21 +270,16 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
 
 @dataclass(frozen=True)
 class Dump:
-    """A `Dump` describes a dump of tensors by its folders and file headers; the values stay in the files.
-
-    Args:
-        folders: step -> rank -> folder with dump.json.
-        level, task: the settings `level` and `task` of msprobe.
-        marker: the record of `tc3 accuracy dump`; None for msprobe's own dumps, for which it is unknown whether they
-            are complete.
-        weights: step -> rank -> folder with the dump.json of weights that msprobe did not dump.
-    """
+    """A `Dump` describes a dump of tensors by its folders and file headers; the values stay in the files."""
 
     folder: Path
-    folders: dict[int, dict[int, Path]]
+    folders: dict[int, dict[int, Path]]  # step -> rank -> folder with dump.json
+    # level, task: the settings `level` and `task` of msprobe
     level: str
     task: str
+    # the record of `tc3 accuracy dump`; None for msprobe's own dumps, for which it is unknown whether they are complete
     marker: dict[str, Any] | None
+    # step -> rank -> folder with the dump.json of weights that msprobe did not dump
     weights: dict[int, dict[int, Path]]
 
     @property
@@ -426,25 +403,19 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _entries(folder: Path) -> list[Entry]:
-    data = _content(folder)["data"]
-    found = []
-    for key, value in data.items():
+    file, found = folder / "dump.json", []
+    for key, value in _content(folder)["data"].items():
         if not isinstance(value, dict):
             raise DataError(
-                f"{folder / 'dump.json'}: {key}: must be an object that lists the tensors of the call by their role "
-                f"(input, parameters, output), not {str(value)[:40]!r}"
+                f"{file}: {key}: must be an object that lists the tensors of the call by their role (input, "
+                f"parameters, output), not {str(value)[:40]!r}"
             )
-        found.append(Entry(_name(folder, key), tuple(_items(value, folder))))
+        try:
+            name = parse(key)
+        except ValueError:
+            raise DataError(f"{file}: {key!r} is not a name that msprobe writes; make the dump again") from None
+        found.append(Entry(name, tuple(_items(value, folder))))
     return found
-
-
-def _name(folder: Path, key: str) -> Name:
-    try:
-        return parse(key)
-    except ValueError:
-        raise DataError(
-            f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes; make the dump again"
-        ) from None
 
 
 def _items(value: dict[str, Any], folder: Path) -> Iterator[Item]:
@@ -456,7 +427,6 @@ def _items(value: dict[str, Any], folder: Path) -> Iterator[Item]:
 
 
 def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:
-    """Yield tensors and plain values of a nested list or dictionary."""
     if isinstance(node, list):
         for number, child in enumerate(node):
             yield from _leaves(child, f"{label}.{number}", role, data)

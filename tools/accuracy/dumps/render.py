@@ -184,7 +184,9 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
-    """Write compare.json, rows.csv (every row) and, with `page`, compare.html into the folder `out`."""
+    """Write compare.json, rows.csv (every row) and, with `page`, compare.html into the folder `out`; without it, remove
+    the page of an earlier comparison.
+    """
     files = [out / "compare.json", out / "rows.csv"]
     write_atomically(files[0], json.dumps(report.as_json(), indent=1))
     with atomic_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:
@@ -192,7 +194,10 @@ def write_files(report: Report, out: Path, page: bool) -> list[Path]:
         writer.writeheader()
         for row in report.rows:
             writer.writerow({**as_json(row), "shape": "x".join(map(str, row.shape))})
+    html = out / "compare.html"
     if page:
-        files.append(out / "compare.html")
-        write_atomically(files[-1], as_page(report))
+        files.append(html)
+        write_atomically(html, as_page(report))
+    elif html.is_file():
+        html.unlink()
     return files

@@ -56,21 +56,20 @@ class Counter:
     """
 
     def __init__(self, entries: list[Entry]):
-        self._forward: dict[str, Entry] = {}
+        own: dict[str, tuple[int, int, int]] = {}
         for entry in entries:
             if entry.name.phase == FORWARD or entry.name.kind == KIND:
-                self._forward.setdefault(_place(entry), entry)
-        own = {_place(entry): _counts(entry) for entry in self._forward.values()}
+                place, counts = _place(entry), _counts(entry)
+                # a cell that is called several times adds up their gradients; a call may be of no row at all
+                known = own.get(place, (DEFAULT, DEFAULT, 0))
+                own[place] = max(known[0], counts[0]), max(known[1], counts[1]), known[2] + counts[2]
+        own = {place: (one, two, max(rows, DEFAULT)) for place, (one, two, rows) in own.items()}
         self._counts = dict(own)
         for place, counts in own.items():
-            self._spread(place, counts)
-
-    def _spread(self, place: str, counts: tuple[int, int, int]) -> None:
-        """Tell the cells around it."""
-        while "." in place:
-            place = place.rpartition(".")[0]
-            if place in self._counts:
-                self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
+            while "." in place:  # the cells around it
+                place = place.rpartition(".")[0]
+                if place in self._counts:
+                    self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
 
     def of(self, entry: Entry, item: Item) -> int:
         """Return the accumulation count of one tensor of a call."""
@@ -167,39 +166,26 @@ class Trained:
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is the judgement of one tensor that two dumps have in common, or of one call that only one dump has.
+    """A `Row` is the judgement of one tensor that two dumps have in common, or of one call that only one dump has."""
 
-    Args:
-        step, rank, order: the position of the call in the run; `order` is its number within the step.
-        phase: forward, backward, weights, or state (parameters that no gradient trains).
-        place: the path and class of the cell, or the name of the function.
-        name: the name that msprobe gives to the tensor.
-        role: input, output, parameters or gradient; "call" for a call that only one dump has.
-        count: the accumulation count of the tensor (the number of summed terms).
-        tolerance: the largest allowed error by Table 2.
-        error: the largest of `judge.errors`, or the error of the quantity that `by` names.
-        kind: the kind of difference; empty if the tensor passed.
-        detail: a description of the worst value, or of what is wrong.
-        by: the judged quantity: values, statistics, update, or factor (of all values together, `errors.scaled`).
-        cause: the usual cause of a wrong update of this kind.
-    """
-
+    # step, rank, order: the position of the call in the run; `order` is its number within the step
     step: int
     rank: int
     order: int
-    phase: str
-    place: str
-    name: str
-    role: str
+    phase: str  # forward, backward, weights, or state (parameters that no gradient trains)
+    place: str  # the path and class of the cell, or the name of the function
+    name: str  # the name that msprobe gives to the tensor
+    role: str  # input, output, parameters or gradient; "call" for a call that only one dump has
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    count: int = 1
-    tolerance: float = 0.0
-    error: float = 0.0
-    kind: str = ""
-    detail: str = ""
+    count: int = 1  # the accumulation count of the tensor (the number of summed terms)
+    tolerance: float = 0.0  # the largest allowed error by Table 2
+    error: float = 0.0  # the largest of `judge.errors`, or the error of the quantity that `by` names
+    kind: str = ""  # the kind of difference; empty if the tensor passed
+    detail: str = ""  # a description of the worst value, or of what is wrong
+    # the judged quantity: values, statistics, update, or factor (of all values together, `errors.scaled`)
     by: str = "values"
-    cause: str = ""
+    cause: str = ""  # the usual cause of a wrong update of this kind
 
 
 @dataclass(frozen=True)
@@ -356,7 +342,6 @@ def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
 
 
 def _detail(found: Measured, shape: tuple[int, ...], golden: Item, bench: Item) -> str:
-    """Return one line about the worst value."""
     if not golden.file or not bench.file:
         texts = zip(("max", "min", "mean", "norm"), bench.statistics, golden.statistics, strict=True)
         return ", ".join(f"{name} {got} should be {want}" for name, got, want in texts if got != want)

@@ -88,25 +88,19 @@ RATE = "learning rate, or what else makes a whole update longer"
 class Seen:
     """A `Seen` is the comparison of one weight's update in two dumps of statistics, as far as these statistics
     determine the updates.
-
-    Args:
-        error, allowed: the error and the tolerance of the statistic with the largest error, relative to the change that
-            an update of this size can cause.
-        detail: the name of that statistic.
-        longer: the relative difference between the lengths of the two updates; None if it does not explain the
-            difference.
-        grown: the share of the weight by which decay is too small; None if it does not explain the difference.
-        least: the smallest relative error of the update that the statistics would have shown.
-        unknown: the reason why the update cannot be judged; "" if it can.
     """
 
+    # error, allowed: the error and the tolerance of the statistic with the largest error, relative to the change that
+    # an update of this size can cause
     error: float = 0.0
     allowed: float = 0.0
-    detail: str = ""
+    detail: str = ""  # the name of that statistic
+    # the relative difference between the lengths of the two updates; None if it does not explain the difference
     longer: float | None = None
+    # the share of the weight by which decay is too small; None if it does not explain the difference
     grown: float | None = None
-    least: float = 0.0
-    unknown: str = ""
+    least: float = 0.0  # the smallest relative error of the update that the statistics would have shown
+    unknown: str = ""  # the reason why the update cannot be judged; "" if it can
 
 
 def size_of(before: Item, after: Item) -> float:
@@ -129,8 +123,7 @@ def typical(sizes: list[float]) -> float:
 def judge_statistics(
     golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
 ) -> Seen:
-    """Compare the updates of one weight in two dumps, where each update is given by the weight's statistics before and
-    after it.
+    """Compare the updates of one weight in two dumps by the weight's statistics before and after it.
 
     Args:
         size: the size of the update of an element of the median weight in this step.
@@ -158,8 +151,12 @@ def judge_statistics(
     )
     if shares[worst] <= 1:
         return found if least <= BLIND else Seen(unknown=NOISE if gradient_error else HIDDEN)
-    longer, grown = (None, None) if gradient_error else _explained(old, move, apart, allowed)
-    return Seen(found.error, found.allowed, found.detail, longer, grown, least)
+    if gradient_error:
+        return found
+    # a factor of the whole update, or of the weight, moves all statistics alike; the norm by an update's square, too
+    longer, misfit = _factor(move[:3], apart[:3], allowed[:3])
+    grown, other = _factor(old, apart, allowed)
+    return replace(found, longer=longer) if misfit < other else replace(found, grown=grown)
 
 
 def _numbers(item: Item) -> np.ndarray | None:
@@ -186,17 +183,6 @@ def _allowed(
     return np.array([size, size, size, root * size]), np.maximum(allowed, 1e-300)
 
 
-def _explained(
-    old: np.ndarray, move: np.ndarray, apart: np.ndarray, allowed: np.ndarray
-) -> tuple[float | None, float | None]:
-    """Return (longer, grown), see `Seen`: a factor of the whole update, or of the weight, moves all statistics
-    alike.
-    """
-    longer, misfit = _factor(move[:3], apart[:3], allowed[:3])  # the norm moves by the square of an update too
-    grown, other = _factor(old, apart, allowed)
-    return (longer, None) if misfit < other else (None, grown)
-
-
 def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[float | None, float]:
     """Return the one number that makes `apart` of `cause`, if there is one, and how far from it they are (inf
     without).
@@ -213,18 +199,12 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 class Updates:
     """An `Updates` counts the weight updates that were judged, from which data, and the updates that could not be
     judged, by reason.
-
-    Args:
-        judged: the number of judged updates.
-        exact: the number of updates that were judged from all values.
-        unknown: the number of updates that were not judged, by the reason.
-        least: for each update that was judged by statistics, the smallest relative error that the statistics would have
-            shown.
     """
 
-    judged: int = 0
-    exact: int = 0
-    unknown: Counter[str] = field(default_factory=Counter)
+    judged: int = 0  # the number of judged updates
+    exact: int = 0  # the number of updates that were judged from all values
+    unknown: Counter[str] = field(default_factory=Counter)  # the number of updates that were not judged, by the reason
+    # for each update that was judged by statistics, the smallest relative error that the statistics would have shown
     least: list[float] = field(default_factory=list)
 
 
@@ -312,7 +292,7 @@ def _by_statistics(
         updates.unknown[seen.unknown] += 1
         return row
     updates.judged += 1
-    updates.least += [seen.least] if seen.least else []
+    updates.least += [seen.least] if 0 < seen.least < math.inf else []  # infinite where GOLDEN did not move
     if seen.error <= seen.allowed:
         explained = row.kind == VALUE and step.gradient_error
         numbers = {"error": seen.error, "tolerance": seen.allowed, "by": "update"}
@@ -360,23 +340,17 @@ def _decay(grown: float) -> str:
 class Moved:
     """A `Moved` is the comparison of one weight's update in two dumps, computed from all values of the weight. All
     values except the first two and the last two are relative to the norm |u| of the golden update u.
-
-    Args:
-        update, weight: |u|, |w|.
-        error: |d|; steady: the same, with what `TURNED` steps that were turned round explain left out.
-        along: |<d, v>| / |v|; by_chance: its standard deviation if the signs of d are independent.
-        grown: <d, v> / <v, v>.
-        longer: <d, u> / <u, u>.
     """
 
+    # update, weight: |u|, |w|
     update: float
     weight: float
-    error: float
-    steady: float
-    along: float
-    by_chance: float
-    grown: float
-    longer: float = 0.0
+    error: float  # |d|
+    steady: float  # |d|, with what `TURNED` steps that were turned round explain left out
+    along: float  # |<d, v>| / |v|
+    by_chance: float  # the standard deviation of `along` if the signs of d are independent
+    grown: float  # <d, v> / <v, v>
+    longer: float = 0.0  # <d, u> / <u, u>
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:

@@ -55,7 +55,7 @@ def stated(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         stated = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         stated = None
     if not isinstance(stated, dict) or not isinstance(stated.get("complete"), bool):
         raise DataError(

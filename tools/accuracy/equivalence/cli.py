@@ -15,7 +15,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.accuracy.pages import check_page, page_option
-from tools.files.atomic import write_atomically
+from tools.files.atomic import only_process_in, write_atomically
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 
@@ -140,7 +140,8 @@ def equivalence_command(
     work = work or Path("output") / "equivalence" / file.stem
     console = Console(stderr=True, highlight=False)
     started, finished = partial(console.print, style="dim"), partial(print_verdict, console=console)
-    matrix = equivalence(recipe, only, steps, work, lambda name: started(f"{name} ..."), drawn, finished)
+    with only_process_in(work, "tc3 accuracy equivalence", "--work"):
+        matrix = equivalence(recipe, only, steps, work, lambda name: started(f"{name} ..."), drawn, finished)
     lines, unknown = _gate(matrix, None if another else file, recipe, update, console)
     if page:
         write_atomically(page, as_html(matrix, lines))
@@ -209,5 +210,4 @@ def _gate(
 
 
 def _passed(matrix: Matrix, lines: list[str]) -> bool:
-    """Return whether something was compared and nothing failed."""
     return not lines and (matrix.passed or (not matrix.rows and bool(matrix.runs)))

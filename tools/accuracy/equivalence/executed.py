@@ -21,7 +21,7 @@ import numpy as np
 from plugins.errors import CheckpointError, DataError
 from plugins.finite_loss.plan import undefined_parts
 from plugins.sealed_checkpoint.router_state import MUON_MOMENT
-from plugins.step_record.plan import MOMENTS, STATE, Adam, adam_of
+from plugins.step_record.plan import MOMENTS, STATE, Adam, adam_of, gradient_square
 from tools.accuracy.equivalence.runs import (
     BIAS,
     FIRST,
@@ -35,7 +35,6 @@ from tools.accuracy.equivalence.runs import (
     least,
     read_samples,
     read_steps,
-    square_of,
     weight_of,
 )
 from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
@@ -49,6 +48,7 @@ from tools.accuracy.equivalence.trained import (
     Finding,
     copies,
     group_rows,
+    other_length,
     phases,
     samples,
     shared,
@@ -77,12 +77,9 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Return the differences between a sharded training and the same training in one process, in the order in which
-    they arise; known differences of stock MindFormers are listed separately.
-    """
-    if len(run.steps) != len(reference.steps):
-        detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
-        return Comparison(1, np.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
+    """Return the differences of a sharded training from one process, in order, with known ones listed separately."""
+    if other := other_length(run, reference):
+        return other
     rows = [*_numbers(run, reference, sharding), *_held_out(run, reference), *_tensors(run, reference)]
     others = samples(run, reference) if sharding.cp == 1 and run.samples and reference.samples else ()
     wrong = [*others, *starts(run, reference), *(finding for finding in rows if not finding.error <= finding.allowed)]
@@ -242,11 +239,9 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
             checkpoint, or several.
     """
     view = View(recipe)
-    metrics = run_dir / "metrics" / f"rank_{loss_rank(view)}.jsonl"
-    if not metrics.exists():
-        raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
-    steps = read_steps(metrics)
+    steps = read_steps(run_dir, loss_rank(view))
     if not steps or steps[0]["learning_rate"] != 0:
+        metrics = run_dir / "metrics" / f"rank_{loss_rank(view)}.jsonl"
         raise DataError(
             f"{metrics}: the learning rate of the first step is not 0, so no checkpoint holds the starting weights"
         )
@@ -263,10 +258,15 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         whole = _in_order(folder)
         biases = biases_of(whole)
         record.add(whole.arrays, {name: next(iter(each.values())) for name, each in biases.items()})
-        wrong = {name: ranks for name, each in biases.items() if (ranks := _others(each))}
+        wrong: dict[str, tuple[int, ...]] = {}  # ranks whose copy of a bias is not the first's
+        for name, each in biases.items():
+            (_, first), *others = each.items()
+            if ranks := tuple(rank for rank, copy in others if copy.tobytes() != first.tobytes()):
+                wrong[name] = ranks
         for name, ranks in (whole.differing | wrong).items():
             differing.setdefault(name, ranks)
-    shares = _shares(run_dir, view.devices)
+    noted = run_dir / NOTES / f"gradient_rank_{view.devices - 1}.json"
+    shares = json.loads(noted.read_text()) if noted.exists() else []
     given = read_samples(run_dir, view.devices, len(steps))
     return Trained(view.devices, steps, given, record.norms, record.state(), differing, shares, read_held_out(run_dir))
 
@@ -281,12 +281,6 @@ def _in_order(folder: Path) -> Whole:
         return read_whole(target)
 
 
-def _shares(run_dir: Path, workers: int) -> list[float]:
-    """Return what the last rank noted of its own gradient; nothing where it was not asked."""
-    noted = run_dir / NOTES / f"gradient_rank_{workers - 1}.json"
-    return json.loads(noted.read_text()) if noted.exists() else []
-
-
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
     """Return the copies of each router's bias, by rank: ``{name of the bias: {rank: its copy}}``.
 
@@ -297,12 +291,6 @@ def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
     found = {name: copies for name, copies in whole.unlisted.items() if name.endswith(ROUTER_BIAS)}
     routers = {name: whole.ranks[name.removesuffix(ROUTER_BIAS) + ROUTER] for name in found}
     return one | {name: {rank: found[name][rank] for rank in ranks} for name, ranks in routers.items()}
-
-
-def _others(copies: dict[int, np.ndarray]) -> tuple[int, ...]:
-    """Return ranks whose copy is not the first's."""
-    (_, first), *others = copies.items()
-    return tuple(rank for rank, copy in others if copy.tobytes() != first.tobytes())
 
 
 def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
@@ -330,7 +318,8 @@ class _Record:
         first, second = MOMENTS
         norms = {}
         for name in _updated(arrays, first):
-            norms[name] = square_of(arrays[first + name], self.last.get(first + name, 0.0), self.adam.beta1) ** 0.5
+            before = self.last.get(first + name, 0.0)
+            norms[name] = gradient_square(arrays[first + name], before, self.adam.beta1) ** 0.5
             square = arrays[second + name] / (1 - self.adam.beta2 ** (len(self.norms) + 1))
             self.least[LEAST + name] = least(square, self.least.get(LEAST + name))
         if not self.norms:

@@ -66,7 +66,7 @@ def numbers_of(run: Trained) -> dict[str, Any]:
         {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
         for step, norms in zip(run.steps, run.norms, strict=True)
     ]
-    return {"samples": digest(run.samples), "steps": steps}
+    return {"samples": hashlib.sha256(json.dumps(run.samples).encode()).hexdigest()[:16], "steps": steps}
 
 
 def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,11 +77,6 @@ def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
 def rounded(value: float) -> float:
     """Return a number, rounded to as many digits as a golden file keeps."""
     return float(f"{value:.{DIGITS}g}")
-
-
-def digest(samples: list[list[str]]) -> str:
-    """Return one digest of the samples of all training steps."""
-    return hashlib.sha256(json.dumps(samples).encode()).hexdigest()[:16]
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -97,7 +92,7 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
                 raise DataError(
                     f"{name}: {where} is {value}, but a golden number must be finite, so nothing was written"
                 )
-    old = json.loads(file.read_text())["runs"] if file.exists() else {}
+    old = read_golden(file) if file.exists() else {}
     made = {"recipe": recorded(file.parent, recipe), "made_with": {name: version(name) for name in MADE_WITH}}
     content = made | {"runs": dict(sorted({**old, **runs}.items()))}
     write_atomically(file, json.dumps(content, indent=1) + "\n")
@@ -121,11 +116,15 @@ def read_golden(file: Path) -> dict[str, Any]:
 
 def _content(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
-        content["runs"].keys()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(file.read_text("utf-8"))
+        for run in content["runs"].values():
+            numbers = [*_numbers(run), *(("tokens", step["tokens"]) for step in run["steps"])]
+            for where, value in numbers:
+                if not isinstance(value, int | float):
+                    raise ValueError(f"{where} is {value!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{file}: this is not a file of golden numbers ({error!r}); --update writes a new one"
+            f"{file}: this is not a file of golden numbers ({error!r}); remove it, and --update writes a new one"
         ) from None
     return content
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -50,21 +50,15 @@ NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers.
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` holds the result of comparing one parallel strategy with its baseline.
-
-    Args:
-        status: PASS, FAIL, NONE (not compared, with a reason), or KNOWN (MindFormers itself differs, and everything
-            else passes).
-        tensors: the number of compared tensors.
-        used: the largest error as a share of its tolerance.
-        findings: the differences in the order in which they arise; the first difference shows where the fault is.
-    """
+    """A `Row` holds the result of comparing one parallel strategy with its baseline."""
 
     case: Case
+    # PASS, FAIL, NONE (not compared, with a reason), or KNOWN (MindFormers itself differs, and everything else passes)
     status: str
     reason: str = ""
-    tensors: int = 0
-    used: float = 0.0
+    tensors: int = 0  # the number of compared tensors
+    used: float = 0.0  # the largest error as a share of its tolerance
+    # the differences in the order in which they arise; the first difference shows where the fault is
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -222,35 +216,36 @@ class _Runner(Runs):
 
     def row(self, case: Case) -> Row:
         """Return the comparison of one strategy with its baseline."""
-        variant = case.variant
+        variant, samples = case.variant, batch_of(self.base)
         assert variant is not None, "a trained case"
-        if batch_of(self.base) % variant.workers:
-            return Row(case, NONE, f"{batch_of(self.base)} samples of a step cannot be cut into {variant.workers}")
-        for each in (variant, baseline_variant(variant.against)):
-            if why := refusal(derive(self.base, each, self.steps, self.corpus())):
-                return Row(case, NONE, why)
-        try:
-            reference = self.run(variant.against, baseline_variant(variant.against))
-            run = self.run(case.name, variant)
-        except RunFailedError as error:
-            return Row(case, FAIL, str(error))
-        return _judged(case, compare_trained(run, reference))
+        baseline = baseline_variant(variant.against)
+
+        def compare() -> Comparison:
+            reference = self.run(variant.against, baseline)
+            return compare_trained(self.run(case.name, variant), reference)
+
+        misfit = f"{samples} samples of a step cannot be cut into {variant.workers}" * bool(samples % variant.workers)
+        recipes = (derive(self.base, each, self.steps, self.corpus()) for each in (variant, baseline))
+        return _row(case, misfit, recipes, compare)
 
 
 def _executed_row(case: Case, runs: ExecutedRuns) -> Row:
-    assert case.sharding is not None, "an executed case"
-    if misfit := case.sharding.misfit(batch_of(runs.base)):
-        return Row(case, NONE, misfit)
-    for each in (case.sharding, case.sharding.alone):
-        if why := refusal(derive_sharded(runs.base, each, runs.steps, runs.corpus(each.sample))):
-            return Row(case, NONE, why)
+    sharding = case.sharding
+    assert sharding is not None, "an executed case"
+    recipes = (
+        derive_sharded(runs.base, each, runs.steps, runs.corpus(each.sample)) for each in (sharding, sharding.alone)
+    )
+    return _row(case, sharding.misfit(batch_of(runs.base)), recipes, lambda: runs.compare(case.name, sharding))
+
+
+def _row(case: Case, misfit: str, recipes: Iterator[Recipe], compare: Callable[[], Comparison]) -> Row:
+    """Return the comparison of a strategy, unless it does not fit the batch or `tc3 train` refuses its recipes."""
+    if why := misfit or next(filter(None, map(refusal, recipes)), ""):
+        return Row(case, NONE, why)
     try:
-        return _judged(case, runs.compare(case.name, case.sharding))
+        comparison = compare()
     except RunFailedError as error:
         return Row(case, FAIL, str(error))
-
-
-def _judged(case: Case, comparison: Comparison) -> Row:
     status = FAIL if comparison.findings else KNOWN if comparison.known else PASS
     reason = case.sharding.known if case.sharding and comparison.known else case.reason
     findings = comparison.findings or comparison.known

@@ -52,46 +52,32 @@ class RunFailedError(Exception):
 class Trained:
     """A `Trained` holds what a training on one or more workers recorded: metrics, samples, norms of gradients and
     tensors.
-
-    Args:
-        workers: the number of workers.
-        steps: the metrics of each step.
-        samples: for each step the sorted digests of its samples; empty if they are unknown.
-        norms: for each step the norm of each weight's gradient, after clipping.
-        state: whole tensors: the weights, their initial values, their moments, the smallest mean squares of gradients,
-            and the routers' biases and loads.
-        differing: tensor -> the ranks whose copy differs from that of rank 0.
-        shares: for each step the norm of the last stage's own gradient of the embedding, if the run records it.
-        held_out: step -> held-out loss, if the run evaluates.
     """
 
-    workers: int
-    steps: list[dict[str, Any]]
-    samples: list[list[str]]
-    norms: list[dict[str, float]]
+    workers: int  # the number of workers
+    steps: list[dict[str, Any]]  # the metrics of each step
+    samples: list[list[str]]  # for each step the sorted digests of its samples; empty if they are unknown
+    norms: list[dict[str, float]]  # for each step the norm of each weight's gradient, after clipping
+    # whole tensors: the weights, their initial values, their moments, the smallest mean squares of gradients, and the
+    # routers' biases and loads
     state: dict[str, np.ndarray]
-    differing: dict[str, tuple[int, ...]]
+    differing: dict[str, tuple[int, ...]]  # tensor -> the ranks whose copy differs from that of rank 0
+    # for each step the norm of the last stage's own gradient of the embedding, if the run records it
     shares: list[float] = field(default_factory=list)
-    held_out: dict[int, float] = field(default_factory=dict)
+    held_out: dict[int, float] = field(default_factory=dict)  # step -> held-out loss, if the run evaluates
 
 
 @dataclass
 class Runs:
-    """A `Runs` holds the trainings of one recipe by name; each training runs once, when its results are first needed.
+    """A `Runs` holds the trainings of one recipe by name; each runs once, when its results are first needed."""
 
-    Args:
-        base: the recipe that `one_worker` returned.
-        work: the folder of the trainings.
-        started: a function that is called with the name of each training before it starts.
-        corpora: the path prefixes of the corpora by the length of a sample in tokens; 0 for the recipe's own length.
-    """
-
-    base: Recipe
+    base: Recipe  # the recipe that `one_worker` returned
     steps: int
-    work: Path
-    started: Callable[[str], None]
+    work: Path  # the folder of the trainings
+    started: Callable[[str], None]  # a function that is called with the name of each training before it starts
     runs: dict[str, Trained] = field(default_factory=dict)
     failures: dict[str, RunFailedError] = field(default_factory=dict)
+    # the path prefixes of the corpora by the length of a sample in tokens; 0 for the recipe's own length
     corpora: dict[int, str] = field(default_factory=dict)
     word = "training"
 
@@ -201,9 +187,7 @@ def read_run(run_dir: Path) -> Trained:
     missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
     if missing:
         raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks did not record its results")
-    metrics = run_dir / "metrics" / "rank_0.jsonl"
-    if not metrics.exists():
-        raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
+    steps = read_steps(run_dir)
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
     split = set(records[0]["split"])
@@ -212,8 +196,11 @@ def read_run(run_dir: Path) -> Trained:
     copied = {name: differing for name, (_, differing) in whole.items() if differing}
     read = zip(*(record["samples"][: len(record["squares"])] for record in records), strict=True)  # a loader holds more
     samples = [sorted(digest for rank in step for digest in rank) for step in read]
-    norms = _norms([record["squares"] for record in records], split)
-    return Trained(workers, read_steps(metrics), samples, norms, state, copied)
+    norms = []  # the squares of split weights are added up over the ranks
+    for step in zip(*(record["squares"] for record in records), strict=True):
+        squares = {name: sum(rank[name] for rank in step) if name in split else step[0][name] for name in step[0]}
+        norms.append({name: float(np.sqrt(square)) for name, square in squares.items()})
+    return Trained(workers, steps, samples, norms, state, copied)
 
 
 def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -236,41 +223,29 @@ def weight_of(name: str) -> str:
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
-def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[str, float]]:
-    """Return norm of each weight's gradient, for each step: the squares of split weights are added up over the
-    ranks.
+def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Return the records of all steps in the metrics file of one rank of a run, in order.
+
+    Raises:
+        DataError: there is no such file.
     """
-    return [
-        {name: float(np.sqrt(sum(rank[name] for rank in step) if name in split else step[0][name])) for name in step[0]}
-        for step in zip(*squares, strict=True)
-    ]
-
-
-def read_steps(metrics: Path) -> list[dict[str, Any]]:
-    """Return the records of all steps in the metrics file of one rank, in order."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics = run_dir / "metrics" / f"rank_{rank}.jsonl"
+    if not metrics.exists():
+        raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
+    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     return [record for record in records if "step" in record]
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return for each step the sorted digests of the samples that the ranks received; return an empty list if the
-    digests of any rank are unknown.
-    """
+    """Return for each step the sorted digests of all ranks' samples; an empty list if a rank's are unknown."""
     given = []
     for rank in range(workers):
-        file = run_dir / "metrics" / f"rank_{rank}.jsonl"
-        records = read_steps(file)[:steps] if file.exists() else []
+        known = (run_dir / "metrics" / f"rank_{rank}.jsonl").exists()
+        records = read_steps(run_dir, rank)[:steps] if known else []
         if len(records) < steps or not all((record.get("samples") or {}).get(IDS) for record in records):
             return []
         given.append([record["samples"][IDS] for record in records])
     return [sorted({each for rank in step for each in rank}) for step in zip(*given, strict=True)]
-
-
-def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
-    """Return the sum of the squared elements of a gradient g, computed from AdamW's first moment before and after the
-    step: m' = beta1 * m + (1 - beta1) * g.
-    """
-    return float(np.square((moment - beta1 * before) / (1 - beta1), dtype=np.float64).sum())
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:

@@ -39,60 +39,43 @@ TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (
 
 @dataclass(frozen=True)
 class Sharding:
-    """A `Sharding` describes how several processes share the model and the samples of a step.
+    """A `Sharding` describes how several processes share the model and the samples of a step."""
 
-    Args:
-        tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
-            over tp; vpp: the number of chunks of layers of a stage; micro: the number of micro-batches of the pipeline;
-            schedule: their order, a `pipeline_scheduler` of MindSpore; zero: whether the optimizer's state is sharded
-            over dp; recompute: whether all activations are recomputed; accumulate: the steps of gradient accumulation;
-            0: one for each sample of a rank.
-        moe, mtp: whether the model has experts and an MTP layer; layers: the number of layers; sparse: the number of
-            layers with experts, which are the last ones; aux: whether the router has its auxiliary loss. This loss is
-            computed for each rank and micro-batch, so it is off if tokens are split between these, unless each sample
-            is a micro-batch of its own, both here and in one process.
-        groups: the number of groups of experts (`n_group`); the experts of a token are chosen from half of the groups.
-            shared: the number of shared experts; length: the tokens of a sample. 0 in each of the three means the
-            recipe's own number.
-        mode: the mode of the hierarchical_ep plugin, as it runs on Ascend; "": MindFormers' own dispatcher. chunks: the
-            number of chunks of tokens in a layer (ep_overlap plugin); 1: without the plugin.
-        documents: whether tokens attend only to their own document, by the compressed mask, in samples of `DOCUMENTS`
-            tokens.
-        held_out: whether the held_out_loss plugin evaluates after every step.
-        streams: the number of residual streams (hyper_connections plugin); 1: without the plugin.
-        moves: whether the expert_balance plugin shuffles the experts after every step.
-        uneven: whether the first stage has one layer more than the other stages, and the last stage one layer less.
-        known: a known difference of stock MindFormers between this strategy and one process, which is reported and not
-            judged.
-    """
-
+    # tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism
     tp: int = 1
     dp: int = 1
     cp: int = 1
     pp: int = 1
     ep: int = 1
-    sp: bool = False
-    vpp: int = 1
-    micro: int = 1
-    schedule: str = "1f1b"
-    zero: bool = False
-    recompute: bool = False
-    accumulate: int = 1
+    sp: bool = False  # sequence parallelism over tp
+    vpp: int = 1  # the number of chunks of layers of a stage
+    micro: int = 1  # the number of micro-batches of the pipeline
+    schedule: str = "1f1b"  # the order of micro-batches, a `pipeline_scheduler` of MindSpore
+    zero: bool = False  # whether the optimizer's state is sharded over dp
+    recompute: bool = False  # whether all activations are recomputed
+    accumulate: int = 1  # the steps of gradient accumulation; 0: one for each sample of a rank
+    # moe, mtp: whether the model has experts and an MTP layer
     moe: bool = False
     mtp: bool = False
-    layers: int = 2
-    sparse: int = 1
+    layers: int = 2  # the number of layers
+    sparse: int = 1  # the number of layers with experts, which are the last ones
+    # whether the router has its auxiliary loss. This loss is computed for each rank and micro-batch, so it is off if
+    # tokens are split between these, unless each sample is a micro-batch of its own, both here and in one process
     aux: bool = False
+    # the number of groups of experts (`n_group`); the experts of a token are chosen from half of the groups. 0 means
+    # the recipe's own number, also in the next two fields
     groups: int = 0
-    shared: int = 0
-    length: int = 0
-    mode: str = ""
-    chunks: int = 1
+    shared: int = 0  # the number of shared experts
+    length: int = 0  # the tokens of a sample
+    mode: str = ""  # the mode of the hierarchical_ep plugin, as it runs on Ascend; "": MindFormers' own dispatcher
+    chunks: int = 1  # the number of chunks of tokens in a layer (ep_overlap plugin); 1: without the plugin
+    # whether tokens attend only to their own document, by the compressed mask, in samples of `DOCUMENTS` tokens
     documents: bool = False
-    held_out: bool = False
-    streams: int = 1
-    moves: bool = False
-    uneven: bool = False
+    held_out: bool = False  # whether the held_out_loss plugin evaluates after every step
+    streams: int = 1  # the number of residual streams (hyper_connections plugin); 1: without the plugin
+    moves: bool = False  # whether the expert_balance plugin shuffles the experts after every step
+    uneven: bool = False  # whether the first stage has one layer more than the others, and the last stage one less
+    # a known difference of stock MindFormers between this strategy and one process, which is reported and not judged
     known: str = ""
 
     @property

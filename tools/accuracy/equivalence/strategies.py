@@ -13,7 +13,7 @@ import copy
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from plugins import of_the_model
 from plugins.errors import RecipeError
@@ -41,29 +41,22 @@ NO_EXPERTS = "the recipe's model has no experts"
 NO_MTP = "MindFormers' TeleChat3 without latent attention takes no MTP layer from num_nextn_predict_layers"
 SCHEDULES = ("1f1b", "gpipe", "seqpipe", "zero_bubble_v")
 TRIES = 100_000
+Shared = TypeVar("Shared", bound=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A `Variant` is a training with MindFormers on `workers` CPU workers, with the features that its fields switch on.
-
-    Args:
-        mode, chunks: the mode of hierarchical_ep and the chunks of ep_overlap, with experts split over all workers.
-        apart: whether tokens attend only to their own document.
-        balance: whether the attention_balance plugin is on.
-        recompute: whether activations are recomputed.
-        held_out: whether the held_out_loss plugin is on.
-        against: the name of the training whose results this training must equal.
-    """
+    """A `Variant` is a training with MindFormers on CPU workers, with the features that its fields switch on."""
 
     workers: int = 1
+    # mode, chunks: the mode of hierarchical_ep and the chunks of ep_overlap, with experts split over all workers
     mode: str = ""
     chunks: tuple[int, int] | None = None
-    apart: bool = False
-    balance: bool = False
-    recompute: bool = False
-    held_out: bool = False
-    against: str = BASELINE
+    apart: bool = False  # whether tokens attend only to their own document
+    balance: bool = False  # whether the attention_balance plugin is on
+    recompute: bool = False  # whether activations are recomputed
+    held_out: bool = False  # whether the held_out_loss plugin is on
+    against: str = BASELINE  # the name of the training whose results this training must equal
 
 
 @dataclass(frozen=True)
@@ -137,15 +130,14 @@ def baseline_variant(name: str) -> Variant:
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe in `path`, changed to train on one CPU worker with the whole global batch and with those
-    plugins only that belong to its model; a recipe for Ascend is replaced by its mini recipe (a small version for
-    CPU).
+    """Return the recipe in `path` (for Ascend its mini recipe), changed to train on one CPU worker with the whole
+    global batch and only with the plugins that belong to its model.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk, or lacks something without which no training starts.
     """
     recipe = load_recipe(path)
-    if (recipe.get("context") or {}).get("device_target", "Ascend") != "CPU":
+    if not View(recipe).on_cpu:
         recipe = load_mini(path)
     refuse_other_data(recipe)
     recipe = resolve(recipe)
@@ -154,9 +146,9 @@ def one_worker(path: str) -> Recipe:
     named = recipe.get("callbacks") or MONITORS
     recipe["callbacks"] = [dict(entry) for entry in named if entry["type"] != "CheckpointMonitor"]
     if chosen(recipe):
-        _unsplit(recipe)
+        unsplit(recipe)
     recipe["plugins"] = of_the_model(recipe)
-    return _on_workers(recipe, batch, 1)
+    return on_workers(recipe, batch, 1)
 
 
 def batch_of(recipe: Mapping[str, Any]) -> int:
@@ -169,12 +161,15 @@ def batch_of(recipe: Mapping[str, Any]) -> int:
     return samples * degrees.get("data_parallel", 1) * micro * View(Recipe(recipe)).accumulation
 
 
-def _unsplit(recipe: Recipe) -> None:
+def unsplit(recipe: dict[str, Any]) -> None:
     """Make a sharded recipe of the CPU one of its data-parallel graph (in place)."""
     ones = ("model_parallel", "pipeline_stage", "context_parallel", "micro_batch_num")
-    recipe["parallel_config"].update(dict.fromkeys(ones, 1), use_seq_parallel=False)
+    recipe["parallel_config"].update(dict.fromkeys(ones, 1), use_seq_parallel=False, vocab_emb_dp=False)
+    recipe["parallel_config"].pop("context_parallel_algo", None)
     recipe["parallel"].update(parallel_mode=0, gradients_mean=True, enable_parallel_optimizer=False)
-    recipe["parallel"].pop("pipeline_config", None)
+    for name in ("pipeline_config", "parallel_optimizer_config"):
+        recipe["parallel"].pop(name, None)
+    recipe["context"].pop("dataset_broadcast_opt_level", None)
     recipe["runner_config"]["gradient_accumulation_steps"] = 1
     recipe["model"]["model_config"].update(offset=0, pp_interleave_num=1)
     for callback in recipe["callbacks"]:
@@ -182,11 +177,9 @@ def _unsplit(recipe: Recipe) -> None:
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
-    """Return a recipe that trains the first `steps` steps of a variant of `base` (from `one_worker`) on the Megatron
-    corpus `corpus`.
-    """
+    """Return a recipe of the first `steps` steps of a variant of `base` (from `one_worker`) on a Megatron corpus."""
     batch = batch_of(base)
-    recipe = _on_workers(copy.deepcopy(base), batch, variant.workers)
+    recipe = on_workers(copy.deepcopy(base), batch, variant.workers)
     model, loader = recipe["model"]["model_config"], recipe["train_dataset"]["data_loader"]
     recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=CLIP)
     loader["sizes"] = [steps * batch, 0, 0]
@@ -208,7 +201,7 @@ def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
     return recipe
 
 
-def _on_workers(recipe: Recipe, batch: int, workers: int) -> Recipe:
+def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
     """Set (in place) every key that says how many workers share a batch."""
     recipe["use_parallel"] = workers > 1
     recipe["runner_config"]["batch_size"] = recipe["model"]["model_config"]["batch_size"] = batch // workers

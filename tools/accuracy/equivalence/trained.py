@@ -34,6 +34,7 @@ from tools.accuracy.equivalence.runs import (
     weight_of,
 )
 from tools.accuracy.judge import ROUNDOFF, judge, tolerance
+from tools.process.host import compress
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"  # the phases of a step
 DTYPE = "float32"  # the column of Table 2 by which both sides are judged
@@ -85,25 +86,18 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a number or tensor of a training that differs from that of the reference training.
+    """A `Finding` is a number or tensor of a training that differs from that of the reference training."""
 
-    Args:
-        step: the number of the step, counted from 1.
-        phase: FORWARD, BACKWARD or OPTIMIZER.
-        module, tensor: the names of the module and of the tensor that differ.
-        error, allowed: the error as `judge` measures it, and its tolerance by Table 2.
-        ranks: the ranks of the whole run whose part is wrong.
-        detail: a description of the worst element, or of the fault.
-    """
-
-    step: int
-    phase: str
+    step: int  # the number of the step, counted from 1
+    phase: str  # FORWARD, BACKWARD or OPTIMIZER
+    # module, tensor: the names of the module and of the tensor that differ
     module: str
     tensor: str
+    # error, allowed: the error as `judge` measures it, and its tolerance by Table 2
     error: float
     allowed: float
-    ranks: tuple[int, ...]
-    detail: str
+    ranks: tuple[int, ...]  # the ranks of the whole run whose part is wrong
+    detail: str  # a description of the worst element, or of the fault
 
     @property
     def used(self) -> float:
@@ -152,19 +146,13 @@ class At(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the differences between all compared numbers and tensors of two trainings.
+    """A `Comparison` holds the differences between all compared numbers and tensors of two trainings."""
 
-    Args:
-        tensors: the number of compared tensors.
-        used: the largest error as a share of its tolerance.
-        findings: the differences in the order of execution, so that the first one shows where the fault is.
-        known: the known differences of MindFormers itself, which are not judged.
-    """
-
-    tensors: int
-    used: float
+    tensors: int  # the number of compared tensors
+    used: float  # the largest error as a share of its tolerance
+    # the differences in the order of execution, so that the first one shows where the fault is
     findings: tuple[Finding, ...]
-    known: tuple[Finding, ...] = ()
+    known: tuple[Finding, ...] = ()  # the known differences of MindFormers itself, which are not judged
 
 
 def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
@@ -177,20 +165,9 @@ def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
     found = {axis: sorted(set(row)) for axis, row in zip(sizes, places.tolist(), strict=True)}
     common = ""
     if math.prod(len(values) for values in found.values()) == len(chosen):
-        held = [f"{axis} {_spans(values)}" for axis, values in found.items() if len(values) < sizes[axis]]
-        common = f" ({', '.join(held)})"
-    return f"rank{'s' * (len(chosen) > 1)} {_spans(chosen)}{common}"
-
-
-def _spans(numbers: list[int]) -> str:
-    """Return ``0-2, 5`` for 0, 1, 2, 5."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+        held = [f"{axis} {compress(values)}" for axis, values in found.items() if len(values) < sizes[axis]]
+        common = f" ({','.join(held)})"
+    return f"rank{'s' * (len(chosen) > 1)} {compress(chosen)}{common}".replace(",", ", ")
 
 
 def finding_text(finding: Finding, mesh: Mesh) -> str:
@@ -243,14 +220,22 @@ def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
-    """Return the differences of a training from the reference training, in the order in which they arise, with the
-    largest error as a share of its tolerance.
-    """
+    """Return the differences of a training from its reference, in the order in which they arise."""
+    if other := other_length(run, reference):
+        return other
     data = (*samples(run, reference), *starts(run, reference))
     rows = list(_rows(run, reference))
     findings = [finding for finding in rows if not finding.error <= finding.allowed]
     used = max(finding.used for finding in rows)
     return Comparison(len(rows), used, (*data, *findings, *copies(run), *unclipped(run)))
+
+
+def other_length(run: Trained, reference: Trained) -> Comparison | None:
+    """Return the comparison of two trainings that have not as many steps; otherwise None."""
+    if len(run.steps) == len(reference.steps):
+        return None
+    detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
+    return Comparison(1, math.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
 
 
 def samples(run: Trained, reference: Trained) -> Iterator[Finding]:

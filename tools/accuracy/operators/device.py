@@ -119,7 +119,6 @@ class MindSporeDevice:
         ]
 
     def _gradients(self, spec: Spec, tensors: list[Any], douts: tuple[Array, ...]) -> tuple[Any, ...]:
-        """Return gradients through MindSpore's own differentiation."""
         ms, call = self._ms, spec.call(self._ms)
         types = (ms.float32, ms.float16, ms.bfloat16)
 

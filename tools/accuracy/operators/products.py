@@ -108,12 +108,10 @@ MATMUL = (
 BASE = 10000.0
 
 
-def angles(sequence: int, dim: int, offset: int = 0) -> Array:
-    """Return the rotation angles of RoPE [S, 1, 1, D] for positions offset .. offset + S - 1, as float32; the angles of
-    both halves of D are equal.
-    """
+def angles(sequence: int, dim: int) -> Array:
+    """Return RoPE's angles [S, 1, 1, D], float32; both halves of D are equal."""
     frequencies = BASE ** (-np.arange(0, dim, 2) / dim)
-    half = np.outer(np.arange(offset, offset + sequence), frequencies)
+    half = np.outer(np.arange(sequence), frequencies)
     return np.concatenate([half, half], -1).astype(np.float32)[:, None, None]
 
 

@@ -47,14 +47,10 @@ CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 @dataclass(frozen=True)
 class Report:
-    """A `Report` holds the results of `tc3 accuracy ops`, with a row for each check of an operator.
+    """A `Report` holds the results of `tc3 accuracy ops`, with a row for each check of an operator."""
 
-    Args:
-        device: the device on which the operators ran.
-        seed, reruns: the seed and the number of reruns of the run.
-    """
-
-    device: str
+    device: str  # the device on which the operators ran
+    # seed, reruns: the seed and the number of reruns of the run
     seed: int
     reruns: int
     rows: list[Row]

@@ -82,17 +82,13 @@ def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
 class Case:
     """A `Case` holds the arrays of one test of an operator: inputs and incoming gradients, rounded to the tested type,
     and the golden outputs and gradients.
-
-    Args:
-        extreme: the number of elements of the device's inputs that are below the lower bound or not finite.
-        douts: gradients of the float outputs; empty without a backward.
     """
 
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
-    douts: tuple[np.ndarray, ...]
+    douts: tuple[np.ndarray, ...]  # gradients of the float outputs; empty without a backward
     grads: tuple[np.ndarray, ...]
-    extreme: int
+    extreme: int  # the number of elements of the device's inputs that are below the lower bound or not finite
 
 
 def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Generator:
@@ -142,29 +138,20 @@ def is_float(values: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is the result of one check of an operator.
-
-    Args:
-        shape: the sizes of the case.
-        phase: forward, backward, special (infinities, NaN, denormals, zeros) or rerun (bit-identical?).
-        tensor: the number of the output, or of the input to which the gradient belongs.
-        status: pass, fail or not runnable.
-        count, tolerance, error: see accumulation, tolerance and judge.
-        outside: the number of elements that are over the tolerance, or that differ between runs.
-        detail: the worst element and the number of extreme inputs, or MindSpore's message.
-    """
+    """A `Row` is the result of one check of an operator."""
 
     op: str
     dtype: str
-    shape: tuple[int, ...]
-    phase: str
-    tensor: int
-    status: str
+    shape: tuple[int, ...]  # the sizes of the case
+    phase: str  # forward, backward, special (infinities, NaN, denormals, zeros) or rerun (bit-identical?)
+    tensor: int  # the number of the output, or of the input to which the gradient belongs
+    status: str  # pass, fail or not runnable
+    # count, tolerance, error: see accumulation, tolerance and judge
     count: int = 0
     tolerance: float = 0.0
     error: float = 0.0
-    outside: int = 0
-    detail: str = ""
+    outside: int = 0  # the number of elements that are over the tolerance, or that differ between runs
+    detail: str = ""  # the worst element and the number of extreme inputs, or MindSpore's message
 
 
 def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, seed: int = 0) -> list[Row]:
@@ -227,7 +214,6 @@ def _run(phase: str, spec: Spec, dtype: str, device: MindSporeDevice, case: Case
 
 
 def _told(error: Exception) -> str:
-    """Return what went wrong in a call, in one line."""
     return f"{type(error).__name__}: {first_line(str(error))}"
 
 

@@ -92,37 +92,26 @@ def busiest(index: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Spec:
-    """A `Spec` describes the test of one operator.
+    """A `Spec` describes the test of one operator."""
 
-    Args:
-        name: the name in `tc3 accuracy ops`; a `.suffix` names another kernel or formula with the same golden baseline.
-        source: the module of TeleChat3-MoE training that uses it, or the name of the kernel.
-        shapes: the test cases; each is the tuple of sizes for `make`.
-        make: (rng, *sizes) -> input arrays: float32 (rounded to the tested type later), integers or booleans.
-        golden: inputs -> output or tuple of outputs, in the float type of its inputs.
-        call: the module `mindspore` -> function of tensors that returns a tensor or a tuple.
-        counts: inputs -> accumulation counts.
-        grad: (*inputs, *gradients of the float outputs) -> gradients of inputs `wrt`; None: not differentiable.
-        wrt: the inputs that have gradients. fixed: the float inputs that stay float32 with every tested type.
-        roundings: an upper bound of the number of consecutive kernels that store in the tested type.
-        clip: whether the magnitudes of inputs are clipped from below; False if zero has a meaning.
-        special: "each" to try all special values (elementwise), "row" to put one in each row of the first input.
-        dtypes: tested types other than the three usual ones, or fewer.
-    """
-
+    # the name in `tc3 accuracy ops`; a `.suffix` names another kernel or formula with the same golden baseline
     name: str
-    source: str
-    shapes: tuple[tuple[int, ...], ...]
+    source: str  # the module of TeleChat3-MoE training that uses it, or the name of the kernel
+    shapes: tuple[tuple[int, ...], ...]  # the test cases; each is the tuple of sizes for `make`
+    # (rng, *sizes) -> input arrays: float32 (rounded to the tested type later), integers or booleans
     make: Callable[..., tuple[Array, ...]]
-    golden: Callable[..., Any]
+    golden: Callable[..., Any]  # inputs -> output or tuple of outputs, in the float type of its inputs
+    # the module `mindspore` -> function of tensors that returns a tensor or a tuple
     call: Callable[[Any], Callable[..., Any]]
-    counts: Counter
+    counts: Counter  # inputs -> accumulation counts
+    # (*inputs, *gradients of the float outputs) -> gradients of inputs `wrt`; None: not differentiable
     grad: Callable[..., tuple[Array, ...]] | None = None
-    wrt: tuple[int, ...] = (0,)
-    fixed: tuple[int, ...] = ()
-    roundings: int = 1
-    clip: bool = True
-    special: str = ""
+    wrt: tuple[int, ...] = (0,)  # the inputs that have gradients
+    fixed: tuple[int, ...] = ()  # the float inputs that stay float32 with every tested type
+    roundings: int = 1  # an upper bound of the number of consecutive kernels that store in the tested type
+    clip: bool = True  # whether the magnitudes of inputs are clipped from below; False if zero has a meaning
+    special: str = ""  # "each" to try all special values (elementwise), "row" to put one in each row of the first input
+    # tested types other than the three usual ones, or fewer
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
 
 

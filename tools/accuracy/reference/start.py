@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -74,10 +74,6 @@ class Hyper:
     eps: float
     decay: float
     clip: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return these parameters as plain data, from which `Hyper(**data)` can be rebuilt."""
-        return asdict(self)
 
     @property
     def first_update(self) -> int:

@@ -158,7 +158,6 @@ class Reference:
         return hook
 
     def _trace_modules(self) -> None:
-        """Note every module's output under the trace's names."""
         inner = self.model.model
         names: dict[Any, str] = {inner.embed_tokens: "embedding", inner.norm: "final_norm"}
         for number, layer in enumerate(inner.layers):
@@ -197,7 +196,6 @@ def causal_mask(length: int) -> torch.Tensor:
 
 
 def _rolled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [B, S] shifted by one position to the left, with a zero at the end."""
     return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1)
 
 

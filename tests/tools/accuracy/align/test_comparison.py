@@ -181,8 +181,8 @@ def test_recipes_that_are_not_one_on_one_worker_run_there_first(tmp_path, corpus
 
 
 def test_workers_whose_losses_part_fail_the_last_stage(tmp_path, corpus, runs, monkeypatch):
-    real = align_comparison.read_metrics
-    monkeypatch.setattr(align_comparison, "read_metrics", lambda run, rank: [
+    real = align_comparison.read_steps
+    monkeypatch.setattr(align_comparison, "read_steps", lambda run, rank: [
         {"loss": step["loss"] + 1e-3 * (step["step"] > 2 and run.parent.name == "layout_theirs")}
         for step in real(run, rank)
     ])  # fmt: skip
@@ -288,10 +288,10 @@ ALL_RECIPES = Path(__file__).parents[4] / "recipes"
     ],
 )
 def test_a_layout_and_one_process_are_sound_recipes_of_the_same_step(name, layout, tmp_path):
-    sides = split_model([ALL_RECIPES / f"{name}.yaml"], (), None, 3)
-    assert sides.about.startswith(f"the sharded graph on {layout} and 1 process; without the auxiliary loss")
+    sides, about = split_model([ALL_RECIPES / f"{name}.yaml"], (), None, 3)
+    assert about.startswith(f"the sharded graph on {layout} and 1 process; without the auxiliary loss")
     views = []
-    for place, recipe in enumerate(sides.recipes):
+    for place, recipe in enumerate(sides):
         dump_recipe(shortened(recipe, 3), tmp_path / f"{place}.yaml")
         short = load_recipe(tmp_path / f"{place}.yaml")
         wrong = [finding for finding in check_recipe(short).errors if "data_path" not in str(finding)]
@@ -351,7 +351,7 @@ def test_accumulated_gradients_are_those_of_one_batch_in_one_process(tmp_path):
     recipe = load_recipe(ALL_RECIPES / "mini" / "pretrain_tp2.yaml")
     recipe["runner_config"]["gradient_accumulation_steps"] = 2
     dump_recipe(recipe, tmp_path / "recipe.yaml")
-    ours, alone = split_model([tmp_path / "recipe.yaml"], (), None, 3).recipes
+    ours, alone = split_model([tmp_path / "recipe.yaml"], (), None, 3)[0]
     assert View(ours).accumulation == 2 and View(alone).accumulation == 1
     assert View(ours).global_batch == View(alone).global_batch
 

@@ -7,9 +7,10 @@ import pytest
 
 from plugins.errors import DataError
 from tools.accuracy.align import config as align_config
-from tools.accuracy.align.sides import load, written
+from tools.accuracy.align.sides import changed, load
 from tools.data.index import write_learnable
 from tools.recipe.dump import dump_recipe
+from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
 RECIPES = Path(__file__).parents[4] / "recipes"
@@ -27,7 +28,7 @@ def corpora(tmp_path):
 @pytest.mark.parametrize("entry", ["data_path.1=x", "data_path=['1', x]", "data_path=['1', x, '1', y]"])
 def test_data_is_the_corpus_whatever_the_overrides_name(entry):
     override = f"train_dataset.data_loader.config.{entry}"
-    for recipe in (written(MINI, (override,), "mine"), load(MINI, (override,), "mine", 4)):
+    for recipe in (changed(load_recipe(MINI), (override,), "mine"), load(MINI, (override,), "mine", 4)):
         assert recipe["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", "mine"]
 
 
@@ -89,8 +90,8 @@ def test_data_takes_the_place_of_a_whole_blend(corpora, tmp_path):
 
 def test_the_corpus_of_a_recipe_for_ascend_may_be_elsewhere():
     ours, theirs = (
-        written(
-            RECIPES / "telechat3_105b" / "pretrain_4k.yaml",
+        changed(
+            load_recipe(RECIPES / "telechat3_105b" / "pretrain_4k.yaml"),
             (f"train_dataset.data_loader.config.data_path.1={path}",),
             None,
         )

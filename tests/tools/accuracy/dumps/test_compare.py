@@ -170,6 +170,13 @@ def test_a_wider_golden_side_may_be_declared(tmp_path):
     assert not compare_dumps(bench, open_dump(golden), promoted=True).passed
 
 
+def test_an_empty_tensor_of_another_type_has_no_error(tmp_path):
+    """Its error was -1."""
+    sides = ([{"Cell.a.B.forward.0": {"output": [np.zeros((0, 8), dtype)]}}] for dtype in (np.float32, np.float16))
+    (row,) = compared(tmp_path, *sides).rows
+    assert (row.kind, row.error) == ("dtype", 0.0)
+
+
 def test_calls_of_one_side_stand_where_they_happened(tmp_path):
     bench = run()
     del bench[0]["Cell.layers.0.act.Relu.forward.0"]
@@ -249,6 +256,9 @@ def test_files_and_exit_codes(tmp_path):
     text = invoke(golden, bench).stdout
     assert "first forward: step 0 Cell.layers.1.act.Relu.forward.0.output.0: value: error 0.01" in text
     assert "first backward: none" in text
+    invoke(golden, golden, "--out", tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["compare.json", "rows.csv"], "a page of another comparison"
 
 
 FAULTS = {

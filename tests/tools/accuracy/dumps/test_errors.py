@@ -370,6 +370,15 @@ def test_a_cell_takes_the_largest_count_inside():
     assert [counter.of(each, each.items[-1]) for each in (inner, outer, beside)] == [20000, 20000, 1]
 
 
+def test_a_gradient_sums_the_rows_of_all_calls_of_its_cell():
+    """An expert whose first call has no token was held to equal bits."""
+    calls = [entry(f"Cell.expert.Dense.forward.{n}", [(rows, 8)], [(rows, 4)]) for n, rows in enumerate((0, 48, 16))]
+    gradient = Entry(parse("Cell.expert.Dense.parameters_grad.0"), (Item("weight.0", "gradient", "float32"),))
+    assert Counter(calls).of(gradient, gradient.items[0]) == 64
+    assert Counter(calls[:1]).of(gradient, gradient.items[0]) == 1
+    assert Counter(calls).of(calls[0], calls[0].items[-1]) == 8
+
+
 @pytest.mark.parametrize(
     ("function", "inputs", "output", "count"),
     [

@@ -1,4 +1,5 @@
 import itertools
+import json
 import tempfile
 
 import numpy as np
@@ -302,6 +303,14 @@ def test_what_noise_hides_is_unknown_and_not_right(tmp_path):
     golden, bench = trained(0, (64, 64), 0)[:2], trained(0, (64, 64), 2e-5, rate=1.05 * RATE)[:2]
     report = by_statistics(tmp_path, golden, bench)
     assert not updates(report) and (report.updates, dict(report.judged.unknown)) == (0, {NOISE: 1})
+
+
+def test_updates_of_weights_that_only_bench_moves_are_written_as_json(tmp_path):
+    """`updates_seen_from` was Infinity, which is no JSON."""
+    report = by_statistics(tmp_path, trained(0, (64, 64), 0, rate=0.0), trained(0, (64, 64), 0))
+    assert len(updates(report)) == 3 and report.judged.least == []
+    assert json.loads(json.dumps(report.as_json(), allow_nan=False))["updates_seen_from"] is None
+    assert any("or not at all in GOLDEN" in note for note in report.notes())
 
 
 def test_statistics_that_are_not_finite_are_unknown():

@@ -67,6 +67,12 @@ def test_marker(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [write.MARKER]
 
 
+def test_a_marker_whose_brackets_are_nested_too_deep_is_damaged(tmp_path):
+    (tmp_path / write.MARKER).write_text("[" * 100_000)
+    with pytest.raises(DataError, match="the file is damaged"):
+        write.stated(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -104,6 +110,16 @@ def test_kernels(tmp_path):
     (row,) = report.findings
     assert row.order == 2 and "layers-CellList_0_MatMul-op0.1.forward" in row.name
     assert report.first["forward"] == row
+
+
+@pytest.mark.parametrize("text", ["a,b,c\n", "\0" * 500, "\0" * 200_000])
+def test_a_damaged_list_of_names_is_refused(tmp_path, text):
+    """csv's own error is no ValueError: a long line ended in a traceback."""
+    keys = [("MatMul", 10), ("Add", 20), ("MatMul", 40), ("Mul", 50), ("Sub", 60)]
+    dump = write_kernels(tmp_path / "a", dict.fromkeys(keys, np.ones((2, 3), np.float32)))
+    next((tmp_path / "a").rglob("mapping.csv")).write_text(text)
+    with pytest.raises(DataError, match=r"mapping\.csv: each line must hold two names"):
+        dump.entries(0, 0)
 
 
 def test_an_optimizers_kernel_is_no_initial_weight(tmp_path):

@@ -220,7 +220,7 @@ def test_a_known_difference_of_mindformers_is_judged_by_its_formula_and_nothing_
     assert found.findings == () and found.used < 1e-2, found
     assert [finding.tensor for finding in found.known] == ["global norm"] * STEPS
     assert "with the share 0.02 of the last stage" in found.known[0].detail
-    row = matrix._judged(case, found)
+    row = matrix._row(case, "", iter(()), lambda: found)
     assert row.status == matrix.KNOWN and "stock-differences" in row.reason
     page = matrix.Matrix("recipe", 3, [row])
     assert page.passed and "known difference of MindFormers" in page.summary()

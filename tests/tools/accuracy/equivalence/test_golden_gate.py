@@ -98,10 +98,35 @@ def test_another_number_of_steps_is_told(one, tmp_path):
     assert golden_gate.differences(golden, three)[-1] == "baseline: 3 steps, golden 2; give --steps 2"
 
 
-def test_a_broken_golden_file_is_refused(tmp_path):
-    (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(DataError, match="not a file of golden numbers"):
-        golden_gate.read_golden(tmp_path / "x.json")
+def text_of(change):
+    """Return the text of a golden file with one step, changed in place."""
+    step = {"tokens": 64, "loss": 3.0, "norms": {"head": 1.0}}
+    run = {"samples": "0", "steps": [step]}
+    change(run, step)
+    return json.dumps({"recipe": "x", "runs": {"baseline": run}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "[" * 100_000,
+        text_of(lambda run, step: run.pop("steps")),
+        text_of(lambda run, step: run.update(steps=[1])),
+        text_of(lambda run, step: step.pop("tokens")),
+        text_of(lambda run, step: step.update(loss="3.0")),
+        text_of(lambda run, step: step.update(norms=[1.0])),
+        text_of(lambda run, step: step["norms"].update(head=None)),
+    ],
+)
+def test_a_broken_golden_file_is_refused(tmp_path, text):
+    """A number as text, or a key that a step lacks, ended in a traceback after the trainings."""
+    file = tmp_path / "x.json"
+    file.write_text(text_of(lambda run, step: None))
+    assert golden_gate.read_golden(file)
+    file.write_text(text)
+    with pytest.raises(DataError, match=r"not a file of golden numbers .*; remove it, and --update writes a new one"):
+        golden_gate.read_golden(file)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tests" / "golden").glob("*.json")), ids=lambda path: path.stem)

@@ -209,7 +209,7 @@ def softmax_scaled(ms):
 
 def rope_of_the_next_position(ms):
     def call(x, freqs):
-        return SPECS["rope"].call(ms)(x, ms.Tensor(angles(x.shape[0], x.shape[3], offset=1)))
+        return SPECS["rope"].call(ms)(x, ms.Tensor(angles(x.shape[0] + 1, x.shape[3])[1:]))
 
     return call
 

@@ -1,6 +1,7 @@
 """The forward pass in NumPy, and recipes in Hugging Face's words with what those cannot say."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +163,7 @@ def test_learning_rates():
     hyper = hyper_of(load_recipe(MINI), 30)
     assert hyper.rates[:3] == [0.0, 3e-3 / 20, 2 * 3e-3 / 20] and hyper.rates[20] == hyper.rates[29] == 3e-3
     assert hyper.first_update == 2 and (hyper.decay, hyper.clip, hyper.eps) == (0.1, 1.0, 1e-8)
-    assert Hyper(**hyper.as_json()) == hyper
+    assert Hyper(**asdict(hyper)) == hyper
     cosine = {"type": "CosineWithWarmUpLR", "learning_rate": 1.0, "lr_end": 0.1, "warmup_steps": 2, "total_steps": 12}
     got = [rate(cosine, step) for step in (0, 1, 2, 7, 11, 12, 40)]
     assert got[:3] == [0.0, 0.5, 1.0] and got[3] == pytest.approx(0.55) and got[5:] == [0.1, 0.1]
