@@ -242,7 +242,7 @@ def test_the_routers_of_the_newest_step_are_shown_with_their_alarms(tmp_path):
     for step in range(1, 81):
         tokens = np.full((2, 8), 100)
         tokens[1, 5] = 0
-        lines.append(watcher.see(step, tokens).line(1_700_000_000.0 + step))
+        lines.append(json.dumps(watcher.see(step, tokens).as_json(1_700_000_000.0 + step)))
     file = routers_file(tmp_path / "run")
     file.write_text("\n".join(lines) + '\n{"step": 81, "lay')
     shown = run(tmp_path / "run", "--once").output
