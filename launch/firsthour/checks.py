@@ -12,18 +12,17 @@ nothing.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from plugins.errors import DataError, TC3Error, not_json
 from tools.files.atomic import write_atomically
+from tools.files.locks import only_command_in
 
 Verdict = Literal["ok", "warn", "fail", "unknown"]
 WORST: Sequence[Verdict] = ("fail", "unknown", "warn", "ok")
@@ -251,31 +250,21 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
     write_atomically(path, json.dumps(key) + "\n")
 
 
-@contextmanager
-def only_start(state: Path) -> Iterator[None]:
+def only_start(state: Path) -> AbstractContextManager[None]:
     """Hold the folder of the outcomes against a second start, whose trainings would meet those of the first one, and
-    whose outcomes would replace them. The system lifts the lock of a process that is killed.
+    whose outcomes would replace them (`tools.files.locks`).
 
     Raises:
         DataError: another start is at work in the folder, or it cannot be made.
     """
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-        folder = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise DataError(f"{state}: cannot be written ({error.strerror or error})") from None
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{state}: another tc3 firsthour is at work in this folder; wait for its end, or choose another --work"
-            ) from None
-        except OSError:  # some network file systems have no locks for folders
-            pass
-        yield
-    finally:
-        os.close(folder)
+
+    def busy(folder: Path, who: str) -> DataError:
+        return DataError(
+            f"{state}: another tc3 firsthour is at work in this folder ({who}); wait for its end, or choose another "
+            "--work"
+        )
+
+    return only_command_in([state], busy)
 
 
 def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:

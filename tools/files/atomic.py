@@ -1,7 +1,8 @@
 """This module holds functions with which all commands read and write files. A file is written completely or not at all.
 The module also computes digests, and reads the ends of logs.
 
-Therefore no reader takes an incomplete report, plan or picture for a complete one. `what_is` says what exists at a path
+Therefore no reader takes an incomplete report, plan or picture for a complete one, also after a power cut: the content
+is on the disk before it gets its name. `what_is` says what exists at a path
 that a user gave; it follows links, also those that form a cycle. Digests cover a whole file, or blocks spread over a
 file that may have terabytes.
 """
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from plugins.errors import DataError
+from plugins.lines import flush
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
@@ -138,7 +140,11 @@ def _beside(
         make(part)
         try:
             yield part
+            for path in [*part.rglob("*"), part]:  # of a file: only itself
+                if path.is_dir() or path.is_file():
+                    flush(path)
             move(part, target)
+            flush(target.parent)
         finally:
             clear(part)
     except OSError as error:
