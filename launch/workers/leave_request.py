@@ -96,9 +96,9 @@ def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> b
             if rank == 0:
                 missing = {each for each in missing if not (folder / f"rank_{each}").exists()}
                 if not missing:
-                    _decide(decision, SAVE, rank)
+                    _publish(decision, SAVE)
             if time.monotonic() > until:
-                _decide(decision, GO_ON, rank)
+                _publish(decision, GO_ON)
         if not decision.exists():
             time.sleep(POLL)
 
@@ -133,13 +133,6 @@ def _publish(path: Path, text: str) -> str:
     finally:
         part.unlink(missing_ok=True)
     return path.read_text(encoding="utf-8")
-
-
-def _decide(decision: Path, word: str, rank: int) -> None:
-    part = decision.with_name(f".{DECISION}_{rank}")
-    part.write_text(word)
-    with contextlib.suppress(FileExistsError):
-        os.link(part, decision)
 
 
 def _ahead(since: float, seconds: float, every: float) -> int:

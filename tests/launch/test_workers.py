@@ -31,7 +31,7 @@ from mindspore import nn
 
 from launch.run.msrun import ROOT
 from launch.workers.backends import Ascend, Cpu, ShardedCpu, backend_of
-from launch.workers.leave_request import FILE, agree, environment, request, requested, saved_at
+from launch.workers.leave_request import DECISION, FILE, FOLDER, SAVE, agree, environment, request, requested, saved_at
 from launch.workers.metrics import FirstStep, RecordingLossMonitor, enable, metrics_file
 from launch.workers.unrounded import UnroundedAttention, UnroundedMuon
 from plugins.cpu_backend.attention import Unrounded
@@ -288,6 +288,13 @@ def test_a_rank_that_hears_too_late_lets_nobody_hang(attempt, late):
     done = World(attempt, 4, patience=0.3).run(late=late)
     assert done == [f"step {step}" for step in range(1, 6)]
     assert saved_at(attempt) is None
+
+
+def test_a_decision_to_save_stays_although_the_patience_is_over(attempt):
+    """Rank 0 that saw the last rank come too late by its clock made "go on" of it; some ranks had begun to save."""
+    (attempt / FILE).write_text('{"step": 3}')
+    assert agree(attempt, 0, 1, patience=-1.0) and saved_at(attempt) == 3
+    assert (attempt / FOLDER / DECISION).read_text() == SAVE
 
 
 def test_nobody_asked(attempt):
