@@ -33,8 +33,8 @@ from launch.run.script import of_script
 from launch.workers.backends import backend_of
 from launch.workers.lifetime import answer_with_stacks, die_with_parent, run_then_hard_exit
 from plugins.errors import StoppedError, TC3Error
+from plugins.lines import ATTEMPT
 from plugins.operator_fusion import adapter as operator_fusion
-from plugins.sealed_checkpoint.plan import ATTEMPT
 from tools.layout.resolve import resolve
 from tools.process.children import import_light_nltk
 from tools.ranges import overrides_option

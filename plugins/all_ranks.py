@@ -4,16 +4,33 @@ over all ranks of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from plugins.settings import value_at
+
+
+def pipeline_of(recipe: Mapping[str, Any]) -> tuple[int, Any]:
+    """Return the number of stages and the scheduler of the pipeline of a flat recipe or a MindFormerConfig. A run of
+    one process has one stage, whatever the recipe says.
+    """
+    if not recipe.get("use_parallel"):
+        return 1, None
+    stages = value_at(recipe, "parallel_config.pipeline_stage")
+    known = type(stages) is int and stages > 0
+    return stages if known else 1, value_at(recipe, "parallel.pipeline_config.pipeline_scheduler")
+
+
+def stage_of_loss(stages: int, scheduler: str | None) -> int:
+    """Return the stage that computes the loss: the last one, or with zero_bubble_v, whose second chunk runs back up the
+    pipeline, the first one.
+    """
+    return 0 if scheduler == "zero_bubble_v" else stages - 1
 
 
 def has_loss(rank: int, ranks: int, stages: int, scheduler: str | None) -> bool:
-    """Return whether a rank computes the loss: the ranks of the last stage do; with zero_bubble_v the first stage does.
-
-    Args:
-        ranks: the number of ranks; stages, scheduler: the stages and the scheduler of the pipeline.
-    """
-    return rank * stages // ranks == (0 if scheduler == "zero_bubble_v" else stages - 1)
+    """Return whether a rank of `ranks` ranks is on the stage that computes the loss."""
+    return rank * stages // ranks == stage_of_loss(stages, scheduler)
 
 
 def by_all_reduce(value: float) -> float:

@@ -1,6 +1,9 @@
 """This module writes and reads the JSON files of a run: appended lines, whole files, and the spans in which training
 stood still.
 
+A worker of a host that was cut off may append a line when the next attempt has begun already. So each line names the
+attempt that wrote it, and readers leave out the lines that come too late (`Newest`).
+
 Every plugin that writes such a file uses the first half. The second half is `RUN/metrics/spans.jsonl`, with one line
 for each time that a run's training stood still for a save or an evaluation. On rank 0 the plugins that save and
 evaluate write this file; `tc3 runs` reads it.
@@ -8,11 +11,14 @@ evaluate write this file; `tc3 runs` reads it.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args
@@ -20,6 +26,8 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 from plugins.errors import DataError, not_json
 
 Kind = Literal["save", "evaluation"]
+ATTEMPT = "TC3_ATTEMPT"  # of a worker: the name of the attempt that it is part of
+OF = "attempt"  # the key of a line under which that name stands
 
 
 class Stepped(Protocol):
@@ -33,12 +41,39 @@ class Stepped(Protocol):
 Record = TypeVar("Record", bound=Stepped)
 
 
-def append_line(path: Path, text: str) -> None:
-    """Append a line to a JSON-lines file. If a killed run left an incomplete line, that line is ended first.
+def number_of(attempt: object) -> int:
+    """Return the attempt's number from its name, NUMBER-TOKEN; return -1 if the name has no number."""
+    number = attempt.partition("-")[0] if isinstance(attempt, str) else ""
+    return int(number) if number.isdecimal() else -1
+
+
+class Newest:
+    """A `Newest` follows the lines of one file, and tells which of them an attempt has written that another attempt had
+    followed before. Attempts are numbered in the order of their starts.
+
+    Lines that name no attempt are never late: they are of workers without one (msrun by hand), or of an older version.
+    """
+
+    number = -1
+
+    def is_late(self, record: dict[str, Any]) -> bool:
+        """Return whether a line comes after a line of a later attempt; call this once for each line, in their order."""
+        number = number_of(record.get(OF))
+        if 0 <= number < self.number:
+            return True
+        self.number = max(self.number, number)
+        return False
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record to a JSON-lines file, with the name of this worker's attempt. If a killed run left an incomplete
+    line, that line is ended first.
 
     Everything that a run appends to goes through here (tests/plugins/test_lines.py): a record that is glued to half of
     another one is lost with it, and where it is the header of a resumed part, the steps before it count as this part's.
     """
+    attempt = os.environ.get(ATTEMPT)
+    text = json.dumps({**record, OF: attempt} if attempt else record)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         half = False
@@ -48,18 +83,50 @@ def append_line(path: Path, text: str) -> None:
         file.write(b"\n" * half + text.encode() + b"\n")
 
 
-def write_whole(path: Path, content: Any) -> None:
-    """Write a file of JSON atomically: readers see the old file or the complete new one. Ranks on several hosts may
-    write the same file at the same time.
+def flush(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk. Without this, a power cut after a
+    rename may leave an empty file under its final name.
+
+    Raises:
+        OSError: the disk has an error, or is full. File systems that cannot flush a folder are left at that.
     """
-    # open, not tempfile: the file is for whoever may read the folder, as the umask says
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let the processes of one host that change a file in `folder` do so one after another; the system lifts the lock
+    of a process that is killed.
+
+    Other hosts are not kept out: NFS locks no folders between hosts, and some network file systems have no such locks
+    at all. There the block runs without one.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: Any) -> None:
+    """Write a file of JSON atomically: readers see the old file or the complete new one, also after a power cut. Ranks
+    on several hosts may write the same file at the same time.
+    """
+    # not tempfile: the file is for whoever may read the folder, as the umask says
     part = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
-    with part.open("w", encoding="utf-8") as out:
-        json.dump(content, out, indent=1)
-        out.write("\n")
-        out.flush()
-        os.fsync(out.fileno())
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    flush(part)
     os.replace(part, path)
+    flush(path.parent)
 
 
 def read_steps(
@@ -71,7 +138,7 @@ def read_steps(
     """Return the records of a file by step; a resumed run replaces the steps that it repeats.
 
     Args:
-        parse: a function from a line's content and its position (for errors) to a record.
+        parse: a function from a line's content, without its attempt, and its position (for errors) to a record.
         follow: a function that raises an error if a record cannot follow the previous one; it also gets the position.
         say: a function that is called if the last line is unfinished and left out, because a run is writing it or was
             killed while writing it; any other line that is not JSON is refused. None: every such line is left out,
@@ -82,7 +149,7 @@ def read_steps(
     """
     records: list[Record] = []
     written = path.read_bytes()
-    lines = written.splitlines()
+    lines, newest = written.splitlines(), Newest()
     for number, text in enumerate(lines, 1):
         place = f"{path}:{number}"
         try:
@@ -94,6 +161,10 @@ def read_steps(
                 say(f"{place}: this line is not finished, as a run writes it or was killed: it is left out")
                 continue
             raise DataError(f"{place}: this line {not_json(error)}; delete it if it is only half a line") from None
+        if isinstance(content, dict):
+            if newest.is_late(content):
+                continue
+            content.pop(OF, None)
         record = parse(content, place)
         while records and records[-1].step >= record.step:
             records.pop()
@@ -128,7 +199,7 @@ def spans_file(run_dir: str | Path) -> Path:
 
 def note(run_dir: str | Path, span: Span) -> None:
     """Append a span to the run's file of spans."""
-    append_line(spans_file(run_dir), json.dumps(asdict(span)))
+    append_line(spans_file(run_dir), asdict(span))
 
 
 def as_span(record: dict[str, Any]) -> Span | None:

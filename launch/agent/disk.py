@@ -38,6 +38,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,6 +77,7 @@ class Disk:
     def __init__(self, bound: float):
         self.bound = bound
         self.name = uuid.uuid4().hex[:12]  # of this process, on all hosts
+        self._parts = count()  # published so far
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -166,7 +168,8 @@ class Disk:
             os.replace(part, path)
 
     def _publish(self, path: Path, text: str) -> bool:
-        part = path.with_name(f".{path.name}.{self.name}")
+        # never a name that was used before: if its removal failed, it is a link to the file that was published
+        part = path.with_name(f".{path.name}.{self.name}.{next(self._parts)}")
         try:
             self._write(part, text, durable=True)
         except OSError as error:

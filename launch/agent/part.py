@@ -33,8 +33,8 @@ from launch.run.msrun import (
 from launch.run.supervise import Outcome, supervise
 from launch.workers import leave_request
 from plugins.errors import ClusterError
+from plugins.lines import ATTEMPT
 from plugins.operator_fusion import plan as operator_fusion
-from plugins.sealed_checkpoint.plan import ATTEMPT
 from tools.checkpoint.scan import CheckpointInfo
 from tools.process.waiting import meanwhile
 from tools.recipe.load import Recipe

@@ -36,6 +36,7 @@ from statistics import median
 from typing import Any
 
 from plugins.held_out_loss.plan import due, held_out_file
+from plugins.lines import OF
 from plugins.sealed_checkpoint.plan import REMOVING, saving_folder, seal_file
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -164,12 +165,16 @@ class Phases:
         return steps[0][1] if len(steps) > 1 and steps[0][0] < steps[1][0] else None
 
     def _read(self, worker: _Rank) -> None:
-        for record in worker.metrics.new_records():
+        for record in self._own(worker.metrics):
             worker.total = record.get("total_steps", worker.total)
             if isinstance(record.get("step"), int):
                 worker.step, worker.stepped = record["step"], True
         if not (worker.stepped or worker.compiling):
             worker.compiling = self._says_compiling(worker)
+
+    def _own(self, follower: Follower) -> list[Mapping[str, Any]]:
+        """Return the new lines without those of a late worker: one of another attempt, on a host that was cut off."""
+        return [each for each in follower.new_records() if each.get(OF) in (None, self.name)]
 
     def _says_compiling(self, worker: _Rank) -> bool:
         """Read on in the log for MindFormers' words; the end of what was read is read again, for they may be cut."""
@@ -212,7 +217,7 @@ class Phases:
         """Return whether the held-out loss is due after the newest step and not on record."""
         settings = (self.recipe.get("plugins") or {}).get("held_out_loss")
         every = settings.get("every") if isinstance(settings, dict) else None
-        for record in self.held_out.new_records():
+        for record in self._own(self.held_out):
             self.evaluated = max(self.evaluated, int(record.get("step", -1)))
         if not isinstance(every, int) or every < 1:
             return False

@@ -16,6 +16,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,10 @@ from launch.firsthour.checks import NO_GO, Outcome, line_of, outcome_of, own_sta
 from launch.firsthour.page import as_html
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError, DataError
+from plugins.lines import locked
 from tools.accuracy.pages import check_page
-from tools.files.atomic import check_writable, keep_existing, only_process_in, real_path, write_atomically
+from tools.files.atomic import atomic_file, check_writable, keep_existing, real_path, write_atomically
+from tools.files.locks import only_process_in
 from tools.measured import (
     CLUSTER,
     FORMAT,
@@ -299,6 +302,11 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
     card = recipe.absolute().parent / CARD
     if not card.is_file():
         raise DataError(f"{card}: the recipe's folder has no card; copy one from recipes/ and fill it in")
+    with nullcontext() if dry_run else locked(card.parent):  # two at once: each would write its claim over the other's
+        return _write_claim(bundle, recipe, card, dry_run)
+
+
+def _write_claim(bundle: Bundle, recipe: Path, card: Path, dry_run: bool) -> str:
     text = card.read_text(encoding="utf-8")
     claim = claim_of(bundle, recipe)
     added = "".join(
@@ -319,13 +327,9 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
         )
     at = own.index("\n", at + 1) + 1
     if not dry_run:
-        draft = card.with_name(f".{CARD}")
-        write_atomically(draft, text[:at] + added + text[at:])
-        try:
+        with atomic_file(card) as draft:
+            draft.write_text(text[:at] + added + text[at:], encoding="utf-8")
             load_card(draft)  # what is written is a card
-            draft.replace(card)
-        finally:
-            draft.unlink(missing_ok=True)
     return added.rstrip("\n")
 
 

@@ -26,9 +26,10 @@ import click
 
 from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from plugins.errors import CheckpointError, RecipeError, did_you_mean
+from plugins.lines import number_of
 from plugins.lora.plan import KEY as LORA
 from plugins.lora.plan import Settings, adapters_of, is_adapter
-from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of, renew_tracker, step_of, unfinished
+from plugins.sealed_checkpoint.plan import MOVING, SAVING, fault, made, renew_tracker, step_of, unfinished
 from plugins.settings import value_at
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
@@ -473,7 +474,7 @@ def clear_save_path(root: Path) -> None:
     """Remove the checkpoints that an earlier run has completed (sealed) and its unfinished saves,
     and nothing else.
     """
-    for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*")]:
+    for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*"), *root.glob(f"{MOVING}*")]:
         shutil.rmtree(folder)
     renew_tracker(root)  # which may name what is gone
 

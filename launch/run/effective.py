@@ -24,7 +24,7 @@ from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.mini_strategy import WORKERS
-from tools.recipe.override import also_changed, apart, apply_overrides, dotted, joined
+from tools.recipe.override import also_changed, apart, apply_overrides, dotted, get_path, shared_paths
 from tools.recipe.view import RUNNER, View
 
 _WARMUP = "lr_schedule.warmup_steps"
@@ -118,7 +118,7 @@ def checked_recipe(
     check_sound(flat)
     for line in outside(file, flat, resume, run_dir):
         click.echo(f"note: {line}", err=True)
-    return flat, joined(chosen, overrides, more)
+    return flat, [*overrides, *more]
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
@@ -135,6 +135,9 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
 
     Args:
         given: the user's overrides, which `recipe` has.
+
+    Raises:
+        RecipeError: the recipe lacks a key, or one of the user's overrides asks for another number of steps.
     """
     if steps is None:
         return []
@@ -152,7 +155,25 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
         scheduled = batch_ramp.scheduled(recipe, view.ramp, steps)
         found.append(f"lr_schedule.total_steps={scheduled}")
         found += _shorter_warmup(view, scheduled, given)
+    for each in found:
+        _refuse_other(recipe, each, steps, given)
     return found
+
+
+def _refuse_other(recipe: Recipe, wanted: str, steps: int, given: tuple[str, ...]) -> None:
+    """Raise RecipeError if one of the user's overrides has given the key of the override `wanted` another value."""
+    name, _, value = wanted.partition("=")
+    path = tuple(int(word) if word.isdigit() else word for word in name.split("."))
+    if str(get_path(recipe, path)) == value:
+        return
+    wholes = [(path[:end], path[end:]) for end in range(1, len(path) + 1)]
+    places = [dotted((*place, *rest)) for whole, rest in wholes for place in shared_paths(recipe, whole)]
+    for override in apart(given, *places):
+        key = override.partition("=")[0].strip()
+        if any(place == key or place.startswith(f"{key}.") for place in places):
+            raise RecipeError(
+                f"--set {override}: this contradicts --steps {steps}, which sets {wanted}; keep one of the two"
+            )
 
 
 def _shorter_warmup(view: View, steps: int, given: tuple[str, ...]) -> list[str]:

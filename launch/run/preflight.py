@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 import psutil
@@ -26,7 +24,8 @@ from tools.check.plugins import check_dispatch
 from tools.checkpoint.scan import iterations
 from tools.data.index import read_blend
 from tools.data.outputs import read_sidecar
-from tools.files.atomic import becomes, real_path
+from tools.files.atomic import becomes
+from tools.files.locks import LOCK, only_command_in, refuse_busy
 from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -39,8 +38,6 @@ PARTS = (
     *("loss.png", "logs", "metrics", "strategy", "checkpoint", "attempts"),
     *("skipped.json", "data.json", "recipe.yaml"),
 )
-LOCK = ".lock"
-TRIES = 100  # to open it, while other starts fail
 AGENTS = "agents of tc3 agent"
 WORKER_MEMORY = 1 * GIB  # of one worker that compiles and runs a toy's sharded graph: 0.5 to 0.9 were seen
 _DATA_PATH = "train_dataset.data_loader.config.data_path"
@@ -222,7 +219,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
     """
     if force is not None:
         for folder in filter(None, (run_dir, saves)):  # two runs may have a folder of checkpoints in common
-            _refuse_running(folder)
+            refuse_busy(folder, _in_progress)
     try:
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
@@ -272,85 +269,16 @@ def _clear(folder: Path) -> None:
             entry.unlink()
 
 
-def _refuse_running(run_dir: Path) -> None:
-    """Raise ClusterError where a run has the lock of its folder."""
-    with suppress(OSError), (run_dir / LOCK).open("r+") as lock:  # what else is wrong is said elsewhere
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_progress(run_dir, lock.read().strip()) from None
-
-
 def _in_progress(folder: Path, who: str) -> ClusterError:
     return ClusterError(
-        f"{folder}: a run is in progress in this folder ({f'pid {who}' if who else AGENTS}); follow it with tc3 runs "
-        "watch, or choose another --run-dir"
+        f"{folder}: a run is in progress in this folder ({who or AGENTS}); follow it with tc3 runs watch, or choose "
+        "another --run-dir"
     )
 
 
-@contextmanager
-def only_run_in(*folders: Path, together: bool = False) -> Iterator[None]:
-    """Hold the locks of a run's folders, which the kernel frees even if this process is killed; raise ClusterError if
-    another run holds one.
+def only_run_in(*folders: Path, together: bool = False) -> AbstractContextManager[None]:
+    """Hold the locks of a run's folders (`tools.files.locks`); raise ClusterError if another run holds one.
 
     `together`: the run is shared with the agents of other nodes, which lock out all other processes.
-
-    If a start fails in the block, neither the locks nor folders that were made for them are left. A file system without
-    locks (Lustre without `-o flock`, some of FUSE) is reported, and does not stop the run.
     """
-    with ExitStack() as held:
-        for folder in dict.fromkeys(map(real_path, folders)):
-            made = [each for each in [folder, *folder.parents] if not each.exists()]
-            held.push(partial(_leave_nothing, made))
-            _lock(folder, held, together)
-        yield
-
-
-def _leave_nothing(made: list[Path], kind: type[BaseException] | None, *error: object) -> None:
-    """After a failed start, remove the folders that were `made` for it, innermost first, as far as they are empty."""
-    if kind is not None:
-        with suppress(OSError):
-            for folder in made:
-                folder.rmdir()
-
-
-def _opened(path: Path) -> TextIO:
-    """Open a lock file, in a folder that is made for it. A start that fails meanwhile removes folders that it has
-    made.
-    """
-    for left in reversed(range(TRIES)):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return path.open("a+")
-        except FileNotFoundError:
-            if not left:
-                raise
-    raise AssertionError("the last try has returned or raised")
-
-
-def _lock(folder: Path, held: ExitStack, together: bool) -> None:
-    """Take a folder's lock, write down who has it, and have `held` free it; remove the file where the start fails."""
-    path = folder / LOCK
-    lock = held.enter_context(_opened(path))
-    try:
-        fcntl.flock(lock, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        raise _in_progress(folder, lock.read().strip()) from None
-    except OSError as error:
-        click.echo(
-            f"{folder}: its file system has no locks ({error.strerror}): start no second run in this folder", err=True
-        )
-    try:
-        ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
-    except FileNotFoundError:
-        ours = False
-    if not ours:
-        _lock(folder, held, together)  # a start that failed has removed the file between our opening and locking it
-        return
-    lock.truncate(0)
-    if together:
-        return  # others may hold it, too: it stays
-    held.push(lambda kind, *error: path.unlink(missing_ok=True) if kind else None)
-    lock.write(str(os.getpid()))
-    lock.flush()
+    return only_command_in(folders, _in_progress, together)

@@ -22,7 +22,10 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
+
+from plugins.lines import OF, number_of
 
 VARIABLE = "TC3_SAVE_REQUEST"  # of a worker: the request's file
 FILE, CLAIM, FOLDER, DECISION = "save_at.json", "save_claim", "save", "decision"
@@ -59,11 +62,11 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
         (attempt / f"{CLAIM}.now").touch()
         now = (attempt / f"{CLAIM}.now").stat().st_mtime  # by the clock that times the metrics
         files = (run_dir / "metrics" / f"rank_{rank}.jsonl" for rank in ranks)
-        steps = [found for each in files if (found := _newest(each, began))]
+        steps = [found for each in files if (found := _newest(each, began, number_of(attempt.name)))]
         if not steps:
             return requested(file)
-        step, seconds, made = max(steps)
-        claim = _publish(attempt / CLAIM, json.dumps({"step": step + _ahead(now - made, seconds)}) + "\n")
+        step, made, seconds, every = max(steps)
+        claim = _publish(attempt / CLAIM, json.dumps({"step": step + _ahead(now - made, seconds, every)}) + "\n")
         with file.open("r+", encoding="utf-8") as out:  # in place, see above; one write, of the same by all nodes
             out.write(claim)
         return requested(file)
@@ -93,9 +96,9 @@ def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> b
             if rank == 0:
                 missing = {each for each in missing if not (folder / f"rank_{each}").exists()}
                 if not missing:
-                    _decide(decision, SAVE, rank)
+                    _publish(decision, SAVE)
             if time.monotonic() > until:
-                _decide(decision, GO_ON, rank)
+                _publish(decision, GO_ON)
         if not decision.exists():
             time.sleep(POLL)
 
@@ -132,26 +135,24 @@ def _publish(path: Path, text: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _decide(decision: Path, word: str, rank: int) -> None:
-    part = decision.with_name(f".{DECISION}_{rank}")
-    part.write_text(word)
-    with contextlib.suppress(FileExistsError):
-        os.link(part, decision)
-
-
-def _ahead(since: float, seconds: float) -> int:
+def _ahead(since: float, seconds: float, every: float) -> int:
     """Return how many steps after the newest known step lies the first step that cannot have ended `AHEAD` seconds from
     now.
 
+    However long ago the newest known step ended, the step whose record comes next cannot have ended yet: a step may
+    take long, such as the first one of a larger batch, which compiles.
+
     Args:
         since: seconds since that step ended; `seconds`: the duration of the shortest of the last steps.
+        every: the number of steps from one record to the next; infinite if it is not known.
     """
-    return max(1, math.ceil((max(since, 0.0) + AHEAD) / max(seconds, 1e-3)))
+    seconds = max(seconds, 1e-3)
+    return max(1, math.ceil(min(max(since, 0.0) / seconds, every) + AHEAD / seconds))
 
 
-def _newest(metrics: Path, began: float) -> tuple[int, float, float] | None:
-    """Return (newest step, seconds of the shortest of the last ones, when it was made); None where this attempt has
-    none.
+def _newest(metrics: Path, began: float, number: int) -> tuple[int, float, float, float] | None:
+    """Return (newest step, when it was made, seconds of the shortest of the last ones, steps from a record to the next
+    or infinity); None where the attempt of this number has none.
     """
     made = metrics.stat().st_mtime if metrics.exists() else 0.0
     if made <= began:
@@ -159,12 +160,16 @@ def _newest(metrics: Path, began: float) -> tuple[int, float, float] | None:
     with metrics.open("rb") as text:
         text.seek(max(0, os.fstat(text.fileno()).st_size - TAIL))
         lines = text.read().splitlines()
-    steps = [each for each in map(_record, lines) if each]
-    return (steps[-1][0], min(seconds for _, seconds in steps), made) if steps else None
+    found = [each for each in map(_record, lines) if each]
+    steps = [(step, seconds) for step, seconds, of in found if of in (-1, number)]  # a late worker's are of another one
+    if not steps:
+        return None
+    every = max((two[0] - one[0] for one, two in pairwise(steps)), default=0)
+    return steps[-1][0], made, min(seconds for _, seconds in steps), every if every > 0 else math.inf
 
 
-def _record(line: bytes) -> tuple[int, float] | None:
+def _record(line: bytes) -> tuple[int, float, int] | None:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         found = json.loads(line)
-        return int(found["step"]), float(found["seconds"])
+        return int(found["step"]), float(found["seconds"]), number_of(found.get(OF))
     return None

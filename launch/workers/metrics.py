@@ -149,7 +149,7 @@ class RecordingLossMonitor(MFLossMonitor):
         return self.cpu_before - before
 
     def _write(self, record):
-        append_line(metrics_file(self.run_dir, get_real_rank()), json.dumps(record))
+        append_line(metrics_file(self.run_dir, get_real_rank()), record)
 
 
 def software() -> dict[str, str]:

@@ -175,7 +175,7 @@ class ExpertBalance(ExpertMigrateCallback):
         if not self.settings.routers or self.ranks.rank:
             return
         measures = self.routers.see(step, tokens)
-        append_line(routers_file(self.run_dir), measures.line(time.time()))
+        append_line(routers_file(self.run_dir), measures.as_json(time.time()))
         for alarm in measures.alarms:
             if alarm.since == step:
                 logger.warning("router of layer %d: %s", alarm.layer, alarm.words)

@@ -98,15 +98,15 @@ def load_file(run_dir: str | Path) -> Path:
 
 def append(path: Path, record: Record) -> None:
     """Append a line; if a killed run left an incomplete line, end that line first."""
-    append_line(path, line(record))
+    append_line(path, as_json(record))
 
 
-def line(record: Record) -> str:
-    """Return the record as one line of JSON."""
+def as_json(record: Record) -> dict[str, Any]:
+    """Return the record as values fit for JSON."""
     moved = record.moved
     copies = {} if record.copies is None else {"copies": record.copies.tolist()}
     new = {} if moved is None or moved.copies is None else {"copies": moved.copies.tolist()}
-    return json.dumps({
+    return {
         "step": record.step,
         "devices": record.devices,
         "nodes": record.nodes,
@@ -123,7 +123,7 @@ def line(record: Record) -> str:
             "plan_s": moved.plan_s,
             "move_s": moved.move_s,
         },
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 def read(path: Path, until: int | None = None, say: Callable[[str], None] | None = None) -> list[Record]:
@@ -319,5 +319,5 @@ def _write(path: Path, records: list[Record]) -> None:
     """Write the file completely, or leave the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text("".join(line(record) + "\n" for record in records), "utf-8")
+    new.write_text("".join(json.dumps(as_json(record)) + "\n" for record in records), "utf-8")
     os.replace(new, path)

@@ -20,7 +20,6 @@ direction until it has passed the whole range of a router's score, which is 1, a
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -80,13 +79,13 @@ class Measures:
     streak: np.ndarray
     alarms: tuple[Alarm, ...] = ()
 
-    def line(self, time: float) -> str:
-        """Return the measures as a line of JSON; `time` is when the step ended, in seconds since 1970."""
+    def as_json(self, time: float) -> dict[str, Any]:
+        """Return the measures as values fit for JSON; `time` is when the step ended, in seconds since 1970."""
         found: dict[str, Any] = {"step": self.step, "time": time, "layers": list(self.layers)}
         for name in ("fullest", "entropy", "similarity"):
             found[name] = [None if math.isnan(x) else float(f"{x:.{_DIGITS}g}") for x in getattr(self, name)]
         found |= {"idle": self.idle.tolist(), "streak": self.streak.tolist()}
-        return json.dumps(found | {"alarms": [vars(alarm) for alarm in self.alarms]})
+        return found | {"alarms": [vars(alarm) for alarm in self.alarms]}
 
 
 class Watcher:

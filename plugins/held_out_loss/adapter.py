@@ -12,7 +12,6 @@ batches of its own, so that the loss of each is known. It does so under every la
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import nullcontext
 
@@ -152,7 +151,7 @@ class HeldOutLoss(Callback):
         if self.names:
             record["corpora"] = dict(zip(self.names, losses, strict=True))
         if get_real_rank() == 0:
-            append_line(self.path, json.dumps(record))
+            append_line(self.path, record)
             note(self.run_dir, Span("evaluation", step, began, time.time()))
 
     def _losses(self, step):

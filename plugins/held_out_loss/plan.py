@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.all_ranks import has_loss
+from plugins.all_ranks import has_loss, pipeline_of
 from plugins.errors import DataError, RecipeError
 from plugins.settings import WATCHES, Section, count_at, setting, value_at
 
@@ -135,7 +135,8 @@ class Batches:
         together = bool(recipe.get("use_parallel"))
         degrees = (recipe.get("parallel_config") or {}) if together else {}
         context = (recipe.get("parallel") or {}) if together else {}
-        stages, micro = stages_and_micro_batches(recipe)
+        _, micro = stages_and_micro_batches(recipe)
+        stages, scheduler = pipeline_of(recipe)
         ranks = degrees.get("data_parallel") or 1
         own = recipe["runner_config"]["batch_size"] * micro
         return cls(
@@ -143,7 +144,7 @@ class Batches:
             read=own * ranks if context.get("full_batch") else own,
             micro=micro,
             stages=stages,
-            scheduler=(context.get("pipeline_config") or {}).get("pipeline_scheduler"),
+            scheduler=scheduler,
         )
 
     def share_of(self, rank: int, ranks: int) -> float:
@@ -153,11 +154,13 @@ class Batches:
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
 
 
+_ACCUMULATED = "runner_config.gradient_accumulation_steps"
+
+
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the stages of the pipeline and the micro-batches of a rank's step, each 1 if not written."""
-    stages = count_at(recipe, "parallel_config.pipeline_stage") if recipe.get("use_parallel") else 1
-    accumulated = "runner_config.gradient_accumulation_steps"
-    return stages, count_at(recipe, "parallel_config.micro_batch_num" if stages > 1 else accumulated)
+    """Return the stages of the pipeline and the micro-batches of a rank's step, each 1 if it is not written."""
+    stages, _ = pipeline_of(recipe)
+    return stages, count_at(recipe, "parallel_config.micro_batch_num" if stages > 1 else _ACCUMULATED)
 
 
 IGNORED = -100  # the label of a token that no loss counts

@@ -24,15 +24,13 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindformers.utils.parallel_utils import barrier_world
 
-from plugins.lines import Span, note
+from plugins.lines import ATTEMPT, Span, note, number_of
 from plugins.private_hooks import relies_on, replace
 from plugins.sealed_checkpoint import router_state, stage_metadata
 from plugins.sealed_checkpoint.plan import (
-    ATTEMPT,
     TRACKER,
     adopt,
     expected_files,
-    number_of,
     publish,
     remove_old,
     saving_folder,

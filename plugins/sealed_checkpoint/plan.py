@@ -28,12 +28,12 @@ from types import MappingProxyType
 from typing import Any
 
 from plugins.errors import CheckpointError
-from plugins.lines import write_whole
+from plugins.lines import number_of, write_whole
 
 CHUNK = 1 << 22  # bytes read at a time
-ATTEMPT = "TC3_ATTEMPT"  # of a worker: the name of the attempt that it is part of
 SAVING, REMOVING = "saving_", "removing_"  # before an attempt's name: its saves in progress; before an iteration's
 REFUSED = "refused_rank_"  # before a rank: an empty file beside its refusal, which one listing of names shows
+MOVING = "moving_"  # before a token: a folder with an iteration that may be set aside (tools/checkpoint/scan.py)
 TRACKER = "latest_checkpointed_iteration.txt"  # MindFormers': which iteration of a folder to load
 
 
@@ -60,12 +60,6 @@ def saving_folder(root: Path, attempt: str | None) -> Path:
     workers without an attempt.
     """
     return root / f"{SAVING}{attempt}" if attempt else root
-
-
-def number_of(attempt: str | None) -> int:
-    """Return the attempt's number from its name; return -1 if the name has no number."""
-    number = (attempt or "").partition("-")[0]
-    return int(number) if number.isdecimal() else -1
 
 
 def seal_file(folder: Path, rank: int) -> Path:
@@ -198,9 +192,14 @@ def adopt(root: Path) -> list[Path]:
     """Move complete checkpoints to the folder of finished checkpoints, if the attempt that saved them ended before it
     could move them; return the new paths.
 
-    For a launch, between attempts; several nodes may do so at once. What is whole already stays. The tracker file then
-    names the newest complete checkpoint, also if a process died before it could write that.
+    For a launch, between attempts; several nodes may do so at once. What is whole already stays. A checkpoint that a
+    killed launch was about to set aside gets its name back: whoever plans judges it again. The tracker file then names
+    the newest complete checkpoint, also if a process died before it could write that.
     """
+    for folder in root.glob(f"{MOVING}*/iteration_*"):
+        with contextlib.suppress(OSError):  # another one has its name meanwhile
+            folder.rename(root / folder.name)
+            folder.parent.rmdir()
     whole = [saved for saved in reversed(unfinished(root)) if _complete(saved) and not _complete(root / saved.name)]
     adopted = [place for saved in whole if (place := publish(saved, root))]
     renew_tracker(root)

@@ -26,7 +26,7 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindformers.trainer import base_trainer
 from mindspore.dataset import GeneratorDataset
 
-from plugins.all_ranks import has_loss
+from plugins.all_ranks import has_loss, pipeline_of
 from plugins.batch_ramp.plan import Ramp, Stages, ramp_of
 from plugins.errors import DataError, StoppedError
 from plugins.finite_loss import adapter as finite_loss
@@ -49,8 +49,7 @@ def enable(config, settings) -> None:
             and training begins.
     """
     chosen = check({**config, "plugins": {**(config.get("plugins") or {}), "spike_guard": settings}})
-    stages, scheduler = _pipeline(config)
-    loss_here = has_loss(get_real_rank(), get_real_group_size(), stages, scheduler)
+    loss_here = has_loss(get_real_rank(), get_real_group_size(), *pipeline_of(config))
     guard = Guard(chosen, config.output_dir, finite_loss.undefined_of(config), loss_here)
     finite_loss.put_in(config, guard, guard.end)
     callback_type, loader_type = MindFormerModuleType.CALLBACK, MindFormerModuleType.DATASET_LOADER
@@ -61,12 +60,6 @@ def enable(config, settings) -> None:
     config.train_dataset.data_loader.guarded = True  # other data sets are read by the same class
     loader = MindFormerRegister.get_cls(loader_type, LOADER)
     MindFormerRegister.register_cls(_skipping(loader, guard), loader_type, alias=LOADER)
-
-
-def _pipeline(config) -> tuple[int, Any]:
-    parallel = config.get("parallel_config") or {}
-    options = (config.get("parallel") or {}).get("pipeline_config") or {}
-    return parallel.get("pipeline_stage") or 1, options.get("pipeline_scheduler")
 
 
 class Guard(Watch):

@@ -14,18 +14,15 @@ writes it.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from plugins.errors import DataError, not_json
-from plugins.lines import write_whole
+from plugins.lines import locked, write_whole
 
 Ranges = tuple[tuple[int, int], ...]
 FILE = "skipped.json"
@@ -154,25 +151,15 @@ def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
 def add_entry(run_dir: str | Path, entry: Entry) -> None:
     """Add `entry` to the current entries, unless another rank has added it. A rank that writes later than others does
     not remove their entries.
+
+    Ranks of two hosts may add at once, for which there is no lock. The ranks of one attempt all add the same entry, so
+    that nothing is lost; if a late rank of an earlier attempt replaces a newer list by an older one, the next attempt
+    still leaves out what the attempts before it have left out (`launch.resume.data.apply_ledger`).
     """
-    with _locked(Path(run_dir)):
+    with locked(Path(run_dir)):
         entries = read_ledger(run_dir)
         if not any((each.step, each.samples) == (entry.step, entry.samples) for each in entries):
             write_ledger(run_dir, [*entries, entry])
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let the ranks of a host add one after another; the system lifts the lock of a rank that is killed."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(
-            OSError
-        ):  # some network file systems have no locks for folders; then the entry is written without one
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def samples_of(entries: Sequence[Entry]) -> Ranges:

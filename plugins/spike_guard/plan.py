@@ -25,6 +25,7 @@ import numpy as np
 
 from plugins.errors import RecipeError
 from plugins.finite_loss.plan import NORM
+from plugins.lines import Newest
 from plugins.robust import deviation
 from plugins.settings import WATCHES, Section, graph_mode_only, setting, value_at
 from plugins.spike_guard.ledger import Entry, Ranges, normal, originals
@@ -199,10 +200,13 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
     `Guard` leaves them out while it trains.
     """
     steps: dict[int, dict[str, float | None]] = {}
+    newest = Newest()
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:  # the last line of a killed run
+            continue
+        if newest.is_late(record):
             continue
         if "start_step" in record:
             steps = {step: old for step, old in steps.items() if step <= record["start_step"]}

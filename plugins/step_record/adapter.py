@@ -6,7 +6,6 @@ moved the routers' biases and cleared their counters. What callbacks have done s
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ class Record:
         """Record the state from which the run starts."""
         self.before, self.first, self.updates = _arrays(params), done_before + 1, _updates(params)
         line = {"step": done_before, "start": True, "biases": _biases(self.before), "state": state_of(self.before)}
-        append_line(self.file, json.dumps({**line, "effective": _effective(train_step(params))}))
+        append_line(self.file, {**line, "effective": _effective(train_step(params))})
 
     def forward(self, params) -> None:
         """Record every module's output for the first step's batch, in one CPU process.
@@ -89,7 +88,7 @@ class Record:
         in one CPU process.
         """
         if self.traced and self.passed and (modules := self._outputs(params, END, _arrays(params), step)):
-            append_line(self.file, json.dumps({"step": step, "end": True, "state": {}, "modules": modules}))
+            append_line(self.file, {"step": step, "end": True, "state": {}, "modules": modules})
 
     def _outputs(self, params, kept: str, arrays: dict[str, np.ndarray], step: int) -> dict[str, Any] | None:
         """Return module -> sketch of its output for the batch in `params`; weights and batch are kept in the file
@@ -141,7 +140,7 @@ class Record:
         if self.line is None:
             return
         now = _arrays(params)
-        append_line(self.file, json.dumps({**self.line, "biases": _biases(now), "state": state_of(now)}))
+        append_line(self.file, {**self.line, "biases": _biases(now), "state": state_of(now)})
         self.line = None
         self.before = now if self.left > 0 else {}
 

@@ -6,7 +6,6 @@ writing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -58,7 +57,7 @@ def probe_file(run_dir: str | Path, rank: int) -> Path:
 
 def append(path: Path, record: Record) -> None:
     """Append a line; if a killed run left an incomplete line, end that line first."""
-    append_line(path, json.dumps({name: _short(value) for name, value in asdict(record).items()}))
+    append_line(path, {name: _short(value) for name, value in asdict(record).items()})
 
 
 def read_run(run_dir: str | Path) -> list[Record]:

@@ -31,7 +31,7 @@ from mindspore import nn
 
 from launch.run.msrun import ROOT
 from launch.workers.backends import Ascend, Cpu, ShardedCpu, backend_of
-from launch.workers.leave_request import FILE, agree, environment, request, requested, saved_at
+from launch.workers.leave_request import DECISION, FILE, FOLDER, SAVE, agree, environment, request, requested, saved_at
 from launch.workers.metrics import FirstStep, RecordingLossMonitor, enable, metrics_file
 from launch.workers.unrounded import UnroundedAttention, UnroundedMuon
 from plugins.cpu_backend.attention import Unrounded
@@ -162,12 +162,33 @@ def stepped(run_dir, rank, steps, seconds, ago):
         (10.0, 9.5, 9),  # step 8 may end before the request is seen
         (0.1, 0.0, 17),  # a second is ten steps
         (60.0, 59.9, 9),
+        (0.1, 300.0, 18),  # step 8 compiles the graph of a larger batch, or an evaluation takes long
     ],
 )
 def test_the_step_is_the_first_that_no_rank_can_have_passed(attempt, tmp_path, seconds, ago, step):
     stepped(tmp_path, 0, range(1, 7), seconds, ago + 1)
     stepped(tmp_path, 1, range(1, 8), seconds, ago)
     assert request(tmp_path, attempt, [0, 1]) == requested(attempt / FILE) == step
+
+
+def test_where_not_every_step_is_recorded_the_others_may_have_been_made(attempt, tmp_path):
+    stepped(tmp_path, 0, range(10, 60, 10), 1.0, 7.5)
+    assert request(tmp_path, attempt, [0]) == 50 + 9
+    (attempt / "save_claim").unlink()
+    stepped(tmp_path, 0, range(10, 60, 10), 1.0, 300.0)
+    assert request(tmp_path, attempt, [0]) == 50 + 11
+    (attempt / "save_claim").unlink()
+    stepped(tmp_path, 0, [1], 1.0, 7.5)  # nothing shows how often
+    assert request(tmp_path, attempt, [0]) == 1 + 9
+
+
+def test_what_a_worker_of_an_earlier_attempt_appends_late_says_nothing_of_the_step(attempt, tmp_path):
+    stepped(tmp_path, 0, [7], 10.0, 0.0)
+    file = tmp_path / "metrics" / "rank_0.jsonl"
+    with file.open("a") as out:
+        out.write(json.dumps({"step": 60, "seconds": 0.1, "attempt": "0001-a"}) + "\n")
+    os.utime(file, (NOW, NOW))
+    assert request(tmp_path, attempt, [0]) == 8
 
 
 def test_without_a_step_in_this_attempt_there_is_nothing_to_save(attempt, tmp_path):
@@ -267,6 +288,13 @@ def test_a_rank_that_hears_too_late_lets_nobody_hang(attempt, late):
     done = World(attempt, 4, patience=0.3).run(late=late)
     assert done == [f"step {step}" for step in range(1, 6)]
     assert saved_at(attempt) is None
+
+
+def test_a_decision_to_save_stays_although_the_patience_is_over(attempt):
+    """Rank 0 that saw the last rank come too late by its clock made "go on" of it; some ranks had begun to save."""
+    (attempt / FILE).write_text('{"step": 3}')
+    assert agree(attempt, 0, 1, patience=-1.0) and saved_at(attempt) == 3
+    assert (attempt / FOLDER / DECISION).read_text() == SAVE
 
 
 def test_nobody_asked(attempt):

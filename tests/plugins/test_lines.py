@@ -10,11 +10,13 @@ import pytest
 from launch.run.msrun import ROOT
 from launch.workers.metrics import RecordingLossMonitor, metrics_file
 from plugins.held_out_loss.plan import held_out_file
-from plugins.lines import Span, append_line, as_span, note, read_steps, spans_file
+from plugins.lines import ATTEMPT, Newest, Span, append_line, as_span, note, read_steps, spans_file
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
+from plugins.spike_guard.plan import good_steps
 from tests.plugins.held_out_loss.evaluation import Evaluated
 from tests.plugins.sealed_checkpoint.test_deaths import Run
-from tools.runs.readings import read_held_out, read_metrics
+from tools.accuracy.diagnose import evidence
+from tools.runs.readings import read_held_out, read_metrics, read_parts
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,66 @@ def same_kind(before, record, place):
 
 def test_half_a_line_is_left_out_and_the_next_one_stands_alone(tmp_path):
     path = tmp_path / "metrics" / "x.jsonl"
-    append_line(path, '{"step": 1, "kind": "a"}')
+    append_line(path, {"step": 1, "kind": "a"})
     with path.open("a") as file:
         file.write('{"step": 2, "ki')
-    append_line(path, '{"step": 2, "kind": "a"}')
+    append_line(path, {"step": 2, "kind": "a"})
     assert read_steps(path, parse) == [Record(1, "a"), Record(2, "a")]
 
 
 def test_a_resumed_run_replaces_what_it_repeats_and_is_held_to_what_stands(tmp_path):
     path = tmp_path / "x.jsonl"
     for step, kind in ((1, "a"), (2, "b"), (3, "b"), (2, "a")):
-        append_line(path, f'{{"step": {step}, "kind": "{kind}"}}')
+        append_line(path, {"step": step, "kind": kind})
     assert read_steps(path, parse) == [Record(1, "a"), Record(2, "a")]
     with pytest.raises(ValueError, match=r"x.jsonl:2: b behind a"):
         read_steps(path, parse, same_kind)
+
+
+def two_attempts(path, monkeypatch):
+    """A file to which a worker of the first attempt still appends when the second one has gone back to step 2."""
+    old, new = "0000-a", "0001-b"
+    for attempt, record in (
+        (old, {"total_steps": 9, "start_step": 0}), (old, {"step": 1, "loss": 1.0}), (old, {"step": 2, "loss": 1.0}),
+        (new, {"total_steps": 9, "start_step": 1}), (new, {"step": 2, "loss": 2.0}), (old, {"step": 3, "loss": 1.0}),
+        (new, {"step": 3, "loss": 2.0}), (old, {"total_steps": 9, "start_step": 0}), (old, {"step": 4, "loss": 1.0}),
+    ):  # fmt: skip
+        monkeypatch.setenv(ATTEMPT, attempt)
+        append_line(path, record)
+    monkeypatch.delenv(ATTEMPT)
+
+
+def test_what_a_worker_of_an_earlier_attempt_appends_late_is_left_out(tmp_path, monkeypatch):
+    path = metrics_file(tmp_path, 0)
+    two_attempts(path, monkeypatch)
+    found = read_metrics(path)
+    assert {step: each["loss"] for step, each in found.steps.items()} == {1: 1.0, 2: 2.0, 3: 2.0}
+    assert found.start_step == 1 and [len(part) for part in read_parts(path)] == [2, 2]
+    lines = path.read_text().splitlines()
+    assert [each["loss"] for each in good_steps(lines, 9, 9)] == [1.0, 2.0, 2.0]
+    assert [(line["step"], line.get("loss")) for _, line in evidence._lines(path) if "step" in line][-1] == (3, 2.0)
+
+
+def test_late_lines_are_left_out_by_readers_of_steps_that_do_not_know_attempts(tmp_path, monkeypatch):
+    path = tmp_path / "metrics" / "probe_0.jsonl"
+    for attempt, step in (("0000-a", 1), ("0001-b", 2), ("0000-a", 1)):
+        monkeypatch.setenv(ATTEMPT, attempt)
+        append_line(path, {"step": step, "kind": attempt})
+    assert read_steps(path, lambda content, place: Record(**content)) == [Record(1, "0000-a"), Record(2, "0001-b")]
+
+
+def test_lines_without_an_attempt_are_never_late():
+    newest = Newest()
+    lines = [
+        {},
+        {"attempt": "0003-a"},
+        {},
+        {"attempt": None},
+        {"attempt": 1},
+        {"attempt": "0003-b"},
+        {"attempt": "2-c"},
+    ]
+    assert [newest.is_late(line) for line in lines] == [False] * 6 + [True]
 
 
 def torn(path):

@@ -17,8 +17,9 @@ from mindspore.train import serialization
 from safetensors.numpy import load_file
 
 from plugins.errors import CheckpointError
+from plugins.lines import ATTEMPT
 from plugins.sealed_checkpoint import adapter, plan
-from plugins.sealed_checkpoint.plan import ATTEMPT, TRACKER
+from plugins.sealed_checkpoint.plan import TRACKER
 from plugins.sealed_checkpoint.router_state import add_router_state, keeps_muon, with_muon
 from plugins.sealed_checkpoint.stage_metadata import of_all_stages
 from tests.plugins.sealed_checkpoint.test_deaths import Run

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.all_ranks import has_loss, pipeline_of
 from plugins.attention_balance.adapter import Reordered
 from plugins.batch_ramp.plan import Ramp
 from plugins.errors import DataError, RecipeError, StoppedError
@@ -289,6 +290,28 @@ def test_what_is_not_finite_goes_back_at_once_and_at_last_gives_up_with_the_way_
     with pytest.raises(StoppedError, match=words):
         training.step(1, loss=NAN, parts=(NAN, 1.0, 1.0, 0.0))
     assert len(read_ledger(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "found"),
+    [
+        ({}, 1, [0]),
+        ({"use_parallel": False, "parallel_config": {"pipeline_stage": 4}}, 1, [0]),  # judged the norm only
+        ({"use_parallel": True, "parallel_config": {"pipeline_stage": 2}}, 4, [2, 3]),
+        ({"use_parallel": True, "parallel_config": {"pipeline_stage": None}}, 2, [0, 1]),
+        (
+            {
+                "use_parallel": True,
+                "parallel_config": {"pipeline_stage": 3},
+                "parallel": {"pipeline_config": {"pipeline_scheduler": "zero_bubble_v"}},
+            },
+            6,
+            [0, 1],
+        ),
+    ],
+)
+def test_the_ranks_that_have_the_loss_are_those_of_one_stage(recipe, ranks, found):
+    assert [rank for rank in range(ranks) if has_loss(rank, ranks, *pipeline_of(recipe))] == found
 
 
 def test_a_rank_of_a_pipeline_without_the_loss_judges_the_norm_alone(tmp_path):

@@ -3,12 +3,15 @@
 Text in a page is escaped wherever it stands, and its elements are nested as they should be.
 """
 
+import errno
 import os
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from itertools import count
 
 import pytest
 
+from plugins import lines
 from plugins.errors import DataError
 from tests.crashes import deaths
 from tools.files import atomic
@@ -120,6 +123,56 @@ def test_what_a_killed_process_of_the_same_number_left_stops_nobody(tmp_path, mo
         if not (root / "to").exists():
             write(root)
         assert (root / "to" / "weights").read_text() == "whole", where
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What is flushed and renamed, in this order."""
+    found, fsync = [], os.fsync
+
+    def flushed(descriptor):
+        found.append(("flush", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def moved(real):
+        return lambda part, target: (found.append(("rename", str(target))), real(part, target))
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(os, name, moved(getattr(os, name)))
+    return found
+
+
+def test_the_content_is_on_the_disk_before_it_gets_its_name(tmp_path, order):
+    """After a power cut an empty file had the final name."""
+    atomic.write_atomically(tmp_path / "a.txt", "text")
+    lines.write_whole(tmp_path / "b.json", {})
+    for name in ("a.txt", "b.json"):
+        (what, part), rename, folder = order[:3]
+        assert what == "flush" and part.endswith(f".{name}")
+        assert (rename, folder) == (("rename", str(tmp_path / name)), ("flush", str(tmp_path)))
+        del order[:3]
+    with atomic.atomic_folder(tmp_path / "c") as part:
+        (part / "in").mkdir()
+        (part / "in" / "file").touch()
+    flushed = [("flush", str(path)) for path in (part / "in", part / "in" / "file", part)]
+    assert order == [*flushed, ("rename", str(tmp_path / "c")), ("flush", str(tmp_path))]
+
+
+def test_a_step_that_is_appended_does_not_wait_for_the_disk(tmp_path, order):
+    lines.append_line(tmp_path / "metrics" / "rank_0.jsonl", {"step": 1})
+    assert order == []
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.EINVAL, None), (errno.EIO, r"a.txt: cannot be written \(Input")])
+def test_a_disk_that_cannot_flush_is_left_at_that_and_one_with_an_error_is_not(tmp_path, monkeypatch, number, said):
+    def fsync(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(DataError, match=said) if said else nullcontext():
+        atomic.write_atomically(tmp_path / "a.txt", "text")
+    assert os.listdir(tmp_path) == ([] if said else ["a.txt"])
 
 
 def test_a_file_in_the_place_of_a_folder_is_one_message(tmp_path):

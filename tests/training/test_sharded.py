@@ -133,8 +133,7 @@ def test_experts_of_a_pipeline_that_change_places_leave_the_losses_unchanged(one
     watcher = Watcher((1,), config["moe_router_bias_update_rate"])
     measured = [json.loads(line) for line in routers_file(tmp_path / "run").read_text().splitlines()]
     assert measured == [
-        json.loads(watcher.see(load.step, load.tokens).line(line["time"]))
-        for load, line in zip(loads, measured, strict=True)
+        watcher.see(load.step, load.tokens).as_json(line["time"]) for load, line in zip(loads, measured, strict=True)
     ]
 
 

@@ -5,6 +5,7 @@ from.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -97,17 +98,24 @@ def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -
     nothing.
 
     None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it
-    and was held up since may have found the next attempt's under its name. That one gets its name back.
+    and was held up since may have found the next attempt's under its name. That one gets its name back. Until it is
+    judged it is in a folder of its own, from which `plan.adopt` takes it back if this process is killed in between.
     """
+    own = folder.with_name(f"{plan.MOVING}{uuid.uuid4().hex}")
     name = ASIDE + folder.name
     names = chain([name], (f"{name}_{number}" for number in count(2)))
     try:
-        moved = folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
-    except FileNotFoundError:  # several nodes look at once
-        return None
-    if sure(moved):
+        own.mkdir()
+        moved = folder.rename(own / folder.name)
+        if not sure(moved):
+            with suppress(OSError):
+                moved.rename(folder)
+            return None
+        moved = moved.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
         plan.renew_tracker(folder.parent)  # which may name what is gone
         return moved
-    with suppress(OSError):
-        moved.rename(folder)
-    return None
+    except FileNotFoundError:  # several nodes look at once
+        return None
+    finally:
+        with suppress(OSError):
+            own.rmdir()

@@ -11,17 +11,17 @@ silently; therefore publishing deletes it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, did_you_mean, not_json
+from plugins.lines import flush, locked
 from tools.process.children import uninterrupted
 
 # What a sidecar must hold before anything relies on it: an edited or cut one is named, by key.
@@ -185,31 +185,19 @@ def publish(stage: Path, prefix: Path, splits: tuple[str, ...], force: bool) -> 
     last, each after its .bin and .json. A power cut leaves the old pair, the new pair, or no readable pair.
     Raises `DataError`, as `check_prefix` does, for what another run has published since.
     """
-    with _locked(prefix.parent), uninterrupted():
+    with locked(prefix.parent), uninterrupted():
         check_prefix(prefix, splits, (stage / tokenizer_name(prefix.name)).exists(), force)
         for split in ("train", HELD_OUT):
             if split in splits or _stale_split(prefix):
                 _remove_split(prefix.parent / split_name(prefix.name, split))
-        _sync_folder(prefix.parent)
+        flush(prefix.parent)
         _publish_tokenizer(stage / tokenizer_name(prefix.name), prefix.parent / tokenizer_name(prefix.name))
         for split in reversed(splits):
             for suffix in SUFFIXES:
                 name = split_name(prefix.name, split) + suffix
-                _sync_folder(prefix.parent)
+                flush(prefix.parent)
                 os.replace(stage / name, prefix.parent / name)
-        _sync_folder(prefix.parent)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time publish into `folder`; the system lifts the lock of one that is killed."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems have no locks for folders; the renames stay as they are
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        flush(prefix.parent)
 
 
 def leftovers(prefix: Path) -> list[Path]:
@@ -219,10 +207,8 @@ def leftovers(prefix: Path) -> list[Path]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as JSON, and flush the file to disk."""
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(content, indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    flush(path)
 
 
 def _stale_split(prefix: Path) -> list[Path]:
@@ -250,12 +236,4 @@ def _publish_tokenizer(staged_folder: Path, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         for path in sorted(staged_folder.iterdir()):
             os.replace(path, folder / path.name)
-        _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(folder)

@@ -1,7 +1,8 @@
 """This module holds functions with which all commands read and write files. A file is written completely or not at all.
 The module also computes digests, and reads the ends of logs.
 
-Therefore no reader takes an incomplete report, plan or picture for a complete one. `what_is` says what exists at a path
+Therefore no reader takes an incomplete report, plan or picture for a complete one, also after a power cut: the content
+is on the disk before it gets its name. `what_is` says what exists at a path
 that a user gave; it follows links, also those that form a cycle. Digests cover a whole file, or blocks spread over a
 file that may have terabytes.
 """
@@ -9,7 +10,6 @@ file that may have terabytes.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from plugins.errors import DataError
+from plugins.lines import flush
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
@@ -139,7 +140,11 @@ def _beside(
         make(part)
         try:
             yield part
+            for path in [*part.rglob("*"), part]:  # of a file: only itself
+                if path.is_dir() or path.is_file():
+                    flush(path)
             move(part, target)
+            flush(target.parent)
         finally:
             clear(part)
     except OSError as error:
@@ -202,36 +207,6 @@ def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool)
 
 
 _LIMIT = 1 << 20  # bytes
-
-
-@contextmanager
-def only_process_in(folder: Path, command: str, option: str) -> Iterator[None]:
-    """Hold a folder against a second start of `command`, whose trainings would meet those of the first one. The system
-    lifts the lock of a process that is killed.
-
-    Args:
-        option: the option by which the user chooses the folder.
-
-    Raises:
-        DataError: another start is at work in the folder, or it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
-    try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(
-                f"{folder}: another {command} is at work in this folder; wait for its end, or choose another {option}"
-            ) from None
-        except OSError:  # some network file systems have no locks for folders
-            pass
-        yield
-    finally:
-        os.close(held)
 
 
 def last_lines(log: Path) -> list[str]:

@@ -22,7 +22,7 @@ from plugins.settings import settings_of
 from tools.files.small_yaml import SmallLoader
 from tools.recipe.load import EXPONENT, KeyPath, Recipe, bad_devices, bad_leaves, dotted, place_of
 
-__all__ = ["also_changed", "apart", "apply_overrides", "dotted", "get_path", "joined", "shared_paths"]
+__all__ = ["also_changed", "apart", "apply_overrides", "dotted", "get_path", "shared_paths"]
 
 # keys for which MindFormers takes a number, a flag or a list per stage, whichever stands in the recipe
 _SCALAR_OR_LIST = {
@@ -93,32 +93,9 @@ def apply_overrides(
     return result
 
 
-def joined(recipe: Recipe, overrides: Sequence[str], more: Sequence[str]) -> list[str]:
-    """Return the overrides that do in one call what `more` does to a `recipe` which already has `overrides`. One of
-    `overrides` that `more` contradicts has the value that `more` gives it.
-    """
-    after = apply_overrides(recipe, more)
-    return list(dict.fromkeys([*(_restated(recipe, after, each) for each in overrides), *more]))
-
-
-def _restated(before: Recipe, after: Recipe, override: str) -> str:
-    """Return an override that `before` has with the values that `after` has; unchanged if these are the same."""
-    name, _, text = override.partition("=")
-    path, value = _find(after, name.strip()), _parse(text, override)
-    old, new = (_named(get_path(recipe, path), value) for recipe in (before, after))
-    return override if old == new else f"{dotted(path)}={_as_text(new)}"
-
-
 def _as_text(value: Any) -> str:
     """Return a value as `--set` takes it."""
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _named(node: Any, value: Any) -> Any:
-    """Return what stands at a key path, and of a mapping only the keys that an override's `value` names."""
-    if not (isinstance(node, dict) and isinstance(value, dict)):
-        return node
-    return {key: _named(node.get(key), item) for key, item in value.items()}
 
 
 def apart(overrides: Sequence[str], *keys: str) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from plugins.errors import DataError, TC3Error
 from plugins.held_out_loss.plan import held_out_file
-from plugins.lines import Span, as_span, spans_file
+from plugins.lines import Newest, Span, as_span, spans_file
 from plugins.straggler_probe.plan import Verdict, by_stage, slow_ranks
 from plugins.straggler_probe.record import Record, read_run, record_of
 from tools.recipe.load import Recipe, load_recipe
@@ -139,13 +139,16 @@ def loss_in_words(loss: float | None) -> str:
 
 
 class Follower:
-    """A `Follower` reads the complete lines that a JSON-lines file has gained since the last call."""
+    """A `Follower` reads the complete lines that a JSON-lines file has gained since the last call, without the lines
+    that an attempt has written too late (`plugins.lines.Newest`).
+    """
 
     def __init__(self, file: Path, newest: int | None = None):
         """Follow `file`, which need not exist yet; of what it holds now, read only the `newest` bytes (None: all)."""
         self.file = file
         skipped = file.stat().st_size - newest if newest is not None and file.exists() else 0
         self.offset = max(0, skipped)
+        self.newest = Newest()
 
     def new_records(self) -> list[dict[str, Any]]:
         """Return the records that were added since the last call; a line that is not JSON (the last line of a killed
@@ -166,7 +169,7 @@ class Follower:
                     return
                 self.offset += len(line)
                 record = _parse(line)
-                if isinstance(record, dict):
+                if isinstance(record, dict) and not self.newest.is_late(record):
                     yield record
 
 

@@ -19,7 +19,7 @@ from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import as_span, spans_file
 from tools.files.atomic import real_path
 from tools.recipe.view import View
-from tools.runs.attempts import Attempt, numbers, read_attempt
+from tools.runs.attempts import PLAN, Attempt, Plan, numbers, read, read_attempt
 from tools.runs.failures import Failure, failure_of, has_failed
 from tools.runs.goodput import NEVER
 from tools.runs.readings import (
@@ -238,7 +238,7 @@ class Watch:
 
     def __init__(self, folder: Path, sink: Sink = lambda record: None, routers: Sink | None = None):
         check_folder(folder)
-        self.folder = folder
+        self.folder, self.sinks = folder, (sink, routers)
         recipe = recipe_of(folder)
         self.kept = Kept(metrics_of(folder, recipe), sink)
         self.probes = Probes(folder, recipe)
@@ -260,7 +260,11 @@ class Watch:
         self.changed = time.monotonic()
 
     def look(self) -> Status:
-        """Read what the run has written since the last call, and return the status of the run."""
+        """Read what the run has written since the last call, and return the status of the run. If somebody has started
+        over in the folder since then (`tc3 train --force`), read the new run from its beginning.
+        """
+        if self._is_another_run():
+            Watch.__init__(self, self.folder, *self.sinks)
         self._attempts()
         self.kept.look()
         plan = self.attempt.plan if self.attempt else None
@@ -276,6 +280,13 @@ class Watch:
         if sign != self.sign:
             self.sign, self.changed = sign, time.monotonic()
         return self._status()
+
+    def _is_another_run(self) -> bool:
+        if self.attempt is None or self.attempt.plan is None:
+            return False
+        plan = read(self.attempt.folder / PLAN, Plan)  # which never changes in a run
+        gone = not self.attempt.folder.exists() and bool(numbers(self.folder))
+        return plan != self.attempt.plan if plan else gone
 
     def _attempts(self) -> None:
         """Read the newest attempt, and read older attempts once more after they have ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from plugins.all_ranks import stage_of_loss
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import MODEL, OFFSET, View, require_resolved
@@ -57,10 +58,10 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that has the loss: a rank on the last stage, or on the first stage if the second chunk runs from
-    the last stage to the first.
+    """Return a rank that has the loss (`plugins.all_ranks.stage_of_loss`): the last rank of the last stage, or the
+    first rank of the first stage.
     """
-    return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
+    return view.devices - 1 if view.parallel and stage_of_loss(view.pp, view.scheduler) else 0
 
 
 def _broadcast(offset: Any, chunks: int, stages: int) -> Layers | None:

@@ -177,6 +177,16 @@ def test_a_lost_answer_does_not_make_two_winners_or_none(tmp_path, monkeypatch):
     assert (tmp_path / "plan").read_text() == "first"
 
 
+def test_what_is_published_stays_where_its_unfinished_name_could_not_be_removed(tmp_path, monkeypatch):
+    """The second call wrote into the file that the first one had published."""
+    disk = Disk(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "lost")))
+        assert disk.publish(tmp_path / "over.json", "first")
+    assert not disk.publish(tmp_path / "over.json", "second")
+    assert (tmp_path / "over.json").read_text() == "first"
+
+
 def test_a_disk_without_hard_links_is_refused(tmp_path, monkeypatch):
     def none(*_):
         raise OSError(errno.EPERM, "not permitted")

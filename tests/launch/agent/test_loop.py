@@ -235,6 +235,29 @@ def test_a_signal_ends_it_all_and_is_no_reason_to_go_on(tmp_path, number, outcom
     assert attempt.verdict.decision == "leave" and not left(tmp_path)
 
 
+def ramped(run_dir):
+    """An agent whose batch grows after step 3."""
+    made = job(run_dir, 3)
+    made.recipe["plugins"] = {**made.recipe.get("plugins", {}), "batch_ramp": {"stages": [[3, 2]]}}
+    return made
+
+
+def test_ctrl_c_while_a_later_stage_of_a_batch_ramp_compiles_ends_it_all(tmp_path):
+    source = SOURCE.replace("job(Path(sys.argv[1]), 3)", "ramped(Path(sys.argv[1]))")
+    process = subprocess.Popen([sys.executable, "-c", source, str(tmp_path), "grows", "grows"], cwd=ROOT)
+    until = time.monotonic() + LONG
+    while not (beats := [each.beats["here"] for each in read_attempts(tmp_path) if each.beats]) or beats[0].step < 3:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.1)
+    assert beats[0].phase == "first step", "the agent knows that it compiles"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=LONG) == 130
+    (attempt,) = read_attempts(tmp_path)
+    end = attempt.ends["here"]
+    assert (end.outcome, end.phase, end.step, attempt.verdict.decision) == ("interrupted", "first step", 3, "leave")
+    assert not left(tmp_path)
+
+
 def test_at_a_notice_the_ranks_save_and_leave_together(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SOURCE, str(tmp_path), "heeds", "heeds"], cwd=ROOT)
     metrics, until = [tmp_path / "metrics" / f"rank_{rank}.jsonl" for rank in range(2)], time.monotonic() + LONG

@@ -181,6 +181,17 @@ def test_start_compile_step_end(run):
     assert [phase for phase, _ in run.learned] == ["start", "compile", "step", "step", "step"]
 
 
+def test_a_late_worker_of_another_attempt_moves_nothing(run):
+    run.begin()
+    run.phases.name = "0001-b"
+    for rank in (0, 1):
+        run.write(rank, step=5, attempt="0001-b")
+    assert (run.look(), run.phases.step, run.phases.behind) == ("step", 5, None)
+    run.write(0, step=9, attempt="0000-a")
+    run.write(0, step=9, attempt="0002-c")
+    assert (run.look(), run.phases.step, run.phases.behind) == ("step", 5, None)
+
+
 def test_the_first_step_of_a_larger_batch_may_compile(run):
     run.recipe = {**run.recipe, "plugins": {"batch_ramp": {"stages": [[6, 4]]}}, "runner_config": {"batch_size": 8}}
     run.begin()

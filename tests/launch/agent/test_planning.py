@@ -16,7 +16,8 @@ from launch.agent.planning import Job, Planning, follow
 from launch.resume import data
 from launch.train import build_config
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import ATTEMPT, TRACKER, fault, made, write_seal
+from plugins.lines import ATTEMPT
+from plugins.sealed_checkpoint.plan import TRACKER, fault, made, write_seal
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
 from tests.launch.agent.ends import A, B, attempt, end, judge, told
 from tools.recipe.load import Recipe, load_recipe

@@ -3,7 +3,10 @@
 import json
 import re
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +21,9 @@ from launch.firsthour.checks import HOUR_CHECKS
 from launch.firsthour.hour import Hour
 from launch.run.compile_cache import FOLDER
 from plugins.errors import DataError
-from tools.files.atomic import only_process_in
+from plugins.lines import locked
+from tests.crashes import deaths
+from tools.files.locks import only_process_in
 from tools.files.page import BEGINS
 from tools.measured import CLUSTER, MEMORY, read_bundle, write_bundle
 from tools.recipe.catalogue import load_card
@@ -155,6 +160,52 @@ def test_a_simulated_bundle_is_not_claimed_and_a_measured_one_is(hour, tmp_path)
     after = card.read_text().splitlines()
     assert [line for line in after if line in before.splitlines()] == before.splitlines()
     assert "already has this claim" in str(run("card", tmp_path / "m.zip", recipe).exception)
+
+
+def card_of(folder):
+    """A recipe with a card in a new folder, and what a bundle says of a device of that kind."""
+    shutil.copytree(R438.parent, folder / "recipes" / "telechat3_438b")
+    shutil.copytree(ROOT / "recipes" / "base", folder / "recipes" / "base")
+
+    def bundle(device):
+        manifest = SimpleNamespace(versions={"mindspore": "2.9.0"}, made="2026-11-29T06:00:00Z", verdict="go")
+        return SimpleNamespace(manifest=manifest, claim=f"measured-{device}-8", json=lambda name: [])
+
+    return folder / "recipes" / "telechat3_438b" / "pretrain_4k.yaml", bundle
+
+
+def test_two_claims_that_are_written_at_once_are_both_in_the_card(tmp_path):
+    recipe, bundle = card_of(tmp_path)
+    card = recipe.with_name("card.yaml")
+    with ThreadPoolExecutor(1) as other:
+        with locked(card.parent):
+            late = other.submit(cli.write_claim, bundle("910B3"), recipe, False)
+            time.sleep(0.2)
+            assert not late.done()
+            cli._write_claim(bundle("910B2"), recipe, card, dry_run=False)
+        late.result(timeout=60)
+    claims = [status["claim"] for status in load_card(card).entries[0].status]
+    assert {"measured-910B3-8", "measured-910B2-8"} <= {*claims}
+
+
+def test_a_kill_leaves_the_card_as_it_was_or_with_the_claim_and_hinders_nobody(tmp_path):
+    root, bundle = card_of(tmp_path / "first")
+    before, seen = root.with_name("card.yaml").read_text(), []
+    numbers = count()
+
+    def fresh():
+        return shutil.copytree(tmp_path / "first", tmp_path / str(next(numbers)))
+
+    def write(folder):
+        return cli.write_claim(bundle("910B3"), folder / root.relative_to(tmp_path / "first"), dry_run=False)
+
+    for folder, where in deaths(write, fresh):
+        card = folder / root.with_name("card.yaml").relative_to(tmp_path / "first")
+        seen.append(card.read_text() == before)
+        if seen[-1]:
+            write(folder)
+        assert load_card(card).entries[0].status[0]["claim"] == "measured-910B3-8", where
+    assert {True, False} == {*seen}
 
 
 def test_a_claim_is_not_added_to_the_next_recipe_of_a_card(hour, tmp_path):

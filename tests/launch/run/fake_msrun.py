@@ -30,6 +30,10 @@ ACTIONS = {
     "heeds": (  # steps, and at the step that it is asked for it agrees with the others, and leaves
         f"sys.path.insert(0, {str(Path(__file__).parents[3])!r})\nfrom tests.launch.run.fake_msrun import heed\nheed()"
     ),
+    "grows": (  # three steps, then the graph of a larger batch is compiled, in C code that no signal interrupts
+        f"sys.path.insert(0, {str(Path(__file__).parents[3])!r})\nfrom tests.launch.run.fake_msrun import steps\n"
+        f"list(steps(3)); signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG)); {SLEEP}"
+    ),
     "detach": f"subprocess.Popen(['setsid', sys.executable, '-c', note('child') + {SLEEP!r}]); {SLEEP}",
     "orphan": (  # its child's parent ends at once
         f"subprocess.Popen([sys.executable, '-c', 'import subprocess, sys; subprocess.Popen([sys.executable, \"-c\", '"
@@ -38,17 +42,25 @@ ACTIONS = {
 }
 
 
+def steps(last):
+    """Make the steps of a worker up to the step `last`, and yield each when it is on record."""
+    from launch.workers.leave_request import VARIABLE
+
+    metrics = Path(os.environ[VARIABLE]).parents[2] / "metrics" / f"rank_{os.environ['RANK_ID']}.jsonl"
+    metrics.parent.mkdir(exist_ok=True)
+    for step in range(1, last + 1):
+        time.sleep(0.02)
+        with metrics.open("a") as out:
+            out.write(json.dumps({"step": step, "seconds": 0.2}) + "\n")
+        yield step
+
+
 def heed():
     """A worker that makes steps, and waits after the third until it is asked to save and leave at a later one."""
     from launch.workers.leave_request import VARIABLE, agree, requested
 
     file, rank = Path(os.environ[VARIABLE]), int(os.environ["RANK_ID"])
-    metrics = file.parents[2] / "metrics" / f"rank_{rank}.jsonl"
-    metrics.parent.mkdir(exist_ok=True)
-    for step in range(1, 100_000):
-        time.sleep(0.02)
-        with metrics.open("a") as out:
-            out.write(json.dumps({"step": step, "seconds": 0.2}) + "\n")
+    for step in steps(100_000):
         while step == 3 and requested(file) is None:
             time.sleep(0.05)
         if requested(file) == step and agree(file.parent, rank, 2, patience=3600.0):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from launch.run import preflight
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError
 from plugins.spike_guard.ledger import write_ledger
 from tests.crashes import deaths
+from tools.files import locks
 from tools.files.atomic import write_atomically
 from tools.recipe.load import load_recipe
 
@@ -226,6 +228,25 @@ def test_what_a_kill_left_unfinished_in_a_new_run_folder_does_not_stop_the_next_
             assert os.listdir(folder) == [], where
 
 
+OURS = f"{os.getpid()} {socket.gethostname()}"
+
+
+def test_a_run_on_another_host_that_shares_the_folder_is_named_with_its_host(tmp_path):
+    with preflight.only_run_in(tmp_path):
+        assert (tmp_path / ".lock").read_text() == OURS
+        (tmp_path / ".lock").write_text("4711 node7")
+        with pytest.raises(ClusterError, match=r"in progress in this folder \(pid 4711 on node7\)"):
+            preflight.check_run_dir(tmp_path, True, False)
+        with pytest.raises(ClusterError, match=r"pid 4711 on node7"), preflight.only_run_in(tmp_path):
+            pass
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file/run: cannot be written"), preflight.only_run_in(tmp_path / "file/run"):
+        pass
+
+
 def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     source = (
         "import sys, time; from pathlib import Path; from launch.run.preflight import only_run_in\n"
@@ -242,7 +263,7 @@ def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     other.kill()
     other.wait()
     with preflight.only_run_in(tmp_path):
-        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+        assert (tmp_path / ".lock").read_text() == OURS
 
 
 def test_a_failed_start_leaves_no_lock_and_no_folder_made_for_it(tmp_path):
@@ -258,7 +279,7 @@ def test_a_failed_start_leaves_no_lock_and_no_folder_made_for_it(tmp_path):
 
 
 def test_a_lock_that_another_start_has_just_removed_is_taken_anew(tmp_path, monkeypatch):
-    flock, tries = preflight.fcntl.flock, []
+    flock, tries = locks.fcntl.flock, []
 
     def removed_meanwhile(file, operation):
         flock(file, operation)
@@ -266,9 +287,9 @@ def test_a_lock_that_another_start_has_just_removed_is_taken_anew(tmp_path, monk
         if len(tries) == 1:
             (tmp_path / ".lock").unlink()
 
-    monkeypatch.setattr(preflight.fcntl, "flock", removed_meanwhile)
+    monkeypatch.setattr(locks.fcntl, "flock", removed_meanwhile)
     with preflight.only_run_in(tmp_path):
-        assert len(tries) == 2 and (tmp_path / ".lock").read_text() == str(os.getpid())
+        assert len(tries) == 2 and (tmp_path / ".lock").read_text() == OURS
 
 
 def test_a_lock_and_its_folder_may_go_at_any_moment_of_another_start(tmp_path, monkeypatch):
@@ -290,7 +311,7 @@ def test_a_lock_and_its_folder_may_go_at_any_moment_of_another_start(tmp_path, m
     monkeypatch.setattr(os, "fstat", without_lock)
     monkeypatch.setattr(Path, "mkdir", without_folder)
     with preflight.only_run_in(tmp_path / "run"):
-        assert removed == ["folder", "lock"] and (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
+        assert removed == ["folder", "lock"] and (tmp_path / "run" / ".lock").read_text() == OURS
 
 
 def prepared(prefix, fingerprint=None):
@@ -322,9 +343,9 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch, 
     def flock(file, operation):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(preflight.fcntl, "flock", flock)
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
     with preflight.only_run_in(tmp_path):
-        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+        assert (tmp_path / ".lock").read_text() == OURS
     assert f"its file system has no locks ({os.strerror(number)})" in capsys.readouterr().err
 
 

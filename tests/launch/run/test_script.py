@@ -21,7 +21,7 @@ from launch.run.script import (
     reference_scripts,
     sourcing_script,
 )
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, RecipeError
 from tests.launch.run.scripts import MINI, ascend, generate
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -125,17 +125,9 @@ SIZES = "train_dataset.data_loader.sizes"
 @pytest.mark.parametrize(
     ("given", "settings"),
     [
-        ([f"{SIZES}=[64000, 0, 0]"], {f"{SIZES}=[160, 0, 0]", f"{SIZES}.0=160"}),
-        ([f"{SIZES}.0=80", "seed=7"], {f"{SIZES}.0=160", "seed=7"}),
-        (["lr_schedule={total_steps: 40, warmup_steps: 2}"], {'lr_schedule={"total_steps": 20, "warmup_steps": 2}'}),
-        (
-            ["train_dataset={data_loader: {sizes: [8, 0, 0]}}"],
-            {'train_dataset={"data_loader": {"sizes": [160, 0, 0]}}'},
-        ),
-        (
-            ["train_dataset_task.dataset_config.data_loader.sizes=[8, 0, 0]"],
-            {f"{SIZES}.0=160"},
-        ),  # the same by an anchor
+        ([f"{SIZES}=[160, 0, 0]"], {f"{SIZES}=[160, 0, 0]", f"{SIZES}.0=160"}),
+        ([f"{SIZES}.0=160", "seed=7"], {f"{SIZES}.0=160", "seed=7"}),
+        (["lr_schedule={total_steps: 20, warmup_steps: 2}"], {"lr_schedule={total_steps: 20, warmup_steps: 2}"}),
         (["plugins.spike_guard={}", "plugins.finite_loss=False"], {"plugins.spike_guard={}", f"{SIZES}.0=160"}),
     ],
 )
@@ -148,6 +140,25 @@ def test_the_settings_of_a_script_are_those_of_this_host_in_one_call(given, sett
     assert settings <= set(held)
     chosen = apply_overrides(load_recipe(recipe), given)
     assert apply_overrides(load_recipe(recipe), held) == apply_overrides(chosen, steps_overrides(chosen, 20, given))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("lr_schedule.total_steps=40", "--steps 20, which sets lr_schedule.total_steps=20; keep one of the two"),
+        ("lr_schedule={total_steps: 40, warmup_steps: 2}", "--set lr_schedule.total_steps=40: this contradicts"),
+        (f"{SIZES}=[64000, 0, 0]", f"--steps 20, which sets {SIZES}.0=160"),
+        (f"{SIZES}.0=80", f"--steps 20, which sets {SIZES}.0=160"),
+        ("train_dataset={data_loader: {sizes: [8, 0, 0]}}", f"which sets {SIZES}.0=160"),
+        ("train_dataset_task.dataset_config.data_loader.sizes=[8, 0, 0]", f"which sets {SIZES}.0=160"),  # by an anchor
+        ("runner_config.epochs=2", "--steps 20, which sets runner_config.epochs=1"),
+    ],
+)
+@pytest.mark.parametrize("way", [["--script"], ["--dry-run"]])
+def test_a_number_of_steps_and_a_setting_that_contradicts_it_are_refused(given, says, way):
+    """--steps won without a word."""
+    done = CliRunner().invoke(train, [str(ROOT / MINI), *way, "--steps", "20", "--set", given])
+    assert isinstance(done.exception, RecipeError) and says in str(done.exception)
 
 
 @pytest.mark.parametrize("more", [["--nodes", "x"], ["--script", "--resume", "auto"]])

@@ -6,7 +6,7 @@ import pytest
 from plugins.errors import DataError
 from plugins.expert_balance.copies import NOTHING
 from plugins.expert_balance.plan import Prediction
-from plugins.expert_balance.record import Moved, Record, append, carry_over, file_of, line, load_file, loads, read
+from plugins.expert_balance.record import Moved, Record, append, as_json, carry_over, file_of, load_file, loads, read
 
 SLOTS = np.array([[0, 1, 2, 3], [3, 2, 1, 0]])
 
@@ -16,7 +16,7 @@ def record(step: int, moved: Moved | None = None, devices: int = 2) -> Record:
 
 
 def same(one: Record, other: Record) -> bool:
-    return line(one) == line(other)
+    return as_json(one) == as_json(other)
 
 
 def test_what_is_appended_is_read(tmp_path):
@@ -39,7 +39,7 @@ def test_copies_are_read_as_they_were_written(tmp_path):
 
 
 def test_the_form_is_the_documented_one():
-    assert json.loads(line(record(12, Moved(SLOTS, 4, 1024, 0.5, 0.25)))) == {
+    assert as_json(record(12, Moved(SLOTS, 4, 1024, 0.5, 0.25))) == {
         "step": 12,
         "devices": 2,
         "nodes": 1,
@@ -62,7 +62,7 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
     log = tmp_path / "log"
     append(log, record(1))
     with log.open("a") as out:
-        out.write(line(record(2))[:40])
+        out.write(json.dumps(as_json(record(2)))[:40])
     said = []
     assert [one.step for one in read(log)] == [one.step for one in read(log, say=said.append)] == [1]
     assert said == [f"{log}:2: this line is not finished, as a run writes it or was killed: it is left out"]
@@ -101,7 +101,7 @@ def test_what_is_no_record_is_refused_with_its_line(tmp_path, change, message):
     log = tmp_path / "log"
     append(log, record(1))
     with log.open("a") as out:
-        out.write(json.dumps({**json.loads(line(record(2))), **change}) + "\n")
+        out.write(json.dumps({**as_json(record(2)), **change}) + "\n")
     with pytest.raises(DataError, match=rf"log:2.*{message}"):
         read(log)
 

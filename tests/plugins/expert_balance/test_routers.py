@@ -3,7 +3,6 @@
 Where the callback stands among MindFormers' own, and what it is told.
 """
 
-import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -75,7 +74,7 @@ def test_measures_are_those_of_loops_over_experts(history):
         found = watcher.see(step, np.array([tokens]))
     values = [getattr(found, name)[0] for name in ("fullest", "entropy", "similarity", "idle", "streak")]
     assert values == pytest.approx(slow_measures(history), nan_ok=True, abs=1e-12)
-    line = json.loads(found.line(12.5))
+    line = found.as_json(12.5)
     assert (line["step"], line["time"], line["layers"]) == (len(history), 12.5, [3])
     assert line["fullest"][0] == pytest.approx(values[0], rel=1e-3)
     assert line["similarity"][0] is None if len(history) == 1 else 0 <= line["similarity"][0] <= 1

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from itertools import count
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as whole
 
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import REFUSED, remove_old, write_refusal, write_seal
+from plugins.sealed_checkpoint.plan import REFUSED, adopt, remove_old, write_refusal, write_seal
+from tests.crashes import deaths
 from tools.checkpoint.scan import is_sealed, later_than, scan_checkpoints, set_aside
 from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
 
@@ -72,6 +74,27 @@ def test_what_is_put_aside_is_found_no_more_and_nothing_is_lost(tmp_path):
     assert set_aside(save(tmp_path, 8)) == aside[0], "the first name that is free"
     assert set_aside(save(tmp_path, 8)) not in aside
     assert not is_sealed(save(tmp_path, 9, sealed=False))
+
+
+@pytest.mark.parametrize("meant", [True, False])
+def test_a_kill_while_a_checkpoint_is_set_aside_loses_none(tmp_path, meant):
+    """One that was not meant kept the name under which no run finds it."""
+    numbers = count()
+
+    def fresh():
+        root = tmp_path / str(next(numbers))
+        save(root, 8)
+        return root
+
+    ends = set()
+    for root, where in deaths(lambda root: set_aside(root / "iteration_00000008", lambda moved: meant), fresh):
+        adopt(root)
+        left = {folder.name for folder in root.iterdir() if is_sealed(folder)}
+        assert len(left) == 1 and left <= {"iteration_00000008", "set_aside_iteration_00000008"}, where
+        assert meant or left == {"iteration_00000008"}, where
+        ends |= left
+        set_aside(root / "iteration_00000008")
+    assert len(ends) == 1 + meant
 
 
 def written(path, header, size=16):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,31 @@ def test_a_run_that_goes_on(tmp_path):
     assert status.checkpoint_step == 5 and status.checkpoint_age == pytest.approx(6.7)
     assert status.failures == 0 and status.last_failure is None
     assert status.goodput == pytest.approx(ledger(load_run(tmp_path / "run")).goodput)
+
+
+@pytest.mark.parametrize("attempts_before", [1, 3])
+def test_a_run_that_was_started_over_in_the_folder_is_read_from_its_beginning(tmp_path, attempts_before):
+    """It showed the old run, whatever the new one did."""
+    folder = tmp_path / "run"
+    old = Builder(folder, 100)
+    for _ in range(attempts_before):
+        old.plan()
+        old.train(20)
+    told = []
+    watch = Watch(folder, told.append)
+    assert watch.look().step == 20
+    for name in ("metrics", "attempts"):
+        shutil.rmtree(folder / name)
+    new = Builder(folder, 50)
+    new.spend(999, "start")
+    new.plan()
+    told.clear()
+    new.train(7)
+    status = watch.look()
+    assert (status.step, status.total_steps, status.attempt) == (7, 50, 0)
+    assert status == replace(Watch(folder).look(), quiet=status.quiet) and [one["step"] for one in told] == [
+        *range(1, 8)
+    ]
 
 
 def test_the_newest_held_out_losses_are_shown(tmp_path):
@@ -242,7 +268,7 @@ def test_the_routers_of_the_newest_step_are_shown_with_their_alarms(tmp_path):
     for step in range(1, 81):
         tokens = np.full((2, 8), 100)
         tokens[1, 5] = 0
-        lines.append(watcher.see(step, tokens).line(1_700_000_000.0 + step))
+        lines.append(json.dumps(watcher.see(step, tokens).as_json(1_700_000_000.0 + step)))
     file = routers_file(tmp_path / "run")
     file.write_text("\n".join(lines) + '\n{"step": 81, "lay')
     shown = run(tmp_path / "run", "--once").output

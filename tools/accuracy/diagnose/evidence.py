@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, TC3Error
+from plugins.lines import Newest
 from plugins.step_record.plan import IDS, record_file
 from tools.accuracy.diagnose.forms import HEADER, STEP, check_form, check_lengths, metrics_form, state_form
 from tools.accuracy.diagnose.gaps import take_out
@@ -294,12 +295,12 @@ def _metrics(file: Path) -> tuple[Readings, list[Mapping[str, Any]]]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the JSON object of each line of a file; an unfinished last line, of a run that goes on, is
-    left out.
+    """Yield the number and the JSON object of each line of a file; an unfinished last line, of a run that goes on, and
+    lines that an attempt has written too late are left out.
     """
     if not file.exists():
         return
-    text = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    text, newest = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), Newest()
     for number, line in enumerate(text, 1):
         if not line.endswith("\n") and number == len(text):
             return
@@ -311,7 +312,8 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise DataError(
                 f"{file}: line {number} is damaged ({error}); train again, or copy the file again"
             ) from error
-        yield number, record
+        if not newest.is_late(record):
+            yield number, record
 
 
 def _read_states(side: Side, file: Path, rank: int, experts: dict[str, int]) -> None:

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.accuracy.pages import check_page, page_option
-from tools.files.atomic import only_process_in, write_atomically
+from tools.files.atomic import write_atomically
+from tools.files.locks import only_process_in
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 

@@ -1,0 +1,132 @@
+"""This module locks folders, so that two commands do not work in one folder at the same time.
+
+A lock is one on the file `.lock` in the folder. The system lifts it when the process ends, also by a kill, so that no
+lock is ever left over. Another host that shares the folder sees the lock where its file system says so: NFS with
+version 4, or with version 3 and its lock service (not with the mount option `nolock`), and Lustre with the mount option
+`flock` (not with `localflock`, which locks on one host only). So the documentation of these file systems says; nothing
+here was tried on them. A file system without locks is reported, and does not stop a command.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import click
+
+from plugins.errors import DataError, TC3Error
+from tools.files.atomic import not_written, real_path
+
+LOCK = ".lock"
+TRIES = 100  # to open it, while other starts fail
+Busy = Callable[[Path, str], TC3Error]  # (folder, who holds its lock, or "" if several do) -> the error
+
+
+@contextmanager
+def only_command_in(folders: Sequence[Path], busy: Busy, together: bool = False) -> Iterator[None]:
+    """Hold the locks of folders, which are made if they do not exist. If the block fails, neither the locks nor folders
+    that were made for them are left.
+
+    Args:
+        busy: a function that returns the error to raise if another command holds the lock of a folder.
+        together: whether the lock is shared with other commands that say so, which lock out all others.
+
+    Raises:
+        DataError: a folder cannot be made, or nothing can be written into it.
+    """
+    with ExitStack() as held:
+        for folder in dict.fromkeys(map(real_path, folders)):
+            made = [each for each in [folder, *folder.parents] if not each.exists()]
+            held.push(partial(_leave_nothing, made))
+            _lock(folder, held, busy, together)
+        yield
+
+
+def only_process_in(folder: Path, command: str, option: str) -> AbstractContextManager[None]:
+    """Hold the lock of a folder against a second start of `command`, whose trainings would meet those of the first one.
+
+    Args:
+        option: the option by which the user chooses the folder.
+
+    Raises:
+        DataError: another start is at work in the folder, or it cannot be made.
+    """
+
+    def busy(_: Path, who: str) -> DataError:
+        return DataError(
+            f"{folder}: another {command} is at work in this folder ({who}); wait for its end, or choose another "
+            f"{option}"
+        )
+
+    return only_command_in([folder], busy)
+
+
+def refuse_busy(folder: Path, busy: Busy) -> None:
+    """Raise an error if another command holds the lock of a folder now; a folder without a lock is free."""
+    with suppress(OSError), (folder / LOCK).open("r+") as lock:  # what else is wrong is said elsewhere
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy(folder, _who(lock)) from None
+
+
+def _who(lock: TextIO) -> str:
+    """Return in words which process has written that it holds a lock; "" if none has."""
+    lock.seek(0)
+    pid, _, host = lock.read().strip().partition(" ")
+    return f"pid {pid}{f' on {host}' if host not in ('', socket.gethostname()) else ''}" if pid else ""
+
+
+def _leave_nothing(made: list[Path], kind: type[BaseException] | None, *error: object) -> None:
+    """After a failed start, remove the folders that were `made` for it, innermost first, as far as they are empty."""
+    if kind is not None:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+
+def _opened(path: Path) -> TextIO:
+    """Open a lock file, in a folder that is made for it. A start that fails meanwhile removes folders that it has
+    made.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("a+")
+        except OSError as error:
+            if not (left and isinstance(error, FileNotFoundError)):
+                raise not_written(path.parent, error) from None
+    raise AssertionError("the last try has returned or raised")
+
+
+def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:
+    """Take a folder's lock, write down who has it, and have `held` free it; remove the file where the start fails."""
+    path = folder / LOCK
+    lock = held.enter_context(_opened(path))
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise busy(folder, _who(lock)) from None
+    except OSError as error:
+        click.echo(
+            f"{folder}: its file system has no locks ({error.strerror}): start no second run in this folder", err=True
+        )
+    try:
+        ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    except FileNotFoundError:
+        ours = False
+    if not ours:
+        _lock(folder, held, busy, together)  # a start that failed has removed the file between our opening and locking
+        return
+    lock.truncate(0)
+    if together:
+        return  # others may hold it, too: it stays
+    held.push(lambda kind, *error: path.unlink(missing_ok=True) if kind else None)
+    lock.write(f"{os.getpid()} {socket.gethostname()}")
+    lock.flush()
