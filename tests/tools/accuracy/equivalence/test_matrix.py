@@ -1,6 +1,7 @@
 """The matrix and its command."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
