@@ -23,6 +23,7 @@ from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe, look
 from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
+from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
 from tools.weights.hugging_face_config import BASE, check_config, stretched_as_telechat3, tied
 from tools.weights.hugging_face_names import STATE, Entry, hugging_face_shapes, names_of, table
@@ -305,7 +306,7 @@ def model_of(recipe: Recipe) -> Sizes:
     """Return the sizes of the Hugging Face model that corresponds to the model of a recipe.
 
     Raises:
-        RecipeError: DeepseekV3, and Llama, have no such thing.
+        RecipeError: MindFormers does not train such a model; or DeepseekV3, and Llama, have no such thing.
     """
     resolved = resolve(recipe)
     schema = load_schema()
@@ -315,6 +316,7 @@ def model_of(recipe: Recipe) -> Sizes:
             f"{recipe.source}: {'.'.join(MODEL)}.model_type: tc3 does not convert {kind}, whose queries and keys "
             "always have norms; it converts models of telechat3 (Llama), telechat3_moe and deepseek_v3 (DeepSeek-V3)"
         )
+    refuse_keys(recipe)
     latent, experts = bool(fields.get("multi_latent_attention")), bool(fields.get("num_moe_experts"))
     if latent != experts:
         raise RecipeError(
