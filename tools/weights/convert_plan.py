@@ -20,6 +20,7 @@ from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
 from tools.layout.resolve import resolve
+from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe, load_recipe, look
 from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
@@ -324,8 +325,11 @@ def model_of(recipe: Recipe) -> Sizes:
             "tc3 converts models that have both (TeleChat3-MoE, DeepSeek-V3) and models that have neither (TeleChat3 "
             "36B, Llama)"
         )
-    if experts:
-        return sizes_of(fields, bias_updated=False)
     chosen = of_the_model(resolved).get("yarn", False)
-    model = look(resolved, MODEL, {})
-    return dense_sizes_of(fields, None if chosen is False else read_yarn(chosen, model))
+    try:
+        if experts:
+            return sizes_of(fields, bias_updated=False)
+        model = look(resolved, MODEL, {})
+        return dense_sizes_of(fields, None if chosen is False else read_yarn(chosen, model))
+    except RecipeError as error:
+        raise in_file(recipe, error) from None
