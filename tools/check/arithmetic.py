@@ -17,7 +17,6 @@ from tools.model import model_of
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
-from tools.schema.schema import load_schema
 
 _COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
 _STRATEGY = ("parallel", "dataset_strategy")
@@ -32,8 +31,6 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
     _batches(view, found)
     _dataset(view, built, found)
     _schedule(view, found)
-    _tied(view, found)
-    _not_computed(view, found)
     if view.parallel:
         _divisions(view, built, found)
         _nodes(view, built, found)
@@ -118,46 +115,6 @@ def _shared(view: View, built: Built, found: Findings) -> None:
         )
         found.warning(
             path, f"{wrong}, which is what MindFormers builds", f"write {key}: {count * each}", "shared_width"
-        )
-
-
-def _tied(view: View, found: Findings) -> None:
-    """Warn of keys that ask to tie the output layer to the embedding, and that the training model does not read:
-    Qwen3's reads only tie_word_embeddings, all others never tie.
-    """
-    schema = load_schema()
-    ties = schema.models[schema.model_type(view.recipe)]["ties"]
-    how = "ties these weights only by tie_word_embeddings" if ties else "never ties these weights"
-    for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
-        if view.get((*MODEL, key)) is tied and not (ties and key == "tie_word_embeddings"):
-            right = "leave the key out" if ties else f"write {not tied}"
-            found.warning((*MODEL, key), f"does not reach the training model, which {how}", right)
-
-
-def _not_computed(view: View, found: Findings) -> None:
-    """Report what a public config.json may say, and MindFormers' training graph takes and does not compute."""
-    every = "MindFormers drops this key, and every token attends to all tokens before it"
-    if view.flag((*MODEL, "use_sliding_window")):
-        found.error((*MODEL, "use_sliding_window"), every, "write False")
-    elif view.get((*MODEL, "sliding_window")) is not None and not view.has((*MODEL, "use_sliding_window")):
-        right = "leave the key out, or add use_sliding_window: False"
-        found.error((*MODEL, "sliding_window"), every, right)
-    types = view.get((*MODEL, "layer_types"))
-    if types and any(kind != "full_attention" for kind in (types if isinstance(types, list) else [types])):
-        found.error((*MODEL, "layer_types"), every, "leave the key out")
-    if view.get((*MODEL, "softmax_scale")) is not None:
-        wrong = "training does not read this key: attention divides the scores by the square root of the head's size"
-        found.error((*MODEL, "softmax_scale"), wrong, "leave the key out")
-    schema = load_schema()
-    ignored = schema.models[schema.model_type(view.recipe)]["ignored"]  # any other key is reported as unknown
-    for key, nothing in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
-        if key in ignored and view.get((*MODEL, key)) not in nothing:
-            wrong = "MindFormers drops this key, and every layer of this model has experts"
-            right = "leave the key out, or write a model_type with first_k_dense_replace or moe_layer_freq"
-            found.error((*MODEL, key), wrong, right)
-    if view.get((*MODEL, "partial_rotary_factor")) not in (None, 1):
-        found.error(
-            (*MODEL, "partial_rotary_factor"), "training does not read this key", "write 1.0, or leave the key out"
         )
 
 
@@ -450,6 +407,11 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
             found.error(
                 (*MODEL, "qk_pos_emb_head_dim"), "RoPE rotates pairs of numbers, so that this size must be even"
             )
+        groups = view.number((*MODEL, "num_key_value_heads"), heads)
+        if groups < heads:
+            wrong = f"{groups} has no effect, because latent attention has a key and a value of each of {heads} heads"
+            right = f"write {heads}, or multi_latent_attention: False for a model without latent attention"
+            found.error((*MODEL, "num_key_value_heads"), wrong, right)
     else:
         groups = built.number("num_query_groups")
         if groups and heads % groups:

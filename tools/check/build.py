@@ -25,6 +25,7 @@ from tools.recipe.view import MODEL, RUNNER, View
 from tools.schema.converter import Built, _apply, convert
 from tools.schema.schema import Schema, load_schema
 from tools.schema.stages import layers_of
+from tools.schema.values import MODEL as MODEL_VALUES
 
 _FUNCTIONS = {"moe_router_score_function": "is_use_gated_sigmoid", "moe_token_drop_policy": "get_drop_policy"}
 
@@ -53,8 +54,45 @@ def check_arrival(view: View, schema: Schema, built: Built, found: Findings) -> 
         found.error(
             (*MODEL, "batch_size"), f"MindFormers replaces {batch} by runner_config.batch_size {view.batch}", right
         )
-    if model.startswith("telechat3") and view.get(("model", "model_config", "vocab_size")) is None:
-        found.warning(MODEL, "vocab_size is missing, and MindFormers then takes 131072", "write vocab_size")
+    _left_out(view, built, found)
+    _tied(view, schema, found)
+    _not_computed(view, schema, found)
+
+
+# fields that decide the size or the arithmetic of every model, of grouped queries, of latent attention, of experts
+_OF_ALL = (
+    *("vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads", "mtp_num_layers"),
+    *("layernorm_epsilon", "rotary_base"),
+)
+_OF_GROUPED = ("num_query_groups", "kv_channels")
+_OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_OF_EXPERTS = (
+    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "first_k_dense_replace", "shared_expert_num"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "norm_topk_prob"),
+)
+# fields of which TransformerConfig has values of its own
+_NOT_DERIVED = ("qk_head_dim", "qk_pos_emb_head_dim", "moe_router_topk")
+
+
+def _left_out(view: View, built: Built, found: Findings) -> None:
+    """Warn of sizes that the recipe does not write, and that MindFormers takes from the class of another model."""
+    latent = bool(built.fields.get("multi_latent_attention"))
+    attention, experts = _OF_LATENT if latent else _OF_GROUPED, _OF_EXPERTS if built.number("num_moe_experts") else ()
+    taken = {}
+    for name in (*_OF_ALL, *attention, *experts):
+        path, value = built.origin.get(name), built.fields.get(name)
+        if value is not None and (name in _NOT_DERIVED if path is None else not view.has(path)):
+            taken[name if path is None else str(path[-1])] = value
+    if not taken:
+        return
+    values = ", ".join(f"{key} {value}" for key, value in taken.items())
+    wrong = f"MindFormers takes its own values for keys that are missing: {values}"
+    if view.get(("pretrained_model_dir",)) or view.get(("model", "pretrained_model_dir")):
+        wrong = f"tc3 does not read the config.json of pretrained_model_dir, and takes {values}"
+    right = "write these keys"
+    if latent and {*_OF_LATENT} & {*taken}:
+        right += ", or multi_latent_attention: False for a model without latent attention"
+    found.warning(MODEL, wrong, right)
 
 
 def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings) -> None:
@@ -76,7 +114,8 @@ def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings)
             found.warning(path, wrong, f"write {target}: {arrived} as well", rule=rule)
         return
     wrong = f"{value!r} does not reach the model, which MindFormers builds with {target} = {arrived!r}"
-    right = f"write {target}: {value}"
+    choices = MODEL_VALUES.get(target, {}).get("enum", (value,))
+    right = f"write {target}: {value}" if value in choices else ""
     if target in schema.models[model]["fixed"]:  # the other key would be refused, too
         right = "leave the key out, or write another model_type that reads it"
     elif (said := view.get((*MODEL, target))) is not None:  # perhaps as this message told, and this key is of a base
@@ -85,16 +124,8 @@ def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings)
 
 
 def _training_model(model: str, view: View, schema: Schema, built: Built, found: Findings) -> None:
-    """Report a model that MindFormers cannot train, and keys whose fields its training model does not read."""
-    described = schema.models[model]
-    if not described["trains"]:
-        attention = "telechat3_moe (with multi_latent_attention: False)"
-        near = attention if built.fields.get("num_moe_experts") else "telechat3"
-        right = f"write a model_type that it trains, such as {near}, and the same model under architectures"
-        found.error(
-            (*MODEL, "model_type"), f"MindFormers only runs inference with {model}, and refuses to train it", right
-        )
-    for target, value in described["fixed"].items():
+    """Report keys whose fields the training model does not read."""
+    for target, value in schema.models[model]["fixed"].items():
         path = built.origin.get(target)
         written = view.get(path) if path is not None and view.has(path) else None
         if written is None or (written or None) == (value or None):
@@ -114,6 +145,58 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
         if path is not None and view.has(path) and value and value != defaults[name]["default"]:
             wrong = f"has no effect, because no training code reads TransformerConfig.{name}"
             found.warning(path, wrong, "leave the key out", rule="inert")
+
+
+def _tied(view: View, schema: Schema, found: Findings) -> None:
+    """Warn of keys that ask to tie the output layer to the embedding, and that the training model does not read:
+    Qwen3's reads only tie_word_embeddings, all others never tie.
+    """
+    ties = schema.models[schema.model_type(view.recipe)]["ties"]
+    how = "ties these weights only by tie_word_embeddings" if ties else "never ties these weights"
+    for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
+        if view.get((*MODEL, key)) is tied and not (ties and key == "tie_word_embeddings"):
+            right = "leave the key out" if ties else f"write {not tied}"
+            found.warning((*MODEL, key), f"does not reach the training model, which {how}", right)
+
+
+# of public models: keys of a model that MindFormers' configuration takes and ignores
+_DROPPED = ("mlp_bias", "logn", "share_attention", "share_ffn", "embed_layernorm", "output_router_logits")
+
+
+def _not_computed(view: View, schema: Schema, found: Findings) -> None:
+    """Report what a public config.json may say, and MindFormers' training graph takes and does not compute."""
+    every = "MindFormers drops this key, and every token attends to all tokens before it"
+    if view.flag((*MODEL, "use_sliding_window")):
+        found.error((*MODEL, "use_sliding_window"), every, "write False")
+    elif view.get((*MODEL, "sliding_window")) is not None and not view.has((*MODEL, "use_sliding_window")):
+        right = "leave the key out, or add use_sliding_window: False"
+        found.error((*MODEL, "sliding_window"), every, right)
+    types = view.get((*MODEL, "layer_types"))
+    if types and any(kind != "full_attention" for kind in (types if isinstance(types, list) else [types])):
+        found.error((*MODEL, "layer_types"), every, "leave the key out")
+    if view.get((*MODEL, "softmax_scale")) is not None:
+        wrong = "training does not read this key: attention divides the scores by the square root of the head's size"
+        found.error((*MODEL, "softmax_scale"), wrong, "leave the key out")
+    ignored = schema.models[schema.model_type(view.recipe)]["ignored"]  # any other key is reported as unknown
+    for key, nothing in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
+        if key in ignored and view.get((*MODEL, key)) not in nothing:
+            wrong = "MindFormers drops this key, and every layer of this model has experts"
+            right = "leave the key out, or write a model_type with first_k_dense_replace or moe_layer_freq"
+            found.error((*MODEL, key), wrong, right)
+    for key in _DROPPED:
+        if key in ignored and view.get((*MODEL, key)) not in (None, False):
+            found.error(
+                (*MODEL, key), "MindFormers drops this key, and its training graph has no such thing", "write False"
+            )
+    if view.get((*MODEL, "quantization_config")):
+        wrong = "MindFormers would quantise the model that it builds, and trains no such model"
+        found.error(
+            (*MODEL, "quantization_config"), wrong, "leave the key out, and train weights that are not quantised"
+        )
+    if view.get((*MODEL, "partial_rotary_factor")) not in (None, 1):
+        found.error(
+            (*MODEL, "partial_rotary_factor"), "training does not read this key", "write 1.0, or leave the key out"
+        )
 
 
 def same(written: Any, arrived: Any) -> bool:

@@ -38,7 +38,7 @@ from tools.recipe.load import KeyPath, Recipe, bad_numbers, look, read_recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import OFFSET, View
 from tools.schema.converter import Built, convert
-from tools.schema.keys import check_keys
+from tools.schema.keys import check_keys, check_model
 from tools.schema.schema import Schema, load_schema
 from tools.schema.stages import Layers, check_stages, layers_of, runs_back, stage_layers_of
 
@@ -173,22 +173,8 @@ def _sections(view: View, schema: Schema, found: Findings) -> None:
         missing.append(("train_dataset",) if data is None else ("train_dataset", "data_loader"))
     for path in missing:
         found.error(path, f"the section {path[-1]} is missing", "every training recipe needs this section")
-    folder = view.get(("pretrained_model_dir",)) or view.get(("model", "pretrained_model_dir"))
-    if _MODEL in missing or folder:  # of which MindFormers reads a config.json
-        return
-    for key, known in _trained(schema).items():
-        if view.get((*_MODEL, key)) is None:
-            wrong = f"{key} is missing, by which MindFormers finds the class of the model"
-            right = f"write one of {', '.join(known)}{', in a list' if key != 'model_type' else ''}"
-            found.error((*_MODEL, key), wrong, right)
-
-
-def _trained(schema: Schema) -> dict[str, list[str]]:
-    """Return the model types that MindFormers can train and their classes; a class is called like its model type."""
-    kinds = [kind for kind, model in sorted(schema.models.items()) if model["trains"]]
-    names = {kind.replace("_", "") + "forcausallm" for kind in kinds}
-    classes = [name for name in schema.data["transformer"]["architectures"] if name.lower() in names]
-    return {"model_type": kinds, "architectures": classes}
+    if _MODEL not in missing:
+        check_model(view.recipe, schema, found)
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
@@ -197,6 +183,8 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
 
     Keys in units: parameters, layers, tokens, FLOPs; lists are per pipeline stage.
     """
+    if view.get((*_MODEL, "model_type")) not in load_schema().trained:
+        return None  # its sizes are those of another model
     layers = stage_layers_of(view, built)
     try:
         model = model_of(built.fields)

@@ -93,7 +93,7 @@ class Findings:
         self.recipe = recipe
         self.line_of = line_of  # rule -> MindFormers line
         self.found: list[Finding] = []
-        self._seen: set[tuple[str, int, str]] = set()
+        self._seen: set[tuple[int | KeyPath, str]] = set()
 
     def error(self, path: KeyPath, wrong: str, right: str = "", rule: str = "", source: str = "") -> None:
         """Add an error about the value at a key path."""
@@ -115,7 +115,8 @@ class Findings:
 
     def _add(self, severity: str, path: KeyPath, wrong: str, right: str, source: str) -> None:
         file, line = self._place(path)
-        identity = (file, line, wrong)
+        mark = self.recipe.marks.get(path)
+        identity = (mark.ident if mark else path, wrong)
         if identity not in self._seen:
             self._seen.add(identity)
             self.found.append(Finding(severity, file, line, dotted(path), wrong, right, source))

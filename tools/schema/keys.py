@@ -11,7 +11,7 @@ from typing import Any
 
 from plugins.settings import Section
 from tools.recipe.findings import ERROR, Findings, refused
-from tools.recipe.load import EXPONENT, KeyPath, Recipe, as_yaml, dotted
+from tools.recipe.load import EXPONENT, KeyPath, Recipe, as_yaml, dotted, look
 from tools.recipe.view import MODEL
 from tools.schema.schema import Schema, Shape, fits, kind, load_schema, say
 
@@ -25,15 +25,39 @@ def check_keys(recipe: Recipe, schema: Schema, found: Findings) -> None:
     walk.visit(recipe, walk.root, ())
 
 
+def check_model(recipe: Recipe, schema: Schema, found: Findings) -> None:
+    """Add an error for a recipe that does not say which model it trains, or says two: MindFormers reads the keys by
+    `model_type`, and builds the class under `architectures`.
+    """
+    kind, classes = (look(recipe, (*MODEL, key)) for key in ("model_type", "architectures"))
+    folder = look(recipe, ("pretrained_model_dir",)) or look(recipe, ("model", "pretrained_model_dir"))
+    known = sorted({schema.class_of(name) for name in schema.trained})
+    for key, value, choices in (("model_type", kind, schema.trained), ("architectures", classes, known)):
+        if value is None and not folder:  # of which MindFormers reads a config.json
+            wrong = f"{key} is missing, by which MindFormers finds the class of the model"
+            right = f"write one of {', '.join(choices)}{', in a list' if key != 'model_type' else ''}"
+            found.error((*MODEL, key), wrong, right)
+    if kind not in schema.trained or not isinstance(classes, list) or not classes:
+        return
+    name, right = str(classes[0]).removeprefix("Training"), schema.class_of(kind)
+    if name != right and name in known:
+        wrong = f"{name} is not the class of model_type {kind}, but MindFormers builds it all the same"
+        found.error((*MODEL, "architectures"), wrong, f"write [{right}], or the model_type of {name}")
+
+
 def refuse_keys(recipe: Recipe) -> None:
-    """Raise an error for a recipe with a key or value that MindFormers does not have, because results about such a
-    recipe would be wrong.
+    """Raise an error for a recipe with a key or value that MindFormers does not have, or with a model that it does not
+    train, because results about such a recipe would be wrong.
 
     Raises:
         RecipeError: the first one, with file, line, key path and what would be right, and how many more there are.
     """
     schema = load_schema()
     found = Findings(recipe, schema.line)
+    check_model(recipe, schema, found)
+    if look(recipe, (*MODEL, "model_type")) is None and not found.found:
+        wrong = "model_type is missing, which tc3 does not read in the config.json of pretrained_model_dir"
+        found.error((*MODEL, "model_type"), wrong, "write it here, with the sizes of the model")
     check_keys(recipe, schema, found)
     if errors := [finding for finding in found.found if finding.severity == ERROR]:
         raise refused(errors)
@@ -131,10 +155,9 @@ def _problem(value: Any, spec: dict[str, Any]) -> tuple[str, str] | None:
     if "enum" in spec:
         if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in spec["enum"]):
             return None
-        known = value in spec.get("instead", {}) if isinstance(value, str) else False
-        return f"{value!r} is not one of the possible values", spec["instead"][value] if known else _instead(
-            value, spec["enum"]
-        )
+        word = value if isinstance(value, str) else ""
+        wrong = spec.get("wrong", {}).get(word, f"{value!r} is not one of the possible values")
+        return wrong, spec.get("instead", {}).get(word) or _instead(value, spec["enum"])
     if "types" in spec and not fits(value, spec["types"]):
         return f"must be {say(spec['types'])}, not {say([kind(value)])} ({_short(value)})", _mended(
             value, spec["types"]
@@ -155,7 +178,8 @@ def _list_problem(value: list[Any], spec: dict[str, Any]) -> tuple[str, str] | N
         if "items" in spec and not fits(item, spec["items"]):
             return f"holds {_short(item)}, but each entry must be {say(spec['items'])}", ""
         if "enum_items" in spec and item not in spec["enum_items"]:
-            return f"MindFormers does not know {item!r}", _instead(item, spec["enum_items"])
+            wrong = spec.get("wrong", {}).get(item, f"MindFormers does not know {item!r}")
+            return wrong, _instead(item, spec["enum_items"])
         if isinstance(item, (int, float)) and (problem := _range_problem(item, spec)):
             return problem
     return None

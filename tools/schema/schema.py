@@ -136,6 +136,15 @@ class Schema:
         name = config.get("model_type") if isinstance(config, dict) else None
         return name if isinstance(name, str) and name in self.models else DEFAULT_MODEL
 
+    @property
+    def trained(self) -> list[str]:
+        """Return the model types that MindFormers can train."""
+        return [name for name, model in sorted(self.models.items()) if model["trains"]]
+
+    def class_of(self, model: str) -> str:
+        """Return the name under `architectures` of the class that trains `model`."""
+        return str(self.models[model]["config_class"]).removesuffix("Config") + "ForCausalLM"
+
     def fields(self, model: str) -> dict[str, Spec]:
         """Return the fields of the TransformerConfig class that `model` builds."""
         transformer = self.data["transformer"]
@@ -264,14 +273,31 @@ class Schema:
         keys = {}
         for key in sorted(names - elsewhere):
             plain = [fields[target] for target, function in self.targets(model, key) if function is None]
-            own = spec_of(default=described["defaults"].get(key))
-            keys[key] = Shape(self._spec(plain[0] if plain else own, values.MODEL.get(key)))
-        architectures = {"types": ["list"], "items": ["str"], "enum_items": self.data["transformer"]["architectures"]}
+            spec = self._spec(
+                plain[0] if plain else spec_of(default=described["defaults"].get(key)), values.MODEL.get(key)
+            )
+            if key in described["ignored"] and "types" in spec:  # a public config.json has null for what is off
+                spec["types"] = sorted({*spec["types"], "null"})
+            keys[key] = Shape(spec)
+        registered, classes = self.data["transformer"]["architectures"], {self.class_of(name) for name in self.trained}
+        known = [name for name in registered if name.removeprefix("Training") in classes]
+        wrong = {name: f"MindFormers' training graph has no class {name}" for name in {*registered} - {*known}}
+        architectures = {"types": ["list"], "items": ["str"], "enum_items": known, "wrong": wrong}
         scaling = {key: Shape(spec) for key, spec in values.SECTIONS["rope_scaling"].items()}
         keys["rope_scaling"] = Shape({"types": ["dict", "null"]}, scaling)
         keys["architectures"] = Shape(architectures)
-        keys["model_type"] = Shape({"enum": sorted(self.models)})
+        keys["model_type"] = Shape(self._model_types())
         return Shape(_MAPPING, keys, line=self.line("converter_unmapped"))
+
+    def _model_types(self) -> Spec:
+        """Return the model types that MindFormers trains; of those that it only runs, what is wrong with them."""
+        wrong, instead = {}, {}
+        for name in self.models.keys() - set(self.trained):
+            has_experts = any(["num_moe_experts", None] in rules for rules in self.models[name]["mapping"].values())
+            near = "telechat3_moe (with multi_latent_attention: False)" if has_experts else "telechat3"
+            wrong[name] = f"MindFormers only runs inference with {name}, and refuses to train it"
+            instead[name] = f"write a model_type that it trains, such as {near}, and the same model under architectures"
+        return {"enum": self.trained, "wrong": wrong, "instead": instead}
 
 
 def _plugin(name: str, module: str) -> Shape:

@@ -44,6 +44,7 @@ _NO_SUCH = (
 _SCALED = _ROPE | {
     "instead": {
         **dict.fromkeys(("linear", "dynamic", "llama3", "longrope", "proportional"), _NO_SUCH),
+        "default": "leave rope_scaling out, because this is plain RoPE",
         yarn.ROPE_TYPES[yarn.TELECHAT3]: f'write "yarn", and {yarn.KEY}: {{attention_factor: {yarn.TELECHAT3}}}',
     }
 }

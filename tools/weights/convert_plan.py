@@ -20,9 +20,11 @@ from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
 from tools.layout.resolve import resolve
+from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe, load_recipe, look
 from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
+from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
 from tools.weights.hugging_face_config import BASE, check_config, stretched_as_telechat3, tied
 from tools.weights.hugging_face_names import STATE, Entry, hugging_face_shapes, names_of, table
@@ -305,7 +307,7 @@ def model_of(recipe: Recipe) -> Sizes:
     """Return the sizes of the Hugging Face model that corresponds to the model of a recipe.
 
     Raises:
-        RecipeError: DeepseekV3, and Llama, have no such thing.
+        RecipeError: MindFormers does not train such a model; or DeepseekV3, and Llama, have no such thing.
     """
     resolved = resolve(recipe)
     schema = load_schema()
@@ -315,6 +317,7 @@ def model_of(recipe: Recipe) -> Sizes:
             f"{recipe.source}: {'.'.join(MODEL)}.model_type: tc3 does not convert {kind}, whose queries and keys "
             "always have norms; it converts models of telechat3 (Llama), telechat3_moe and deepseek_v3 (DeepSeek-V3)"
         )
+    refuse_keys(recipe)
     latent, experts = bool(fields.get("multi_latent_attention")), bool(fields.get("num_moe_experts"))
     if latent != experts:
         raise RecipeError(
@@ -322,8 +325,11 @@ def model_of(recipe: Recipe) -> Sizes:
             "tc3 converts models that have both (TeleChat3-MoE, DeepSeek-V3) and models that have neither (TeleChat3 "
             "36B, Llama)"
         )
-    if experts:
-        return sizes_of(fields, bias_updated=False)
     chosen = of_the_model(resolved).get("yarn", False)
-    model = look(resolved, MODEL, {})
-    return dense_sizes_of(fields, None if chosen is False else read_yarn(chosen, model))
+    try:
+        if experts:
+            return sizes_of(fields, bias_updated=False)
+        model = look(resolved, MODEL, {})
+        return dense_sizes_of(fields, None if chosen is False else read_yarn(chosen, model))
+    except RecipeError as error:
+        raise in_file(recipe, error) from None

@@ -192,6 +192,7 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
     """Return (holds, key of model_config, what the reference does)."""
     shared = (fields["shared_expert_num"] or 0) * (fields["moe_ffn_hidden_size"] or 0)
     plain = fields["position_embedding_type"] == "rope"
+    layers, dense = fields["num_layers"], fields["first_k_dense_replace"] or 0
     return [
         (bool(fields["multi_latent_attention"]), "multi_latent_attention", "has latent attention only: True"),
         (bool(fields["num_moe_experts"]), "n_routed_experts", "is a mixture of experts"),
@@ -206,7 +207,11 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
         (fields["moe_router_score_function"] == "sigmoid", "moe_router_score_function", "scores by 'sigmoid'"),
         (fields["moe_shared_expert_intermediate_size"] == shared > 0, "moe_shared_expert_intermediate_size",
          f"has n_shared_experts x moe_intermediate_size = {shared}, and at least one shared expert"),
+        (fields["moe_layer_freq"] in (1, [0] * dense + [1] * (layers - dense)), "moe_layer_freq",
+         "has experts in every layer after the first dense ones: 1"),
         ((fields["mtp_num_layers"] or 0) <= 1, "num_nextn_predict_layers", "is given at most 1 MTP layer"),
+        (not fields["mtp_num_layers"] or dense < layers, "first_k_dense_replace",
+         f"has experts in its MTP layer: at most {layers - 1}"),
         (not fields["moe_aux_loss_coeff"] or fields["moe_router_load_balancing_type"] == "seq_aux_loss",
          "moe_router_load_balancing_type", "takes only 'seq_aux_loss'"),
         (not fields["moe_z_loss_coeff"], "moe_z_loss_coeff", "has no z-loss: 0.0"),
