@@ -232,33 +232,33 @@ def mtp_option(config: Configuration) -> str:
     return "full" if config.recompute.layers("full", chunk, stage) >= config.layers[chunk][stage] else "none"
 
 
-def working(config: Configuration, kinds: list[str]) -> float:
-    """Return the largest number of bytes that one pass of a chunk needs, for a recomputed layer or for the loss, in
-    addition to the tensors that are kept for the backward pass.
+def working(config: Configuration, layers: Iterable[tuple[str, str]]) -> float:
+    """Return the largest number of bytes that one pass of a chunk needs, for a layer or for the loss, in addition to
+    the tensors that are kept for the backward pass; `layers` are pairs of kind and recompute option.
     """
-    return fullest_pass(config, kinds)[1]
+    return fullest_pass(config, layers)[1]
 
 
-def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
+def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tuple[str, float]:
     """Return the name of the part of a pass that needs the bytes of `working`, and these bytes."""
     found = [("", 0.0)]
-    for kind in dict.fromkeys(kinds):
-        again = bool(config.recompute.full) and (kind != "mtp" or mtp_option(config) == "full")
-        words = f"{_WORDS.get(kind, kind)} {'run again' if again else 'backward'}"
-        if kind in ("dense", "moe", "mtp") and config.training_graph:
-            found.append((words, layer_pass(config, kind, again)))
-        elif kind in ("dense", "moe", "mtp"):
-            found.append((words, _layer_pass(config, kind, again)))
+    pairs = dict.fromkeys(layers)
+    for kind, option in pairs:
+        words = f"{_WORDS.get(kind, kind)} {'run again' if option == 'full' else 'backward'}"
+        if kind in _WORDS and config.training_graph:
+            found.append((words, layer_pass(config, kind, option)))
+        elif kind in _WORDS:
+            found.append((words, _layer_pass(config, kind, option)))
         elif kind == "head" and config.training_graph:
-            found.append(("the loss", loss_pass(config, "mtp" in kinds)))
+            found.append(("the loss", loss_pass(config, any(other == "mtp" for other, _ in pairs))))
         elif kind == "head":
             found.append(("the loss", _loss_pass(config)))
     return max(found, key=lambda pair: pair[1])
 
 
-def _layer_pass(config: Configuration, kind: str, again: bool) -> float:
+def _layer_pass(config: Configuration, kind: str, option: str) -> float:
     """Return what a layer made again keeps, and the gradients of its activations and weights."""
-    layer = saved(config, kind) if again else 0.0
+    layer = saved(config, kind) if option == "full" else 0.0
     if config.shard_weights:
         return layer + saved(config, kind) + _gathered_gradients(config, kind) + buffers(config, kind)
     return layer + megatron_layer_pass(config, config.model.last_kind if kind == "mtp" else kind)

@@ -62,7 +62,7 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize(("name", "kinds", "mib"), RECOMPUTED)
 def test_a_pass_that_recomputes_needs_what_the_compiled_backward_needs(name, kinds, mib):
-    assert -0.15 < working(run(name), kinds) / MIB / mib - 1 < 0.15
+    assert -0.15 < working(run(name), [(kind, "full") for kind in kinds]) / MIB / mib - 1 < 0.15
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_pass_that_recomputes_needs_what_the_compiled_backward_needs(name, kin
     ],
 )
 def test_a_pass_without_recomputation(name, changes, kinds, mib):
-    assert working(run(name, recompute=Recompute(), **changes), kinds) / MIB == pytest.approx(mib, rel=0.09)
+    assert working(run(name, **changes), [(kind, "none") for kind in kinds]) / MIB == pytest.approx(mib, rel=0.09)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def test_the_loss_needs_logits_and_the_gradient_of_what_made_them():
 
 
 def test_a_layer_that_is_run_again_is_there_once_more():
-    again = tiny_run(recompute=Recompute(full=((4,),)), logit_bytes=0)
-    assert working(again, ["dense"]) - working(tiny_run(), ["dense"]) == saved(tiny_run(), "dense")
+    run_once, again = [("dense", "none")], [("dense", "full")]
+    assert working(tiny_run(), again) - working(tiny_run(), run_once) == saved(tiny_run(), "dense")
 
 
 def test_heads_exchanged_leave_attentions_result_twice():
