@@ -107,6 +107,8 @@ class Configuration:
         wide_gradients: whether gradients are reduced and summed in fp32.
         flash: whether attention is one fused kernel; fused: whether elementwise operators are fused (by a compiler or
             by fused kernels).
+        keeps_scores: whether each layer of a MindFormers graph keeps the softmax of all scores, in fp32, for its
+            backward pass (`CoreAttention` of plugins/cpu_backend).
         ep_cut: the chunks of `plugins.ep_overlap` and their order; None: tokens are not cut into chunks.
         shared_beside: whether the shared expert runs during the communication of experts, without chunks
             (moe_shared_expert_overlap).
@@ -168,6 +170,7 @@ class Configuration:
     shard_size: int = 0
     wide_gradients: bool = True
     flash: bool = True
+    keeps_scores: bool = False
     fused: bool = True
     overlap_tp: bool = False
     overlap_tp_backward: bool = False

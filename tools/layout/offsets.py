@@ -111,7 +111,7 @@ Values = dict[KeyPath, Any]
 _ANSWERS = ("layers", "recompute")  # what of a run is asked for
 _OF_DATA = ("attended",)  # what no recipe says: a corpus does
 # left out at these values, which layout files of before took for granted
-_TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None, "adapters": None}
+_TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None, "adapters": None, "keeps_scores": False}
 _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 

@@ -255,6 +255,8 @@ def _attention(config: Configuration, tokens: float, held: float) -> float:
     sizes = flash * heads + (item - flash) * model.heads * model.v_dim + _STATISTICS * model.heads
     ranks = model.latent.query_rank + model.latent.kv_rank if model.latent else 0
     gathered = tokens * (ranks if model.latent else model.hidden)
+    if config.keeps_scores:
+        sizes += _WIDE * model.heads * config.sequence
     return tokens / config.tp * sizes + 2 * _WIDE * held * ranks + item * gathered
 
 

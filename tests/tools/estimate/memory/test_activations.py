@@ -27,6 +27,7 @@ from tools.estimate.published.rows import read_rows
 from tools.hardware.units import GIB
 from tools.model import Latent, Model, Weight, pattern_of
 from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
 
 RECIPES = Path(__file__).parents[4] / "recipes"
 MIB = 1 << 20
@@ -256,6 +257,27 @@ def test_scores_of_an_unfused_attention_are_kept_thrice_only_where_some_are_drop
     assert saved(unfused, "dense") - saved(tiny_run(), "dense") == 2 * scores
     dropping = replace(DENSE, dropout=True)
     assert saved(tiny_run(dropping, flash=False), "dense") - saved(tiny_run(dropping), "dense") == 5 * scores
+
+
+def test_the_attention_of_a_cpu_keeps_all_scores_unless_it_goes_by_documents():
+    config = from_recipe(load_recipe(RECIPES / "mini" / "pretrain.yaml"))
+    scores = 4 * config.batch * config.model.heads * config.sequence**2  # the softmax, in fp32
+    for kind in ("dense", "moe", "mtp"):
+        more = kept(config, kind) - kept(replace(config, keeps_scores=False), kind)
+        assert more == scores, kind
+        assert kept(config, kind, "full") == kept(replace(config, keeps_scores=False), kind, "full")
+    assert not from_recipe(load_recipe(RECIPES / "mini" / "pretrain_eod.yaml")).keeps_scores
+    assert not from_recipe(load_recipe(RECIPES / "mini" / "pretrain_tp2.yaml")).keeps_scores  # Ascend's operators
+
+
+def test_without_flash_attention_mindformers_compiles_the_same_kernel():
+    """`tc3 dryrun --quick` of the 105B with use_flash_attention: False, and no compressed mask: most bytes alive in a
+    backward, of which scores [1, 4, 4096, 4096] would be 128 MiB.
+    """
+    recipe = load_recipe(RECIPES / "telechat3_105b" / "pretrain_4k.yaml")
+    plain = from_recipe(apply_overrides(recipe, ["model.model_config.use_flash_attention=False"]))
+    assert plain == from_recipe(recipe)
+    assert working(plain, [("moe", "full")]) == pytest.approx(1300995266, rel=0.02)
 
 
 def test_a_pipeline_of_fsdp_keeps_whole_weights_and_gradients():
