@@ -29,6 +29,10 @@ from plugins.errors import RecipeError
 from tools.model import Adapters, Model, Weight
 from tools.pipeline.schedules import is_v_shaped
 
+# of the model of time and memory: layout files and bundles of `tc3 firsthour` of another version are refused. It is the
+# digest of tests/tools/estimate/data/predictions.yaml, so that it changes with any prediction
+MODEL_VERSION = "5698424dccff"
+
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
 # load of the busiest rank over the mean: assumed to be balanced, which the routers' biases aim at; efficiencies are
 # fitted to whole runs, so they hold what unevenness those had
