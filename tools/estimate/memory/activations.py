@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tools.estimate.configuration import Configuration, weight_cut
-from tools.estimate.layer_model import ITEM, work
+from tools.estimate.layer_model import work
 from tools.estimate.memory.training_graph import (
     ATTENTION,
     DISPATCH,
@@ -99,6 +99,7 @@ def _made_anew(config: Configuration, kind: str) -> float:
 
 
 _WORDS = {"dense": "a dense layer", "moe": "a MoE layer", "mtp": "the MTP layer"}
+ITEM = 2  # bytes of an activation of other software, which computes in half precision
 _WIDE = 4  # bytes of a gradient that adds up in fp32
 _SCORE = 2  # bytes kept for each score of an unfused attention: its softmax
 _DROPPED = 3  # and where some are dropped: what is left, and the mask
@@ -213,8 +214,7 @@ def buffers(config: Configuration, kind: str) -> float:
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
     gathered = both * done.gathered if config.tp > 1 else 0.0
-    sent = gathered + (1 + config.skew) * done.copies * config.model.hidden * 2 * (config.ep > 1)
-    return sent * config.item / ITEM if config.training_graph else sent
+    return gathered + (1 + config.skew) * done.copies * config.model.hidden * config.item * (config.ep > 1)
 
 
 def mtp_option(config: Configuration) -> str:
