@@ -4,8 +4,8 @@ A bundle holds only JSON, YAML and text. `manifest.json` names every other file 
 device, the versions of the software, and the digest of the recipe; its own `seal` is the SHA-256 of the rest of it.
 The seal shows accidents and edits, not forgery: whoever edits a bundle can also seal it anew.
 
-`read_bundle` refuses a bundle of another format, of another tc3, MindSpore or MindFormers, and of another recipe, and
-one that was truncated or edited. Each refusal is one line.
+`read_bundle` refuses a bundle of another format, of another tc3, MindSpore or MindFormers, of another model of time and
+memory, and of another recipe, and one that was truncated or edited. Each refusal is one line.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, not_json, refuse_unknown
+from tools.estimate.configuration import MODEL_VERSION
 from tools.estimate.memory.model import StageMemory
 from tools.files.atomic import atomic_file, what_is
 from tools.recipe.dump import recipe_text
@@ -95,8 +96,11 @@ class Bundle:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of the installed software that a bundle is tied to."""
-    return {name: installed(distribution) or "not installed" for name, distribution in _SOFTWARE.items()}
+    """Return the versions that a bundle is tied to: of the installed software, and of the model of time and memory, to
+    which its factors and efficiencies were fitted.
+    """
+    found = {name: installed(distribution) or "not installed" for name, distribution in _SOFTWARE.items()}
+    return {**found, "estimator": MODEL_VERSION}
 
 
 def recipe_digest(recipe: Path) -> str:

@@ -29,7 +29,7 @@ from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.changes import Change, pairs_of_changes, single_changes
-from tools.estimate.memory.loaded import judge
+from tools.estimate.memory.loaded import Even, judge
 from tools.estimate.memory.model import StageMemory, all_stages, exchanged
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, fit_between, known_errors, room_of
 from tools.estimate.memory.time_line import UPDATE, TimeLine, check_form, simulated, time_line, write_line
@@ -238,7 +238,7 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
         )
     peak = report["peak"]
     if report["measured"]:
-        console.print("memory over time and under loads is as modelled; all else here has the measured factors")
+        console.print("memory over time, and what loads add, is as modelled; all else here has the measured factors")
     console.print(
         f"stage {peak['stage']} holds most in {pass_in_words(peak['pass'])}: {peak['bytes'] / unit:.1f} {name}"
     )
@@ -376,7 +376,8 @@ def memory(
         words = f"{room.source}, less {terms.reserve_bytes / GIB:.2f} GiB measured beside the model"
         room = dataclasses.replace(room, cap=room.cap - terms.reserve_bytes, source=words)
     every = [applied(one, terms) for one in all_stages(config)]
-    report, line = _report(config, times, room, stage, loads_of(loads, config) if loads is not None else None, every)
+    asked = loads_of(loads, config) if loads is not None else None
+    report, line = _report(config, times, room, stage, asked, every, measured is not None)
     moves = expert_balance.moves(View(loaded).get(("plugins", "expert_balance")))
     report |= {
         "recipe": loaded.source,
@@ -410,8 +411,11 @@ def _report(
     stage: int | None,
     loads: Loads | None,
     every: Sequence[StageMemory],
+    measured: bool,
 ) -> tuple[dict[str, Any], TimeLine]:
-    """Return bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need."""
+    """Return bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need; `measured`
+    says whether `every` has measured factors, to which only what the loads add is modelled.
+    """
     peaks = [memory.peak for memory in every]
     number = peaks.index(max(peaks)) if stage is None else stage
     forward, backward, _ = times.chunks(config)
@@ -420,7 +424,8 @@ def _report(
     line = time_line(config, number, simulation)
     drawn = len({op.micro_batch for op in simulation.orders[number]})
     fits = [verdict(peak, room) for peak in peaks]
-    judged = judge(config, room, loads) if config.model.experts else None
+    evens = [Even(place, peak, peak, peak) for place, peak in enumerate(peaks)] if measured else []
+    judged = judge(config, room, loads, evens) if config.model.experts else None
     found = [*fits, *([judged.verdict] if judged else [])]
     errors = known_errors().errors.values()
     report = {

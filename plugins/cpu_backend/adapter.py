@@ -9,10 +9,8 @@ they stand in for is one of MindSpore 2.9.0 or MindFormers 1.9.0. Neither is imp
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Any
 
-from plugins.cpu_backend.plan import refused_dtype
+from plugins.cpu_backend.plan import documents_apart, refused_dtype
 from plugins.errors import RecipeError
 from plugins.private_hooks import replace
 
@@ -79,16 +77,6 @@ def enable(config) -> None:
     model_config = config.model.model_config
     model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
     config.runner_wrapper.type = WRAPPERS[config.runner_wrapper.type]
-
-
-def documents_apart(loader: Mapping[str, Any]) -> bool:
-    """Return whether the attention masks that this `train_dataset.data_loader` section makes keep documents, or packed
-    conversations, apart.
-    """
-    if any(handler.get("type") == "PackingHandler" for handler in loader.get("handler") or []):
-        return not loader.get("create_compressed_eod_mask")
-    data = loader.get("config") or {}
-    return bool(data.get("reset_attention_mask") and data.get("create_attention_mask", True))
 
 
 def check(config) -> None:

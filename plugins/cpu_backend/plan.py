@@ -1,5 +1,5 @@
 """This module lays out sorted tokens in blocks, so that the cost of a grouped matmul follows the number of tokens, and
-says in which data type the CPU backend computes. The module needs only NumPy.
+says in which data type the CPU backend computes, and which attention it has. The module needs only NumPy.
 
 A grouped matmul multiplies each expert's rows by that expert's weight. CPU has no such kernel. Two forms exist
 in static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the layout planned
@@ -8,6 +8,9 @@ expert and one batched matmul of gathered weights does the rest. Work is rows + 
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +26,16 @@ def refused_dtype(compute_dtype: object) -> str:
     if compute_dtype in ("float16", "fp16"):
         return "MindSpore has float16 kernels, but they round more, and CPU runs are verified only in float32"
     return "there are no bfloat16 kernels"
+
+
+def documents_apart(loader: Mapping[str, Any]) -> bool:
+    """Return whether the attention masks that this `train_dataset.data_loader` section makes keep documents, or packed
+    conversations, apart.
+    """
+    if any(handler.get("type") == "PackingHandler" for handler in loader.get("handler") or []):
+        return not loader.get("create_compressed_eod_mask")
+    data = loader.get("config") or {}
+    return bool(data.get("reset_attention_mask") and data.get("create_attention_mask", True))
 
 
 def block_count(rows: int, experts: int, block: int) -> int:

@@ -100,6 +100,7 @@ def without(texts, name):
         (lambda texts: sealed(texts, devises=3), "devises: no such key (did you mean 'devices'?)"),
         (lambda texts: sealed(texts, versions={**software(), "tc3": "0.0.9"}), "measured with tc3 0.0.9, but this is"),
         (lambda texts: sealed(texts, versions={**software(), "mindspore": "2.8.0"}), "measured with mindspore 2.8.0"),
+        (lambda texts: sealed(texts, versions={**software(), "estimator": "older"}), "measured with estimator older"),
         (lambda texts: sealed(texts, digest="0" * 16), "is another recipe"),
     ],
 )  # fmt: skip

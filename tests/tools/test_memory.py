@@ -14,12 +14,12 @@ from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.changes import checked_advice, fewest_recomputed, pairs_of_changes, single_changes
 from tools.estimate.memory.model import all_stages, peak_memory, stage_memory
-from tools.estimate.memory.room import DOES_NOT_FIT, FITS, Room, room_of
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, room_of
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB, MIB
 from tools.measured import MemoryTerms, applied
-from tools.memory import explain, memory, pass_in_words, unit_of, verdict
+from tools.memory import _report, _worst, explain, memory, pass_in_words, unit_of, verdict
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
@@ -114,6 +114,17 @@ def test_proposals_have_the_measured_factors(times):
         again = from_recipe(changed)
         assert row.peak == max(applied(stage, terms).peak for stage in all_stages(again))
         assert row.freed == own - row.peak and row.fit == verdict(row.peak, room)
+
+
+@pytest.mark.parametrize(("factor", "fit"), [(1.0, UNKNOWN), (0.5, FITS), (2.0, DOES_NOT_FIT)])
+def test_the_verdict_of_a_model_with_experts_is_that_of_the_measured_memory(times, factor, fit):
+    """The limit is the modelled peak: with half of the modelled activations a run fits, at even loads as well."""
+    config = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
+    terms = MemoryTerms(factor, factor, 0.0, 0.0)
+    every = [applied(stage, terms) for stage in all_stages(config)]
+    room = Room(1.01 * peak_memory(config), "a test", 0.05)
+    report, _ = _report(config, times, room, None, None, every, measured=True)
+    assert report["fit"] == fit == _worst([stage["fit"] for stage in report["stages"]])
 
 
 def test_the_keys_of_a_proposal_are_all_that_a_recipe_needs(times, tmp_path):

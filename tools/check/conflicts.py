@@ -81,6 +81,10 @@ def _attention(view: View, built: Built, found: Findings) -> None:
     if view.parallel and view.cp > 1 and not flash:
         wrong = "context parallelism works only with flash attention"
         found.error(_m("use_flash_attention"), wrong, "write True", rule="cp_flash")
+    grouped = built.number("num_query_groups") not in (0, built.number("num_attention_heads"))
+    if grouped and not flash and fields.get("multi_latent_attention") is not True:
+        wrong = "grouped-query attention compiles only with flash attention"
+        found.error(_m("use_flash_attention"), wrong, "write True", rule="grouped_flash")
     if fields.get("multi_latent_attention") is True:
         for key, kind, rule in (
             ("apply_rope_fusion", "fused", "rope_fusion_mla"),

@@ -29,6 +29,10 @@ from plugins.errors import RecipeError
 from tools.model import Adapters, Model, Weight
 from tools.pipeline.schedules import is_v_shaped
 
+# of the model of time and memory: layout files and bundles of `tc3 firsthour` of another version are refused. It is the
+# digest of tests/tools/estimate/data/predictions.yaml, so that it changes with any prediction
+MODEL_VERSION = "03cfd3738fa9"
+
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
 # load of the busiest rank over the mean: assumed to be balanced, which the routers' biases aim at; efficiencies are
 # fitted to whole runs, so they hold what unevenness those had
@@ -107,6 +111,8 @@ class Configuration:
         wide_gradients: whether gradients are reduced and summed in fp32.
         flash: whether attention is one fused kernel; fused: whether elementwise operators are fused (by a compiler or
             by fused kernels).
+        keeps_scores: whether each layer of a MindFormers graph keeps the softmax of all scores, in fp32, for its
+            backward pass (`CoreAttention` of plugins/cpu_backend).
         ep_cut: the chunks of `plugins.ep_overlap` and their order; None: tokens are not cut into chunks.
         shared_beside: whether the shared expert runs during the communication of experts, without chunks
             (moe_shared_expert_overlap).
@@ -168,6 +174,7 @@ class Configuration:
     shard_size: int = 0
     wide_gradients: bool = True
     flash: bool = True
+    keeps_scores: bool = False
     fused: bool = True
     overlap_tp: bool = False
     overlap_tp_backward: bool = False

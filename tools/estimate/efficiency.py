@@ -304,7 +304,7 @@ class DeviceTimes:
         share *= self.reached.burst if config.layer_only and dtype not in _LOW else 1
         computing = matmul.flops / (self._peak(dtype) * share * size / (size + self.reached.half_size))
         moved = matmul.rows * (matmul.depth + matmul.columns) + matmul.depth * matmul.columns
-        return max(computing, 2 * moved * matmul.times / self.hardware.hbm_bytes_per_s)
+        return max(computing, config.item * moved * matmul.times / self.hardware.hbm_bytes_per_s)
 
     def _share(self, dtype: str) -> float:
         """Return the share of the peak that a large matmul reaches."""

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from plugins.cpu_backend.plan import documents_apart
 from plugins.ep_overlap import plan as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DISPATCHERS
@@ -29,7 +30,7 @@ from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
-from tools.recipe.view import CHUNKS, MODE, MODEL, OFFSET, OVERLAP, PARALLEL, View, require_resolved
+from tools.recipe.view import CHUNKS, LOADER, MODE, MODEL, OFFSET, OVERLAP, PARALLEL, View, require_resolved
 from tools.schema.converter import Built, convert
 from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
@@ -168,7 +169,8 @@ def _configuration(
         shard_gradients=shards_gradients(view),
         shard_threshold=1024 * _shard_threshold(view),
         shard_size=_shard_size(view),
-        flash=fields.get("use_flash_attention") is not False,
+        # the graphs have no attention without a flash kernel, whatever `use_flash_attention` says (gpt_layer_specs.py)
+        keeps_scores=view.cpu_classes and not documents_apart(view.get(LOADER) or {}),
         overlap_dp=True,
         shared_whole=True,
         keep_gathered=True,

@@ -15,7 +15,6 @@ from plugins.hyper_connections import plan as hyper_connections
 from tools.estimate.configuration import ATTENTION, EXPERTS, MLP, Configuration
 from tools.model import attention_weights
 
-ITEM = 2  # bytes of an activation in compute precision
 # read and written for each attention score by an unfused forward beside its matmuls: softmax; dropout
 _SCORE_BYTES, _DROPPED_SCORE_BYTES = 4, 5
 # read and written for each number that a matmul in fp8 or fp4 takes in: read once, or twice where the largest is found
@@ -94,25 +93,26 @@ def work(config: Configuration, kind: str) -> Work:
     """Return the work of a device in one layer of a kind for one micro-batch."""
     model, tokens = config.model, config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
-    h = model.hidden
-    residual = 4 if config.fp32_residual else ITEM
+    h, item = model.hidden, config.item
+    keys = item if model.latent else 2  # grouped-query attention rounds what its kernel reads to half precision
+    residual = 4 if config.fp32_residual else item
     if kind == "embedding":
         return Work((), elementwise=3 * held * h * residual)
     if kind == "head":
         products: tuple[Matmul, ...] = (Matmul(tokens, model.vocab / config.tp, h, high=True),)
         logits = tokens * model.vocab / config.tp
-        return Work(products, elementwise=_LOGIT_BYTES * logits, gathered=tokens * h * ITEM, collectives=1)
+        return Work(products, elementwise=_LOGIT_BYTES * logits, gathered=tokens * h * item, collectives=1)
     if kind == "mtp":
         layer = work(replace(config, model=replace(model, streams=1)), model.last_kind)
         more = Matmul(held if config.shared_whole else tokens, h / (1 if config.shared_whole else config.tp), 2 * h)
         head = work(config, "head")
         products = (*layer.matmuls, more, *head.matmuls)
-        traffic = layer.elementwise + head.elementwise + 6 * held * h * ITEM
+        traffic = layer.elementwise + head.elementwise + 6 * held * h * item
         exchanged = (layer.moved_keys, layer.copies, layer.turned_heads, layer.sorting)
         return Work(products, layer.attention, traffic, layer.gathered, 5, *exchanged)
     mlp = _mlp_work(config, kind, tokens, held)
     # two norms and two residual sums; dropout reads, writes and masks what it drops
-    rows = 2 * (residual + ITEM) + 2 * (ITEM + 2 * residual) + (2 * (2 * ITEM + 1) if model.dropout else 0)
+    rows = 2 * (residual + item) + 2 * (item + 2 * residual) + (2 * (2 * item + 1) if model.dropout else 0)
     attention = _attention(config)
     if config.layer_only:
         return Work(mlp.matmuls, elementwise=mlp.elementwise, copies=mlp.copies, sorting=mlp.sorting)
@@ -121,11 +121,11 @@ def work(config: Configuration, kind: str) -> Work:
         matmuls=(*_projections(config, tokens, held), *mlp.matmuls, *mixing.matmuls),
         attention=attention,
         elementwise=rows * held * h + turned_bytes(config) + mlp.elementwise + mixing.elementwise,
-        gathered=tokens * h * ITEM,
+        gathered=tokens * h * item,
         collectives=2 if kind == "moe" and not config.expert_tp else 4,
-        moved_keys=tokens * model.kv_heads * (model.qk_dim + model.v_dim) / config.tp * ITEM,
+        moved_keys=tokens * model.kv_heads * (model.qk_dim + model.v_dim) / config.tp * keys,
         copies=mlp.copies,
-        turned_heads=tokens * (model.heads + model.kv_heads) * (model.qk_dim + model.v_dim) / config.tp * ITEM,
+        turned_heads=tokens * (model.heads + model.kv_heads) * (model.qk_dim + model.v_dim) / config.tp * keys,
         sorting=mlp.sorting,
     )
 
@@ -141,10 +141,11 @@ def mixing_part(config: Configuration, held: float) -> Part:
     model, n = config.model, config.model.streams
     if n == 1:
         return Part(())
-    residual = 4 if config.fp32_residual else ITEM
-    cast = ITEM + 4 if config.fp32_residual else 0
-    wide = n * model.hidden * ((ITEM + 4) + (4 + 4) + 4 + ITEM + cast + 6 * residual + (residual + ITEM))
-    narrow = model.hidden * (2 * ITEM + residual)
+    item = config.item
+    residual = 4 if config.fp32_residual else item
+    cast = item + 4 if config.fp32_residual else 0
+    wide = n * model.hidden * ((item + 4) + (4 + 4) + 4 + item + cast + 6 * residual + (residual + item))
+    narrow = model.hidden * (2 * item + residual)
     divisions = 2 * model.sinkhorn * 4 * (3 * n * n + 4 * n)
     sublayers, gates = len(hyper_connections.SUBLAYERS), hyper_connections.gates(n)
     products = (Matmul(held, gates, n * model.hidden, sublayers), Matmul(held, gates, model.hidden, sublayers))
@@ -167,7 +168,7 @@ def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
 def turned_bytes(config: Configuration) -> float:
     """Return the bytes of queries and keys that rotary position embeddings read and write in the forward pass."""
     model = config.model
-    return 2 * ITEM * (model.heads + model.kv_heads) * model.qk_dim / config.tp * config.rank_tokens
+    return 2 * config.item * (model.heads + model.kv_heads) * model.qk_dim / config.tp * config.rank_tokens
 
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
@@ -276,11 +277,11 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
     width = model.expert_ffn / (config.tp if config.expert_tp else 1)
     # copies are sorted by expert and back, on the way (HybridEP), by separate kernels or, in global mode, at both ends
     sorting = 8 if config.ep_mode == "global" and config.ep > 1 else 0 if config.ep_mode == "hybridep" else 4
-    moved = sorting * ITEM * h * copies
+    moved = sorting * config.item * h * copies
     traffic = _activated(config) * width * computed + moved
     if model.biased:
         # the clamped, biased activation in separate kernels, and a bias to each product
-        traffic += computed * ITEM * (19 * width + 2 * h)
+        traffic += computed * config.item * (19 * width + 2 * h)
     return Part(_two(config, computed / local, width, local), traffic, copies, moved)
 
 
@@ -296,7 +297,7 @@ def shared_part(config: Configuration) -> Part:
 
 def _activated(config: Configuration) -> int:
     """Return bytes of the activation function for each unit of width and row."""
-    return ITEM * (3 if config.model.gated else 2)
+    return config.item * (3 if config.model.gated else 2)
 
 
 def _two(config: Configuration, rows: float, width: float, times: float = 1) -> tuple[Matmul, ...]:

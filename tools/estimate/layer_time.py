@@ -8,8 +8,8 @@ Forward:
     cp            keys and values once round the group; with Ulysses an All-to-All of queries, keys, values and results
                   beside it, which is the least of what compiled graphs show; logits on their way to the loss
                   (`logit_exchanges`)
-    ep            dispatch and combine, as far as the device waits for them (below) fixed         host and launches,
-    more for MoE layers
+    ep            dispatch and combine, as far as the device waits for them (below)
+    fixed         host and launches, more for MoE layers
 
 The backward pass takes twice the time of the matmuls, of elementwise traffic (except that rows are sorted once in each
 direction) and the fixed time, 2.5 times the time of fused attention (which computes the scores again), and the same
@@ -94,8 +94,7 @@ class ExpertTimes(DeviceTimes):
             nodes += 1
         mode = "deduplicated" if config.ep_mode in SPARSE else config.ep_mode
         tokens = routed_part(config).copies / model.top_k
-        item = 4 if config.dtype == "fp32" else 2
-        sizes = (model.experts, tokens, model.top_k, model.hidden, item, config.skew)
+        sizes = (model.experts, tokens, model.top_k, model.hidden, config.item, config.skew)
         outside, inside = _limited(config, nodes), 1.0
         if config.ep_mode in SPARSE:
             # a row goes once to each rank that holds one of its experts

@@ -140,7 +140,9 @@ class GradientTimes(LayerTimes):
         The weights of FSDP, which are sent for each pass, are part of the first number.
         """
         runs = config.micro_batches if config.shard_weights else 1
-        gather = 2 * (2 * runs if config.shard_weights else 1) if config.shard_optimizer else 0
+        # weights are cast before they are gathered where that makes them narrower
+        gathered = min(config.item, config.weight_item)
+        gather = gathered * (2 * runs if config.shard_weights else 1) if config.shard_optimizer else 0
         apart = config.training_graph and config.shard_gradients and not config.shard_weights
         scattered = apart or config.shard_optimizer  # else an AllReduce
         reduce = (4 if config.wide_gradients else 2) * (1 if scattered else 2) * runs
@@ -254,7 +256,7 @@ class TimeModel(GradientTimes):
         rows = config.rank_tokens / config.tp  # every rank of a tp group sends its part
         # in the compute dtype, also where the residual stream is wider (seen in compiled graphs)
         width = config.model.hidden * config.model.streams
-        return self.sending(rows * width * (4 if config.dtype == "fp32" else 2), config.devices)
+        return self.sending(rows * width * config.item, config.devices)
 
     def step(self, config: Configuration, simulated: bool = False, ratios: np.ndarray | None = None) -> StepTime:
         """Return the seconds of a step; `simulated` replays the schedule operation by operation.

@@ -22,7 +22,7 @@ from typing import Any
 
 from plugins.errors import RecipeError, refuse_unknown
 from plugins.pipeline_layout import counts_of, counts_of_offset, offset_of
-from tools.estimate.configuration import Recompute, even_layers, spread
+from tools.estimate.configuration import MODEL_VERSION, Recompute, even_layers, spread
 from tools.estimate.from_recipe import from_recipe, swapped_value, with_patterns
 from tools.files.atomic import write_atomically
 from tools.hardware.load import read_yaml
@@ -36,11 +36,6 @@ from tools.schema.schema import load_schema
 from tools.schema.stages import RECOMPUTE, swaps
 
 ENDING = ".layout.yaml"
-# of the model of time and memory: raised when its predictions change, or what is asked of them (3: a margin to the
-# limit, Ulysses), so that no launch takes an older one's answer; tests/tools/layout/test_offsets.py notices
-MODEL_VERSION = 6
-
-
 _HEAD = "# What `offset: auto` stands for."
 
 
@@ -111,7 +106,7 @@ Values = dict[KeyPath, Any]
 _ANSWERS = ("layers", "recompute")  # what of a run is asked for
 _OF_DATA = ("attended",)  # what no recipe says: a corpus does
 # left out at these values, which layout files of before took for granted
-_TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None, "adapters": None}
+_TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None, "adapters": None, "keeps_scores": False}
 _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 

@@ -128,7 +128,7 @@ def pipeline_instance(
         micro_batches=config.micro_batches,
         schedule=config.schedule if config.pp > 1 else "1f1b",
         cap=cap_bytes / GIB - 2 * CAP_TOLERANCE,  # the solver may go over by its tolerance
-        static=(static + _once(probe, kinds)) / GIB,
+        static=(static + _once(probe, kinds, "full" if full else joined(groups))) / GIB,
         head=_both(ends),
         tail=_both(tail),
         types=types,
@@ -250,8 +250,10 @@ def by_layers(
     return ends, each
 
 
-def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
-    """Return [stages] bytes of buffers, of working memory and of the ends' activations in flight."""
+def _once(config: Configuration, kinds: list[str], option: str) -> np.ndarray:
+    """Return [stages] bytes of buffers, of working memory and of the ends' activations in flight; `option` is the
+    recompute option of a layer that needs the most working memory.
+    """
     buffers = buffers_of(config, kinds)
     whole, end = mtp_option(config), _last_stage(config)
     found = []
@@ -261,7 +263,8 @@ def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
         held = held_micro_batches(config, stage).max(axis=0)
         first = saved(config, "embedding", whole) * held[0] * (stage == 0)
         last = sum(saved(config, kind, whole) for kind in ends if kind != "embedding") * held[-1]
-        found.append(buffers + working(config, [*inside, *ends]) + first + last)
+        layers = [*((kind, option) for kind in inside), *((kind, whole) for kind in ends)]
+        found.append(buffers + working(config, layers) + first + last)
     return np.array(found)
 
 

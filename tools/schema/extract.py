@@ -77,6 +77,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "shared_width": (_CONFIG, "if self.shared_expert_num == 0:"),
     "heads_tp": (_CONFIG, "if self.num_attention_heads % self.tensor_model_parallel_size != 0:"),
     "cp_flash": (_CONFIG, "if self.context_parallel_size > 1 and not self.use_flash_attention:"),
+    "grouped_flash": (_ATTENTION, "bs, n_kv_head, seqlen, head_dim = self.shape(x)"),
     "mask_flash": (_CONFIG, "When use mask compression, use_flash_attention must be True."),
     "ring_flash": (_CONFIG, "When use ring attention, use_flash_attention must be True."),
     "deredundency_ep": (_CONFIG, 'if self.moe_token_dispatcher_type == "alltoall_deredundency" and \\'),

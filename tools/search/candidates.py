@@ -339,7 +339,7 @@ def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
     widths = (model.vocab, model.hidden, model.ffn, model.shared_ffn)
     yield "tp: does not divide vocabulary, hidden size or an MLP's width", all(width % tp == 0 for width in widths)
     yield "cp: does not divide the sequence, or the part of it that tp cuts", sequence % (cp * tp) == 0
-    yield "cp: needs flash attention", cp == 1 or request.base.flash
+    yield "cp: needs flash attention", cp == 1 or request.flash
     yield "cp: ulysses_degree_in_cp does not divide it", cp % request.ulysses == 0
     yield "tp: with ulysses_degree_in_cp does not divide the heads", model.heads % (tp * request.ulysses) == 0
     yield "pp: more stages than layers", pp <= model.layers

@@ -31,6 +31,8 @@ from tools.layout.resolve import resolve
 from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe
 from tools.recipe.view import CHUNKS, OVERLAP, View, limit_of, look, unresolved
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
 from tools.schema.stages import swaps
 from tools.search.overlay import Site
 
@@ -126,6 +128,7 @@ class Request:
     global_batch: int  # samples per step
     cap: float  # bytes that a job may use on a device
     cap_source: str  # where `cap` comes from
+    flash: bool = True  # use_flash_attention, without which MindFormers refuses context parallelism
     # how many parts of the heads context parallelism cuts: MindFormers' ulysses_degree_in_cp, the only key for it that
     # graph mode reads
     ulysses: int = 1
@@ -206,6 +209,7 @@ def request_of(
         cap=room.cap,
         cap_source=room.source,
         margin=room.margin,
+        flash=convert(view, load_schema()).fields.get("use_flash_attention") is True,
         ulysses=view.number(DEGREE, 1),
         limits=limits,
         hardware_file=file_of(cluster_name),

@@ -13,6 +13,7 @@ from plugins.cpu_backend.layers import GroupedMatMul
 from plugins.cpu_backend.plan import (
     block_count,
     default_block,
+    documents_apart,
     grouped_matmul,
     grouped_matmul_dw,
     grouped_matmul_dx,
@@ -100,7 +101,7 @@ def test_the_recipe_file_itself_stays_stock():
     ],
 )
 def test_documents_and_packed_conversations_are_kept_apart(loader, apart):
-    assert adapter.documents_apart(loader) is apart
+    assert documents_apart(loader) is apart
 
 
 def test_the_installed_versions_still_hold_every_patched_line():

@@ -293,3 +293,13 @@ def test_the_groups_of_a_kind_are_apart_and_inside_the_devices(devices):
         assert all(0 <= rank < devices for rank in ranks)
         assert all(b - a == one.stride for group in groups for a, b in pairwise(group))
         assert len(ranks) == devices // (one.ranks * one.stride) * one.ranks * one.stride
+
+
+def test_a_run_in_fp32_sends_twice_the_bytes_of_one_in_bf16():
+    """Activations of all groups and, of dp, the weights that are gathered; gradients are summed in fp32 anyway."""
+    low = replace(config("telechat3_1119b/context_128k"), dtype="bf16")
+    one, two = ({(c.group, c.operator, c.ranks, c.stride): c.bytes for c in collectives_of(run, HARDWARE)}
+                for run in (low, replace(low, dtype="fp32")))  # fmt: skip
+    assert set(one) == set(two) and {"tp", "cp", "ep", "pp", "dp"} == {group for group, *_ in one}
+    for key, size in one.items():  # with the rows of experts go their weights, which are in fp32 in both runs
+        assert two[key] > size if key[0] == "dp" else two[key] == pytest.approx(2 * size, rel=0.01), key

@@ -42,7 +42,7 @@ def legal(request, c):
         and c.cp % request.ulysses == 0
         and (not request.base.shard_size or c.dp * c.cp % request.base.shard_size == 0)
         and model.heads % (c.tp * request.ulysses) == 0
-        and (c.cp == 1 or request.base.flash)
+        and (c.cp == 1 or request.flash)
         and c.pp * c.vpp <= model.layers
         and (c.vpp == 1 or c.pp > 1)
         and c.dp * c.tp % c.ep == 0

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tools.estimate.configuration import Configuration, weight_cut
-from tools.estimate.layer_model import ITEM, work
+from tools.estimate.layer_model import work
 from tools.estimate.memory.training_graph import (
     ATTENTION,
     DISPATCH,
@@ -99,6 +99,7 @@ def _made_anew(config: Configuration, kind: str) -> float:
 
 
 _WORDS = {"dense": "a dense layer", "moe": "a MoE layer", "mtp": "the MTP layer"}
+ITEM = 2  # bytes of an activation of other software, which computes in half precision
 _WIDE = 4  # bytes of a gradient that adds up in fp32
 _SCORE = 2  # bytes kept for each score of an unfused attention: its softmax
 _DROPPED = 3  # and where some are dropped: what is left, and the mask
@@ -213,8 +214,7 @@ def buffers(config: Configuration, kind: str) -> float:
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
     gathered = both * done.gathered if config.tp > 1 else 0.0
-    sent = gathered + (1 + config.skew) * done.copies * config.model.hidden * 2 * (config.ep > 1)
-    return sent * config.item / ITEM if config.training_graph else sent
+    return gathered + (1 + config.skew) * done.copies * config.model.hidden * config.item * (config.ep > 1)
 
 
 def mtp_option(config: Configuration) -> str:
@@ -232,33 +232,33 @@ def mtp_option(config: Configuration) -> str:
     return "full" if config.recompute.layers("full", chunk, stage) >= config.layers[chunk][stage] else "none"
 
 
-def working(config: Configuration, kinds: list[str]) -> float:
-    """Return the largest number of bytes that one pass of a chunk needs, for a recomputed layer or for the loss, in
-    addition to the tensors that are kept for the backward pass.
+def working(config: Configuration, layers: Iterable[tuple[str, str]]) -> float:
+    """Return the largest number of bytes that one pass of a chunk needs, for a layer or for the loss, in addition to
+    the tensors that are kept for the backward pass; `layers` are pairs of kind and recompute option.
     """
-    return fullest_pass(config, kinds)[1]
+    return fullest_pass(config, layers)[1]
 
 
-def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
+def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tuple[str, float]:
     """Return the name of the part of a pass that needs the bytes of `working`, and these bytes."""
     found = [("", 0.0)]
-    for kind in dict.fromkeys(kinds):
-        again = bool(config.recompute.full) and (kind != "mtp" or mtp_option(config) == "full")
-        words = f"{_WORDS.get(kind, kind)} {'run again' if again else 'backward'}"
-        if kind in ("dense", "moe", "mtp") and config.training_graph:
-            found.append((words, layer_pass(config, kind, again)))
-        elif kind in ("dense", "moe", "mtp"):
-            found.append((words, _layer_pass(config, kind, again)))
+    pairs = dict.fromkeys(layers)
+    for kind, option in pairs:
+        words = f"{_WORDS.get(kind, kind)} {'run again' if option == 'full' else 'backward'}"
+        if kind in _WORDS and config.training_graph:
+            found.append((words, layer_pass(config, kind, option)))
+        elif kind in _WORDS:
+            found.append((words, _layer_pass(config, kind, option)))
         elif kind == "head" and config.training_graph:
-            found.append(("the loss", loss_pass(config, "mtp" in kinds)))
+            found.append(("the loss", loss_pass(config, any(other == "mtp" for other, _ in pairs))))
         elif kind == "head":
             found.append(("the loss", _loss_pass(config)))
     return max(found, key=lambda pair: pair[1])
 
 
-def _layer_pass(config: Configuration, kind: str, again: bool) -> float:
+def _layer_pass(config: Configuration, kind: str, option: str) -> float:
     """Return what a layer made again keeps, and the gradients of its activations and weights."""
-    layer = saved(config, kind) if again else 0.0
+    layer = saved(config, kind) if option == "full" else 0.0
     if config.shard_weights:
         return layer + saved(config, kind) + _gathered_gradients(config, kind) + buffers(config, kind)
     return layer + megatron_layer_pass(config, config.model.last_kind if kind == "mtp" else kind)

@@ -29,12 +29,12 @@ import numpy as np
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.loads import Loads, moe_layers
-from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved
+from tools.estimate.memory.activations import buffers, fullest_pass, saved
 from tools.estimate.memory.model import (
     StageMemory,
     chunk_activations,
     held_micro_batches,
-    layer_options,
+    stage_layers,
     stage_memory,
 )
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors
@@ -63,7 +63,7 @@ def _grown(config: Configuration, stage: int) -> tuple[_Grown, ...]:
     even, twice = replace(config, skew=1.0), replace(config, skew=_TWICE)
     found = []
     for chunk, layer, kind, option in _places(config, stage):
-        working = fullest_pass(even, [kind])[1], fullest_pass(twice, [kind])[1]
+        working = fullest_pass(even, [(kind, option)])[1], fullest_pass(twice, [(kind, option)])[1]
         sent = (buffers(even, kind), buffers(twice, kind)) if config.training_graph and kind == "moe" else (0.0, 0.0)
         kept = saved(twice, kind, option) - saved(even, kind, option)
         found.append(_Grown(chunk, layer, kept, (working[0], working[1] - working[0]), (sent[0], sent[1] - sent[0])))
@@ -74,16 +74,14 @@ def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, 
     """Yield (chunk, place on the axis of layers, kind, what it recomputes) of each MoE layer."""
     decoder = {number: place for place, number in enumerate(moe_layers(config))}
     numbers = iter(config.layer_numbers(stage))
-    for chunk, kinds in enumerate(config.stage_kinds(stage)):
-        options = iter(layer_options(config, chunk, stage, len(kinds)))
+    for chunk, layers in enumerate(stage_layers(config, stage)):
         extra = iter(range(len(decoder), len(decoder) + config.model.mtp))
-        for kind in kinds:
-            if kind in ("dense", "moe"):
-                number, option = next(numbers), next(options)
-                if kind == "moe":
-                    yield chunk, decoder[number], kind, option
+        for kind, option in layers:
+            number = next(numbers) if kind in ("dense", "moe") else -1
+            if kind == "moe":
+                yield chunk, decoder[number], kind, option
             elif kind == "mtp" and config.model.last_kind == "moe":
-                yield chunk, next(extra), kind, mtp_option(config)
+                yield chunk, next(extra), kind, option
 
 
 def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:

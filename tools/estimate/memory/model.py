@@ -280,15 +280,23 @@ def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
     one micro-batch keeps there for the backward pass.
     """
     found = []
-    for chunk, kinds in enumerate(config.stage_kinds(stage)):
-        layers = [kind for kind in kinds if kind in ("dense", "moe")]
-        pairs = [*zip(layers, layer_options(config, chunk, stage, len(layers)), strict=True)]
-        pairs += [(kind, mtp_option(config)) for kind in kinds if kind not in ("dense", "moe")]
+    for pairs in stage_layers(config, stage):
         own: dict[str, float] = {}
         for (kind, option), count in Counter(pairs).items():
             for module, size in saved_parts(config, kind, option).items():
                 own[module] = own.get(module, 0.0) + count * size
         found.append(own)
+    return found
+
+
+def stage_layers(config: Configuration, stage: int) -> list[list[tuple[str, str]]]:
+    """Return for each chunk of a stage the kind and the recompute option of each layer, in the order of
+    `Configuration.stage_kinds`; the option of embedding and head has no effect.
+    """
+    found, ends = [], mtp_option(config)
+    for chunk, kinds in enumerate(config.stage_kinds(stage)):
+        options = iter(layer_options(config, chunk, stage, len(kinds)))
+        found.append([(kind, next(options) if kind in ("dense", "moe") else ends) for kind in kinds])
     return found
 
 
@@ -343,7 +351,7 @@ def working_of(config: Configuration, stage: int) -> tuple[str, float]:
     """Return the name of the pass of a stage that needs the most memory, and the bytes that this pass needs in
     addition to the tensors that are kept for the backward pass.
     """
-    return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
+    return max((fullest_pass(config, layers) for layers in stage_layers(config, stage)), key=lambda found: found[1])
 
 
 def all_stages(config: Configuration) -> list[StageMemory]:

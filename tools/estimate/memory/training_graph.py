@@ -191,22 +191,20 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
     return {module: routed[module] for module in (DISPATCH, EXPERTS) if module in routed}
 
 
-def layer_pass(config: Configuration, kind: str, again: bool) -> float:
-    """Return the largest number of bytes that a layer's backward pass needs, with or without a recomputed forward
-    pass, in addition to the tensors that the forward pass has kept for it.
-
-    The results of recomputed groups of operators are included, whether this layer recomputes all groups of the run or
-    not.
+def layer_pass(config: Configuration, kind: str, option: str) -> float:
+    """Return the largest number of bytes that a layer's backward pass needs, in addition to the tensors that the
+    forward pass has kept for it. The results of what the layer's recompute option runs again are included.
     """
+    again, groups = option == "full", [name for name in parts_of(option) if name in configuration.PATTERNS]
     gradients = config.item + config.weight_item
     largest = max(
         weight.size / configuration.weight_cut(weight, config) for weight in _weights(config, kind) if weight.multiplies
     )
     own = _own(config, kind, "none") - (_own(config, "head", "none") if kind == "mtp" else 0.0)
     copies = sum(_copied(config, weight) for weight in _weights(config, kind) if again and not _second(weight))
-    if again or kind == "mtp" or not config.recompute.operators:
+    if again or not groups:
         return gradients * largest + (own + copies if again else _GRADIENTS * own)
-    left = _own(config, kind, joined(name for name, _ in config.recompute.operators))
+    left = _own(config, kind, joined(groups))
     return gradients * largest + _GRADIENTS * left + (own - left)
 
 
@@ -257,6 +255,8 @@ def _attention(config: Configuration, tokens: float, held: float) -> float:
     sizes = flash * heads + (item - flash) * model.heads * model.v_dim + _STATISTICS * model.heads
     ranks = model.latent.query_rank + model.latent.kv_rank if model.latent else 0
     gathered = tokens * (ranks if model.latent else model.hidden)
+    if config.keeps_scores:
+        sizes += _WIDE * model.heads * config.sequence
     return tokens / config.tp * sizes + 2 * _WIDE * held * ranks + item * gathered
 
 

@@ -120,10 +120,11 @@ def search_schedules(
         own = replace(request, schedule=name)
         short = rank(own, partial(progress, "ranking")).short_list(OF_EACH)
         uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
-        entries, whys = [entry_of(configuration(own, one), times) for one in uniform], list[str]()
+        entries, whys = [entry_of(configuration(own, one), times) for one in uniform], dict[Ranked, str]()
         found.whole &= place_all(own, short, times, budget, partial(_told, found, times, entries, whys))
-        why = "" if entries else whys[0] if whys else "no layout of it is legal and fits"
-        best = min(entries, key=lambda entry: (entry.seconds, entry.peak), default=None)
+        first = next((whys[one] for one in short if one in whys), "no layout of it is legal and fits")
+        why = "" if entries else first
+        best = min(entries, key=lambda entry: (entry.seconds, entry.peak, entry.candidate), default=None)
         found.every.append(Scheduled(name, best, why_not(name), why))
         if not found.whole:
             break
@@ -131,12 +132,17 @@ def search_schedules(
 
 
 def _told(
-    found: BySchedule, times: TimeModel, entries: list[Entry], whys: list[str], _: Ranked, placement: Placement
+    found: BySchedule,
+    times: TimeModel,
+    entries: list[Entry],
+    whys: dict[Ranked, str],
+    one: Ranked,
+    placement: Placement,
 ) -> None:
     """Take what could be placed, or why it could not."""
     found.cut |= placement.cut
     if placement.configuration is None:
-        whys.append(placement.why)
+        whys[one] = placement.why
     else:
         entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
 

@@ -194,10 +194,9 @@ def _saved(config: Configuration) -> np.ndarray:
     kinds = [kind for kind in KINDS if kind != "moe" or config.model.experts]
     rows = np.zeros((len(POLICIES), len(KINDS)))
     for policy, option in enumerate(POLICIES):
-        own = _with_full(config) if option == "full" else config
         for kind in kinds:
             used = option if kind in _LAYERS or option == "full" else "none"
-            rows[policy, KINDS.index(kind)] = saved(own, kind, used)
+            rows[policy, KINDS.index(kind)] = saved(config, kind, used)
     return rows
 
 
@@ -213,8 +212,8 @@ def _updated(config: Configuration, stage: int) -> float:
 
 
 def _working(config: Configuration, kinds: tuple[str, ...]) -> list[float]:
-    """Return [policies] bytes of a pass of layers of these kinds."""
-    return [working(_with_full(config) if policy == "full" else config, list(kinds)) for policy in POLICIES]
+    """Return [policies] bytes of a pass of layers of these kinds; MTP layers recompute only as whole layers."""
+    return [working(config, [(kind, policy) for kind in kinds]) for policy in POLICIES]
 
 
 def _buffers(config: Configuration, kind: str) -> float:
@@ -223,10 +222,6 @@ def _buffers(config: Configuration, kind: str) -> float:
         return 0.0
     model = replace(config.model, pattern=(kind,), mtp=0)
     return stage_memory(replace(config, model=model, pp=1, layers=((1,),)), 0).buffers
-
-
-def _with_full(config: Configuration) -> Configuration:
-    return replace(config, recompute=replace(config.recompute, full=config.layers))
 
 
 def kind_counts(config: Configuration) -> np.ndarray:

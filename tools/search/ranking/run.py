@@ -339,11 +339,18 @@ class _Placing:
             found.whole = False
         nothing = [one for one in planned if one in self.placements and one not in self.done]
         found.dropped += [(one, self.placements[one].why) for one in nothing]
+        found.dropped.sort(key=lambda pair: (pair[0].seconds, pair[0].candidate, pair[1]))
         every: dict[tuple[int, ...], Entry] = {}
-        for one, entry in sorted(self.done.items(), key=lambda pair: (pair[1].seconds, pair[1].peak)):
+        for one, entry in self._in_order():
             every.setdefault(layout_of(one.candidate), entry)
         found.placed, found.entries = len(self.done), list(every.values())[: self.top]
         found.own_mesh = self.done.get(own) if own else None
+
+    def _in_order(self) -> list[tuple[Ranked, Entry]]:
+        """Return what was placed, the fastest first. The order does not depend on which process ended first, also not
+        of layouts that are equally fast and large.
+        """
+        return sorted(self.done.items(), key=lambda pair: (pair[1].seconds, pair[1].peak, pair[0].candidate))
 
     def _place(self, first: list[Ranked], results: Results) -> None:
         found, self.of = self.found, len(first)
@@ -466,10 +473,8 @@ class _Placing:
         """Return the best of each number of stages and chunks, the fastest first, then by bound."""
         ranking = self.found.ranking
         best: dict[tuple[int, int], Entry] = {}
-        for one, entry in self.done.items():
-            key = one.candidate.pp, one.candidate.vpp
-            if key not in best or entry.seconds < best[key].seconds:
-                best[key] = entry
+        for one, entry in self._in_order():
+            best.setdefault((one.candidate.pp, one.candidate.vpp), entry)
         open_: dict[tuple[int, int], list[float]] = {}
         for one in chances.open:
             open_.setdefault((one.candidate.pp, one.candidate.vpp), []).append(chances.bound(one.candidate))

@@ -27,6 +27,7 @@ from tools.estimate.published.rows import read_rows
 from tools.hardware.units import GIB
 from tools.model import Latent, Model, Weight, pattern_of
 from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
 
 RECIPES = Path(__file__).parents[4] / "recipes"
 MIB = 1 << 20
@@ -62,7 +63,7 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize(("name", "kinds", "mib"), RECOMPUTED)
 def test_a_pass_that_recomputes_needs_what_the_compiled_backward_needs(name, kinds, mib):
-    assert -0.15 < working(run(name), kinds) / MIB / mib - 1 < 0.15
+    assert -0.15 < working(run(name), [(kind, "full") for kind in kinds]) / MIB / mib - 1 < 0.15
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_a_pass_that_recomputes_needs_what_the_compiled_backward_needs(name, kin
     ],
 )
 def test_a_pass_without_recomputation(name, changes, kinds, mib):
-    assert working(run(name, recompute=Recompute(), **changes), kinds) / MIB == pytest.approx(mib, rel=0.09)
+    assert working(run(name, **changes), [(kind, "none") for kind in kinds]) / MIB == pytest.approx(mib, rel=0.09)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +234,8 @@ def test_the_loss_needs_logits_and_the_gradient_of_what_made_them():
 
 
 def test_a_layer_that_is_run_again_is_there_once_more():
-    again = tiny_run(recompute=Recompute(full=((4,),)), logit_bytes=0)
-    assert working(again, ["dense"]) - working(tiny_run(), ["dense"]) == saved(tiny_run(), "dense")
+    run_once, again = [("dense", "none")], [("dense", "full")]
+    assert working(tiny_run(), again) - working(tiny_run(), run_once) == saved(tiny_run(), "dense")
 
 
 def test_heads_exchanged_leave_attentions_result_twice():
@@ -256,6 +257,27 @@ def test_scores_of_an_unfused_attention_are_kept_thrice_only_where_some_are_drop
     assert saved(unfused, "dense") - saved(tiny_run(), "dense") == 2 * scores
     dropping = replace(DENSE, dropout=True)
     assert saved(tiny_run(dropping, flash=False), "dense") - saved(tiny_run(dropping), "dense") == 5 * scores
+
+
+def test_the_attention_of_a_cpu_keeps_all_scores_unless_it_goes_by_documents():
+    config = from_recipe(load_recipe(RECIPES / "mini" / "pretrain.yaml"))
+    scores = 4 * config.batch * config.model.heads * config.sequence**2  # the softmax, in fp32
+    for kind in ("dense", "moe", "mtp"):
+        more = kept(config, kind) - kept(replace(config, keeps_scores=False), kind)
+        assert more == scores, kind
+        assert kept(config, kind, "full") == kept(replace(config, keeps_scores=False), kind, "full")
+    assert not from_recipe(load_recipe(RECIPES / "mini" / "pretrain_eod.yaml")).keeps_scores
+    assert not from_recipe(load_recipe(RECIPES / "mini" / "pretrain_tp2.yaml")).keeps_scores  # Ascend's operators
+
+
+def test_without_flash_attention_mindformers_compiles_the_same_kernel():
+    """`tc3 dryrun --quick` of the 105B with use_flash_attention: False, and no compressed mask: most bytes alive in a
+    backward, of which scores [1, 4, 4096, 4096] would be 128 MiB.
+    """
+    recipe = load_recipe(RECIPES / "telechat3_105b" / "pretrain_4k.yaml")
+    plain = from_recipe(apply_overrides(recipe, ["model.model_config.use_flash_attention=False"]))
+    assert plain == from_recipe(recipe)
+    assert working(plain, [("moe", "full")]) == pytest.approx(1300995266, rel=0.02)
 
 
 def test_a_pipeline_of_fsdp_keeps_whole_weights_and_gradients():

@@ -59,7 +59,7 @@ def by_device(config, stage, shares):
                     if kind in ("moe", "mtp"):
                         row = rows[number] if kind == "moe" else -1
                         own = replace(config, skew=shares[micro_batch, row, device])
-                        working.append(fullest_pass(own, [kind])[1])
+                        working.append(fullest_pass(own, [(kind, option)])[1])
                         sent.append(buffers(own, kind) if config.training_graph and kind == "moe" else 0.0)
                     total += saved(own, kind, option)
                 kept[micro_batch, chunk] = total

@@ -1,5 +1,6 @@
 """The whole search of small spaces: against every strategy placed, at several efforts, with the recipe's own mesh."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,24 @@ def test_more_effort_is_never_worse_and_the_bound_only_rises():
     every = [searched(asked, effort, top=4) for effort in (0.1, 0.4, 1.0)]
     steps, bounds = [found.entries[0].seconds for found in every], [found.least for found in every]
     assert steps == sorted(steps, reverse=True) and max(bounds) <= steps[-1]
+
+
+def test_the_answer_does_not_depend_on_which_process_ends_first(monkeypatch):
+    """On four stages of one device nothing is sharded, so that strategies with and without shards are equally fast."""
+    asked = request(4, 8, ["pp=4", "mbs=1", "mode=global"], replace(MODEL, pattern=pattern_of(9, 8, 1), experts=8))
+
+    @contextmanager
+    def backwards(_):
+        yield lambda work, jobs: reversed([(index, work(*job)) for index, job in enumerate(jobs)])
+
+    found = [searched(asked, 0.1, top=3)]
+    monkeypatch.setattr(run, "working", backwards)
+    found.append(searched(asked, 0.1, top=3))
+    first, second = ([entry.candidate for entry in one.entries] for one in found)
+    assert first == second and found[0].placed > len(first)
+    first, second = ([(row.pp, row.vpp, row.entry and row.entry.candidate) for row in one.stages] for one in found)
+    assert first == second
+    assert found[0].dropped == found[1].dropped
 
 
 def test_what_is_left_open_is_bounded_with_more_effort_before_the_solver(monkeypatch):
