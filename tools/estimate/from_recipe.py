@@ -130,6 +130,9 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     table = tuple(tuple(row) for row in layers)
     try:
         recompute = recompute_of(view, table)
+    except re.error as error:
+        text = f"an operator pattern is not a regular expression ({error}); {_MORE}"
+        raise refusal(recipe, ("recompute_config", _SELECT), text) from None
     except (TypeError, ValueError):
         text = f"the numbers of layers do not fit the layers and stages; {_MORE}"
         raise refusal(recipe, ("recompute_config",), text) from None
