@@ -91,15 +91,16 @@ def explain(
     Raises:
         RecipeError: the recipe cannot be predicted.
     """
-    config = from_recipe(recipe)
+    config = from_recipe(resolve(recipe))
     # changes are made for a modelled limit: the one at which the measured peak is at the room's
     limit = room.bytes * max(memory.peak for memory in all_stages(config)) / _peak(config, terms)
     singles = single_changes(config, limit)
     known = _wrong(recipe)
-    found = [proposal for change in singles if (proposal := _proposal(recipe, change, times, room, known, terms))]
+    proposed = partial(_proposal, recipe, config, times=times, room=room, known=known, terms=terms)
+    found = [proposal for change in singles if (proposal := proposed(change))]
     if pairs and not any(one.fit == FITS and not one.refused for one in found):
         both = sorted(pairs_of_changes(config, limit), key=lambda change: _order_of(change, times, room, terms))
-        found += [one for change in both[:PAIRS] if (one := _proposal(recipe, change, times, room, known, terms))]
+        found += [one for change in both[:PAIRS] if (one := proposed(change))]
     return sorted(found, key=_order)
 
 
@@ -130,13 +131,22 @@ def _peak(config: Configuration, terms: MemoryTerms) -> float:
 
 
 def _proposal(
-    recipe: Recipe, change: Change, times: TimeModel, room: Room, known: Sequence[str], terms: MemoryTerms
+    recipe: Recipe,
+    before: Configuration,
+    change: Change,
+    times: TimeModel,
+    room: Room,
+    known: Sequence[str],
+    terms: MemoryTerms,
 ) -> Proposal | None:
-    """Return a change as keys, predicted anew from them; None where MindFormers has no keys for it."""
-    before = from_recipe(recipe)
+    """Return a change as keys, predicted anew from them; None where MindFormers has no keys for it.
+
+    The keys are those to change in the recipe as it is written: where its layout is `auto`, which is for the run
+    without the change, they hold the layout, too.
+    """
     try:
         child = changed(recipe, change.config)
-        config = from_recipe(child)
+        config = from_recipe(resolve(child))
         peak = _peak(config, terms)
         seconds, own = _seconds(config, times), _seconds(before, times)
         keys = _flat(overlay(recipe, change.config), recipe.get("callbacks") or [])
@@ -363,8 +373,8 @@ def memory(
     if picture:
         check_form(picture)
     terms = require_memory(measured, recipe, partial(click.echo, err=True)) if measured else AS_MODELLED
-    changed = apply_overrides(load_recipe(recipe), overrides)
-    loaded = resolve(changed, partial(click.echo, err=True), layout="file")
+    written = apply_overrides(load_recipe(recipe), overrides)
+    loaded = resolve(written, partial(click.echo, err=True), layout="file")
     require_sound(loaded)
     config, hardware = from_recipe(loaded), find_cluster(cluster)
     if stage is not None and stage >= config.pp:
@@ -387,7 +397,7 @@ def memory(
     report["fit"] = _worst([report["fit"], *([report["exchange"]["fit"]] if report["exchange"] else [])])
     if explain_oom:
         with saying("changing the recipe"):
-            report["proposals"] = [dataclasses.asdict(row) for row in explain(loaded, times, room, terms=terms)]
+            report["proposals"] = [dataclasses.asdict(row) for row in explain(written, times, room, terms=terms)]
     if picture:
         few, step = report["micro_batches"]["drawn"], report["micro_batches"]["step"]
         which = f"all {step} micro-batches" if few == step else f"{few} micro-batches, as full as the step's {step}"

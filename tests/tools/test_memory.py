@@ -18,6 +18,9 @@ from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, room_o
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB, MIB
+from tools.layout.budget import Budget
+from tools.layout.offsets import path_of, write_layout
+from tools.layout.resolve import make_layout, resolve
 from tools.measured import MemoryTerms, applied
 from tools.memory import _report, _worst, explain, memory, pass_in_words, unit_of, verdict
 from tools.recipe.load import load_recipe
@@ -98,6 +101,23 @@ def test_each_proposal_is_what_its_keys_give(times):
         assert again.devices == 4096 and again.global_batch == from_recipe(recipe).global_batch
         assert peak_memory(again) == row.peak == pytest.approx(own - row.freed)
         assert row.freed > 0 and row.fit == verdict(row.peak, room)
+
+
+def test_proposals_for_a_recipe_that_leaves_its_layout_open_hold_the_layout(times, tmp_path):
+    """The layout file is for the run without the change, and overrules the recipe's own tables of recomputation."""
+    path = tmp_path / "recipe.yaml"
+    base = os.path.abspath("recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml")
+    flags = "recompute_config: {select_recompute: False, select_comm_recompute: False}"
+    path.write_text(f"base_config: {base}\nmodel: {{model_config: {{offset: auto}}}}\n{flags}\n")
+    recipe = load_recipe(path)
+    write_layout(make_layout(recipe, "atlas_800t_a2", Budget(0.1, 60.0)), path_of(str(path)), "a test")
+    found = explain(recipe, times, room_of(recipe, times.hardware, 30), pairs=False)
+    assert {"recompute every layer", "expert_parallel doubled", "expert_parallel times 2"} & {row.name for row in found}
+    for row in found:
+        sets = [f"{key}={json.dumps(value)}" for key, value in row.keys.items()]
+        again = from_recipe(resolve(apply_overrides(recipe, sets)))
+        assert peak_memory(again) == row.peak
+        assert times.step(again, simulated=True).total == row.step_s
 
 
 def test_proposals_have_the_measured_factors(times):

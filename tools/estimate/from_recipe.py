@@ -131,6 +131,9 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     table = tuple(tuple(row) for row in layers)
     try:
         recompute = recompute_of(view, table)
+    except re.error as error:
+        text = f"an operator pattern is not a regular expression ({error}); {_MORE}"
+        raise refusal(recipe, ("recompute_config", _SELECT), text) from None
     except (TypeError, ValueError):
         text = f"the numbers of layers do not fit the layers and stages; {_MORE}"
         raise refusal(recipe, ("recompute_config",), text) from None
@@ -414,27 +417,60 @@ def with_patterns(key: str, value: Any, now: Any) -> Any:
     return patterns if patterns and value else value
 
 
-def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any] | None:
+def with_groups(
+    recompute: Recompute,
+    layers: Table,
+    now: Any,
+    read: Reader = spread,
+    write: Callable[[Table | None, Table], Any] = plain_value,
+    off: Any = False,
+) -> dict[str, Any] | None:
     """Return the new value of `select_recompute` if the key names groups of operators, now or afterwards; None if the
     value does not change.
 
     Every other pattern except those of the norms is switched off, because MindFormers cannot build an operator that two
     patterns name. It is not enough to leave them out, because a child's mapping is merged with that of its base.
+
+    Args:
+        read, write, off: how the key names layers (`grouped_value`): counts of layers by default.
     """
     select = not_empty(recompute.select)
-    same = (not_empty(select_of(now, layers)), operators_of(now, layers)) == (select, recompute.operators)
+    same = (not_empty(select_of(now, layers, read)), operators_of(now, layers, read)) == (select, recompute.operators)
     known = {*SELECTED, *(one for patterns in PATTERNS.values() for one in patterns)}
-    if same and all(one in known or (isinstance(now, dict) and now[one] is False) for one in patterns_of(now)):
+    if same and all(one in known or (isinstance(now, dict) and now[one] == off) for one in patterns_of(now)):
         return None
-    norms = dict.fromkeys(SELECTED if select else (), plain_value(select, layers))
+    norms = dict.fromkeys(SELECTED if select else (), write(select, layers))
     tables = dict(recompute.operators)
     groups = {
-        one: plain_value(tables.get(name), layers)
+        one: write(tables.get(name), layers)
         for name, patterns in PATTERNS.items()
         for one in patterns
         if name in tables or one in patterns_of(now)
     }
-    return {**dict.fromkeys(patterns_of(now), False), **norms, **groups}
+    return {**dict.fromkeys(patterns_of(now), off), **norms, **groups}
+
+
+def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> Any:
+    """Return the value of a `select_recompute` that names groups of operators, now or afterwards, with which a recipe
+    recomputes what `config` does; it is the key's present value `now` if that says so already.
+
+    Args:
+        kept: whether the numbers of layers in `now` hold for the layers of `config`; if not, they are not read.
+    """
+    if not swaps(view):
+        was = now if kept else without_counts(now, False)
+        written = with_groups(config.recompute, config.layers, was)
+        return was if written is None else written
+
+    def read(value: Any, layers: Table) -> Table | None:
+        return table_by_numbers(value, layers, config.schedule)
+
+    def write(table: Table | None, layers: Table) -> Any:
+        return True if table == layers else numbers_of(table, layers, config.schedule)
+
+    was = now if kept else without_counts(now, [])  # MindFormers refuses False where it wants numbers
+    written = with_groups(config.recompute, config.layers, was, read, write, [])
+    return was if written is None else written
 
 
 def names_groups(value: Any) -> bool:
@@ -442,11 +478,11 @@ def names_groups(value: Any) -> bool:
     return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
 
 
-def without_counts(value: Any) -> Any:
-    """Return a recompute key's value with all of its patterns switched off; its numbers of layers were counted for
-    another number of stages.
+def without_counts(value: Any, off: Any) -> Any:
+    """Return a recompute key's value with all of its patterns `off` if it holds numbers of layers, which were counted
+    for other stages.
     """
-    return dict.fromkeys(patterns_of(value), False) if has_counts(value) else value
+    return dict.fromkeys(patterns_of(value), off) if has_counts(value) else value
 
 
 DEGREE = (*PARALLEL, "ulysses_degree_in_cp")

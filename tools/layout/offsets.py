@@ -23,7 +23,7 @@ from typing import Any
 from plugins.errors import RecipeError, refuse_unknown
 from plugins.pipeline_layout import counts_of, counts_of_offset, offset_of
 from tools.estimate.configuration import MODEL_VERSION, Recompute, even_layers, spread
-from tools.estimate.from_recipe import from_recipe, swapped_value, with_patterns
+from tools.estimate.from_recipe import from_recipe, grouped_value, names_groups, swapped_value, with_patterns
 from tools.files.atomic import write_atomically
 from tools.hardware.load import read_yaml
 from tools.model import words_of
@@ -187,12 +187,16 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
         )
     view, config = View(recipe), from_recipe(even_layout(recipe))
     counts = counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
-    placed = replace(config, layers=tuple(tuple(row) for row in counts), recompute=Recompute())
+    layers = tuple(tuple(row) for row in counts)
+    # a layout recomputes no groups of operators
+    placed = replace(config, layers=layers, recompute=Recompute(select=spread(layout.select_recompute, layers)))
     values: Values = {OFFSET: layout.offset}
     for name in RECOMPUTE:
         value, now = getattr(layout, name), view.get(("recompute_config", name))
-        if swaps(view):  # the file counts layers, as launches without swapping read them
-            values["recompute_config", name] = swapped_value(name, spread(value, placed.layers), placed, now)
+        if name == "select_recompute" and names_groups(now):
+            values["recompute_config", name] = grouped_value(view, placed, now, False)
+        elif swaps(view):  # the file counts layers, as launches without swapping read them
+            values["recompute_config", name] = swapped_value(name, spread(value, layers), placed, now)
         else:
             values["recompute_config", name] = with_patterns(name, value, now)
     return values

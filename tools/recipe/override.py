@@ -29,6 +29,8 @@ _SCALAR_OR_LIST = {
     *("offset", "recompute", "select_recompute", "select_comm_recompute"),
     *("select_recompute_exclude", "select_comm_recompute_exclude", "moe_layer_freq"),
 }
+# mappings from operator patterns, which are the recipe's own, to such values
+_OF_PATTERNS = {("recompute_config", key) for key in _SCALAR_OR_LIST if key.startswith("select_")}
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
 
 
@@ -151,11 +153,16 @@ def _find(recipe: dict[str, Any], name: str) -> KeyPath:
     """Return the key path of a dotted name; raises with a suggestion when the recipe has no such key."""
     node: Any = recipe
     path: KeyPath = ()
-    for word in name.split("."):
+    words = name.split(".")
+    while words:
+        # operator patterns are keys with dots of their own
+        keys = {str(key): key for key in node} if isinstance(node, dict) else {}
+        count = next((count for count in range(1, len(words) + 1) if ".".join(words[:count]) in keys), 1)
+        word, words = ".".join(words[:count]), words[count:]
         if isinstance(node, list) and word.isdigit() and int(word) < len(node):
             key: Any = int(word)
-        elif isinstance(node, dict) and any(str(key) == word for key in node):
-            key = next(key for key in node if str(key) == word)
+        elif word in keys:
+            key = keys[word]
         else:
             raise RecipeError(f"{place_of(recipe)}--set {name}: {_unknown(recipe, node, path, word, name)}")
         path, node = (*path, key), node[key]
@@ -269,6 +276,8 @@ def _assign(recipe: Recipe, path: KeyPath, value: Any, text: str, override: str,
             given.name(_parts(path, value), override)
         for key, item in value.items():
             name = f"{dotted(path)}.{key}"
+            if path in _OF_PATTERNS:
+                old.setdefault(key, False)
             if is_new(recipe, name):
                 _write_new(recipe, name, item, override, given)
             else:
@@ -305,6 +314,8 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
         keys = next((f"a mapping; set its keys, for instance {name}.{key}=..." for key in old), "an empty mapping")
         switch = f"; {name}=False leaves the plugin off" if a_plugin else ""
         raise RecipeError(f"{where}: {name} is {keys}{switch}")
+    if isinstance(value, dict) and path in _OF_PATTERNS:
+        return value
     if isinstance(value, dict):
         raise RecipeError(f"{where}: {name} is {_kind(old)} ({old!r}), not a mapping")
     if path[-1:] == ("offset",) and isinstance(value, (int, list, str)) and not isinstance(value, bool):
@@ -317,12 +328,17 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
         return [str(item) for item in value] if old and all(isinstance(item, str) for item in old) else value
     if type(old) is type(value) or old is None or (value is None and isinstance(old, str)):
         return value
-    if isinstance(value, (list, int)) and isinstance(old, (list, int)) and path[-1] in _SCALAR_OR_LIST:
+    if isinstance(value, (list, int)) and isinstance(old, (list, int)) and _takes_both(path):
         return value
     given = f"{value!r} is {_kind(value)}{_right(old, value)}"
     if value is None:
         given = f"{text} means no value" if text.strip() else "no value is given"
     raise RecipeError(f"{where}: {name} must be {_kind(old)} (now {old!r}), but {given}")
+
+
+def _takes_both(path: KeyPath) -> bool:
+    """Return whether a number, a flag or a list may stand at a key path."""
+    return path[-1] in _SCALAR_OR_LIST or path[:-1] in _OF_PATTERNS
 
 
 def _right(old: Any, value: Any) -> str:

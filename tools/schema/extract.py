@@ -105,6 +105,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "offset_sum": (_LAYERS, "if self.offset.sum() != remainder_layers:"),
     "offset_head": (_LAYERS, "if actual_layers[0] < 0:"),
     "offset_middle": (_LAYERS, "if np.any(middle_layers < 1):"),
+    "recompute_pattern": (_LAYERS, "return regex.fullmatch(pattern, string, timeout=timeout)"),
     "recompute_shape": (_LAYERS, "def _format_recompute_list(self, select_recompute):"),
     "recompute_by_number": (_LAYERS, "if layer_id in self.layer_recompute:"),
     "swap_conflict": (_LAYERS, "for layer_idx in recompute_layers:"),

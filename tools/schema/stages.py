@@ -6,6 +6,7 @@ MindFormers: layers of chunk v on stage p = num_layers // (stages * chunks) + of
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from plugins.all_ranks import stage_of_loss
@@ -85,6 +86,7 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
         _offset(view, total, found)
     for key in (*RECOMPUTE, *EXCLUDE):
         path = ("recompute_config", key)
+        _expressions(view.get(path), path, found)
         if swaps(view) and key in RECOMPUTE:
             _layer_numbers(view.get(path), total, path, found)
         elif key in EXCLUDE and not _has_patterns(value := view.get(path)):
@@ -149,6 +151,17 @@ def _spread(rest: int, stages: int, chunks: int) -> list[Any]:
 
 def _has_patterns(value: Any) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def _expressions(value: Any, path: KeyPath, found: Findings) -> None:
+    """Check that the parts of operator patterns, which MindFormers matches with names, are regular expressions."""
+    for pattern in value if _has_patterns(value) else ():
+        for part in str(pattern).split(r"\."):
+            try:
+                re.compile(part)
+            except re.error as error:
+                wrong = f"{part!r} in the operator pattern {pattern!r} is not a regular expression ({error})"
+                found.error(path, wrong, r"write names of cells with \. between them", rule="recompute_pattern")
 
 
 def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> None:

@@ -27,6 +27,7 @@ from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import (
     GRADIENTS,
     LEVEL,
+    grouped_value,
     has_counts,
     named_layers,
     names_groups,
@@ -38,9 +39,7 @@ from tools.estimate.from_recipe import (
     shards_gradients,
     swapped_value,
     table_of,
-    with_groups,
     with_patterns,
-    without_counts,
 )
 from tools.files.atomic import real_path, write_atomically
 from tools.hardware import DEFAULT_HARDWARE
@@ -318,8 +317,9 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     }.items():
         now, table = view.get(("recompute_config", key)), not_empty(wanted)
         if key == "select_recompute" and (config.recompute.operators or names_groups(now)):
-            written = with_groups(config.recompute, config.layers, now if same_shape else without_counts(now))
-            values |= {} if written is None else {("recompute_config", key): written}
+            kept = same_shape and not (swaps(view) and OFFSET in values)  # numbers hold for these very layers
+            written = grouped_value(view, config, now, kept)
+            values |= {} if written == now else {("recompute_config", key): written}
         elif swaps(view):
             if not _swapped_alike(view, key, now, config, table, same_shape and OFFSET not in values):
                 values["recompute_config", key] = swapped_value(key, table, config, now)

@@ -5,11 +5,13 @@ import os
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from launch.run.effective import effective_recipe
 from launch.train import build_config
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
+from tools.estimate.configuration import PATTERNS
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import peak_memory
 from tools.hardware.units import GIB
@@ -172,6 +174,26 @@ def test_selected_operators_are_named(made, tmp_path, value):
     write_layout(replace(made, select_recompute=[[1] * 8, [0] * 8]), path_of(recipe.source), "a test")
     recipe = resolve(recipe)
     assert recipe["recompute_config"]["select_recompute"][r".*\.norm"] == [[1] * 8, [0] * 8]
+
+
+@pytest.mark.parametrize("written", [True, [5, 5, 5, 5]])
+def test_groups_of_operators_are_off_in_a_layout(made, tmp_path, written):
+    """The layout was found without them: a launch that recomputed them, too, would take longer than predicted."""
+    named = dict.fromkeys([*PATTERNS["mlp"], r"input_layernorm\.norm"], written)
+    more = yaml.safe_dump({"recompute_config": {"select_recompute": named}})
+    recipe = recipe_with(tmp_path, "auto", more=more)
+    table = [[1] * 8, [0] * 8]
+    write_layout(replace(made, recompute=False, select_recompute=table), path_of(recipe.source), "a test")
+    recipe = resolve(recipe)
+    found = from_recipe(recipe).recompute
+    assert found.select == tuple(map(tuple, table)) and found.operators == ()
+    assert check_recipe(tmp_path / "recipe.yaml").clean
+
+
+def test_fewer_layers_than_chunks_have_no_layout(tmp_path):
+    recipe = apply_overrides(load_recipe(LARGE), ["model.model_config.num_hidden_layers=15"])
+    with pytest.raises(RecipeError, match="auto: 15 layers on 8 stages x 2 chunks are fewer layers than chunks; use"):
+        make_layout(recipe, "atlas_800t_a2", Budget(2))
 
 
 def test_what_cannot_fit_says_so():

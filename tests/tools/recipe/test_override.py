@@ -321,3 +321,22 @@ def test_no_tool_has_one_of_its_own():
     asks = re.compile(r"""mark = (recipe\.marks|getattr\(recipe, "marks", {}\))\.get\(path\)""")
     own = [path for path in (ROOT / "tools").rglob("*.py") if asks.search(path.read_text())]
     assert own == [ROOT / "tools/recipe/load.py"]
+
+
+def test_operator_patterns_are_set_as_a_recipe_writes_them():
+    """They are keys of the user's own, with dots in them, below keys that also take a flag or a list."""
+    key = "recompute_config.select_recompute"
+    recipe = apply_overrides(
+        {"recompute_config": {"recompute": True, "select_recompute": False}}, [key + r'={"mlp\\.mul": true}']
+    )
+    assert recipe["recompute_config"]["select_recompute"] == {r"mlp\.mul": True}
+    recipe = apply_overrides(recipe, [key + r'={"mlp\\.mul": [1, 1, 1, 1, 1, 1, 1, 1], ".*\\.norm": true}'])
+    assert recipe["recompute_config"]["select_recompute"] == {r"mlp\.mul": [1] * 8, r".*\.norm": True}
+    recipe = apply_overrides(recipe, [key + r".mlp\.mul=False"])
+    assert recipe["recompute_config"]["select_recompute"] == {r"mlp\.mul": False, r".*\.norm": True}
+    with pytest.raises(
+        RecipeError, match=r"has no key 'mlp\\\\' \(did you mean 'recompute_config.select_recompute.mlp"
+    ):
+        apply_overrides(recipe, [key + r".mlp\.mull=True"])
+    with pytest.raises(RecipeError, match="recompute is true or false"):
+        apply_overrides(recipe, [r'recompute_config.recompute={"mlp\\.mul": true}'])

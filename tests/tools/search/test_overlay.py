@@ -77,9 +77,14 @@ def configured(draw, folder):
     """A recipe and another configuration of its devices' model that it can express, and a machine."""
     file = draw(st.sampled_from([LARGE, PLUGGED, DENSE, MTP]))
     recipe = load_recipe(with_selection(file, draw(st.sampled_from(SELECTIONS)), folder))
-    now = from_recipe(resolve(recipe))
     node = draw(st.sampled_from([8, 16]))
     site = Site(node, "atlas_900_a3" if node == 16 else "atlas_800t_a2", draw(st.sampled_from([None, 50.5 * GIB])))
+    return recipe, draw(strategies(from_recipe(resolve(recipe)), node)), site
+
+
+@st.composite
+def strategies(draw, now, node):
+    """Another configuration of the same model that a recipe can express."""
     tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([4, 16, 64]))
     pp, chunks = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (2, 3)]))
     if not now.model.experts:
@@ -90,7 +95,7 @@ def configured(draw, folder):
     layers = even_layers(now.model.layers, pp, chunks)
     layers = draw(shifted(layers))
     v_shaped = (pp, chunks) in ((4, 2), (8, 2)) and draw(st.booleans())
-    config = replace(
+    return replace(
         now,
         tp=tp,
         dp=dp,
@@ -113,7 +118,6 @@ def configured(draw, folder):
         shard_optimizer=draw(st.booleans()),
         shard_gradients=draw(st.booleans()),
     )
-    return recipe, config, site
 
 
 @st.composite
@@ -176,6 +180,35 @@ def test_a_written_overlay_is_the_configuration(tmp_path_factory, data):
     outside = {load_schema().line(rule) for rule in ("endless_compile", "lost_gradients")}
     # batches that no layout of these degrees can help
     assert not [one for one in errors if "plugins" not in one.key and one.source not in outside], errors
+
+
+SWAPPED = """\
+model: {model_config: {swap: True, layer_swap: [{backward_prefetch: 1, layers: [0]}]}}
+recompute_config: {recompute: False, select_recompute: False, select_comm_recompute: False}
+"""
+
+
+@settings(max_examples=24)
+@given(st.data())
+def test_a_search_from_the_recipe_of_a_search_keeps_nothing_of_it(tmp_path_factory, data):
+    """The second configuration is read back as it is: no number of layers of the first one's stages is left."""
+    folder = tmp_path_factory.mktemp("chain")
+    path = folder / "recipe0.yaml"
+    swapped = data.draw(st.booleans())
+    file = os.path.abspath(data.draw(st.sampled_from([LARGE, DENSE])))
+    path.write_text(f"base_config: {file}\n{SWAPPED if swapped else ''}")
+    for number in (1, 2, 3):
+        recipe = load_recipe(path)
+        config = data.draw(strategies(from_recipe(recipe), 8))
+        if swapped and config.schedule == "zero_bubble_v":
+            config = replace(config, schedule="interleaved_1f1b")
+        path = folder / f"recipe{number}.yaml"
+        write_overlay(recipe, config, path, [])
+        child = load_recipe(path)
+        assert without_zeros(from_recipe(child)) == without_zeros(config)
+        assert overlay(child, config) == {}
+        errors = [finding for finding in check_recipe(path).findings if finding.severity == "error"]
+        assert not [one for one in errors if one.key.startswith(("recompute_config", "model."))], errors
 
 
 def test_only_what_differs_is_written(tmp_path):
