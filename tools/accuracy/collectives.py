@@ -39,7 +39,8 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe in `path`, or for Ascend its mini recipe with the same parallel strategy.
+    """Return the recipe in `path` unchanged if it is for CPU; for an Ascend recipe, return a small version for CPU
+    (its mini recipe) with the same parallel strategy.
 
     Raises:
         RecipeError: the file is missing, it or an override is wrong, or MindSpore would not shard the recipe's graph.
@@ -56,7 +57,9 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise RecipeError for a missing path that does not end like a recipe: it may be a mistyped folder of a run."""
+    """Raise RecipeError for a path without a file or folder that does not end like a recipe: it may be a mistyped
+    folder of a run.
+    """
     if path.exists() or path.suffix in (".yaml", ".yml"):
         return
     try:
@@ -121,7 +124,9 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says whether executed collectives are those of the dry run: EQUAL, DIFFERS, or UNKNOWN and why."""
+    """A `Verdict` says whether the executed collectives of all ranks are those of the dry run: `EQUAL`, `DIFFERS`, or
+    `UNKNOWN` with the reason.
+    """
 
     word: str
     why: str = ""
@@ -133,9 +138,11 @@ class Verdict:
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
-    """Compile every rank of a finished run's recipe, and compare the collectives of the graphs with the executed ones.
+    """Compile every rank of the recipe of a finished run, and compare the collectives in the compiled graphs with those
+    that the run executed.
 
     Args:
+        run_dir: the folder of a run of `tc3 train`.
         at_once: the number of ranks that are compiled at the same time; None for as many as fit.
 
     Raises:
@@ -177,7 +184,9 @@ def _not_comparable(view: View, executed: list[Executed]) -> str:
 
 
 def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) -> str:
-    """Return which rank's place in a group only its own record lacks; "" if none is missing."""
+    """Return which rank's place in a group is missing from its record, though other ranks of the group recorded
+    theirs; "" if none is missing.
+    """
     for ranks in sorted({tuple(group) for result in results for group in result["graph"]["groups"]}):
         known = [rank for rank in ranks if made_up_name(ranks) in executed[rank].places]
         if known and (lost := [rank for rank in ranks if rank not in known]):
@@ -189,7 +198,8 @@ def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) 
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """Return a run's recipe without keys that do not change its graph, so that its runs share cached compiles.
+    """Return the recipe of a run without the keys that do not change its compiled graph, so that all runs of one recipe
+    can use the same cached compiles.
 
     Raises:
         RecipeError: the run has no recipe, or its recipe is not sharded.
@@ -210,7 +220,9 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 class Executed(NamedTuple):
-    """An `Executed` holds the collectives of one rank's first step, in the format that `calls_file` describes."""
+    """An `Executed` holds the collectives that one rank recorded in its first step, in the format that `calls_file`
+    describes.
+    """
 
     calls: list[CallRecord]
     places: dict[str, int]
@@ -279,7 +291,9 @@ def _short(value: Any) -> str:
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """Return the comparison of the collectives in one rank's compile with those that the rank executed."""
+    """Return a comparison of the collectives that the compile of one rank reports with the collectives that this rank
+    executed.
+    """
     calls, rank = executed.calls, result["rank"]
     found = compare_calls(result["graph"], calls)
     return RankCalls(

@@ -78,7 +78,9 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Return a text that is equal for all kernels with the same operators and shapes."""
+        """Return a text that is equal for all kernels with the same operators and shapes, wherever they are in the
+        graph.
+        """
         return repr((self.inputs, self.steps, self.outputs))
 
 
@@ -168,8 +170,11 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """Return an operator's result in the type that NumPy derives from `values`: arrays, and plain numbers and tuples
-    where the graph has constants. A Cast between floating-point types changes nothing.
+    """Return the result of an operator in the type that NumPy derives from its operands; a Cast between floating-point
+    types changes nothing.
+
+    Args:
+        values: arrays, and plain numbers and tuples where the graph has constants.
 
     Raises:
         UnreadableError: the operator is not in `KNOWN`.
@@ -289,14 +294,16 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return floats rounded to MindSpore's type `dtype` (16-bit values as float32); other values unchanged."""
+    """Return floats rounded to MindSpore's type `dtype`, where 16-bit values are stored as float32; return values of
+    other types unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
     return np.asarray(rounded(values, dtype.lower())).astype(np.float32)
 
 
 def run(kernel: Kernel, inputs: list[np.ndarray], way: str) -> list[np.ndarray]:
-    """Return the results of all operators of a kernel, also of those that are used only inside it."""
+    """Return the results of all operators of a kernel, including results that are used only inside the kernel."""
     wide = np.float64 if way == EXACT else np.float32
     results: list[np.ndarray] = []
     for place, step in enumerate(kernel.steps):
@@ -373,7 +380,17 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is the judgement of one kind of kernel, fused and one operator after the other."""
+    """A `Row` is the judgement of one kind of kernel: computed as a fused kernel, and computed one operator after the
+    other.
+
+    Args:
+        name: the names of its operators. where: the path of one such kernel. times: the number of such kernels in the
+            graphs.
+        dtype: the data type in which the kernel was judged.
+        fused, unfused: the largest errors of its results against float64. allowed: the tolerance of the fused kernel by
+            Table 2. passed, unfused_passed: whether the errors are within their tolerances.
+        detail: the worst element.
+    """
 
     name: str
     where: str
@@ -412,7 +429,9 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Return whether every kernel is within tolerance; None if none is known to be wrong, but some are unknown."""
+        """Return whether every kernel is within tolerance; None if no kernel is known to be out of tolerance, but some
+        are unknown.
+        """
         if self.wrong:
             return False
         return None if self.unknown or not self.rows else True

@@ -58,7 +58,9 @@ def round_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return values rounded to `dtype`: float16 as float16, other floats as float32, integers unchanged."""
+    """Return values rounded to `dtype`: float16 is returned as float16, all other floats as float32, and integers and
+    booleans are unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating):
         return values
     with np.errstate(over="ignore", under="ignore"):
@@ -69,7 +71,9 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
-    """Return a test input in the type in which golden results are computed; integers are unchanged."""
+    """Return the values of a test input in the NumPy type in which golden results are computed; integers and booleans
+    are unchanged.
+    """
     return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
 
 
@@ -78,17 +82,20 @@ FILE = Path(__file__).with_name("tolerance.yaml")
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the content of tolerance.yaml: tolerances by data type and accumulation count, with their limits."""
+    """Return the content of tolerance.yaml: the tolerances by data type and accumulation count, and the limits that
+    belong to them.
+    """
     return yaml.safe_load(FILE.read_text("utf-8"))
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
-    """Return the largest error (see `errors`) that Table 2 allows for an operator's result.
+    """Return the largest allowed error of an operator's result by Table 2; `judge.errors` computes the error to which
+    this limit applies.
 
     Args:
         dtype: the dtype of the operator's inputs: float32, float16, bfloat16 or hfloat32.
         count: the number of terms that one output element accumulates; 0 for an operator that only moves values.
-        roundings: the number of times that a value is stored in `dtype` on its way to the output.
+            roundings: the number of times that a value is stored in `dtype` on its way to the output.
     """
     if count == 0:
         return 0.0
@@ -125,7 +132,9 @@ class Verdict:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
-    """Return each element's error as float64; inf where one of the two values is not finite and they differ."""
+    """Return the error of each element of a tensor as float64; inf where either the element or the right value is not
+    finite and they differ.
+    """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
     rms = np.sqrt(np.mean(np.square(want[finite]))) if finite.any() else 0.0
@@ -170,7 +179,9 @@ def judge_special(
 
 
 def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float) -> np.ndarray:
-    """Return relative errors; 0 where both are within the smallest normal number of each other."""
+    """Return relative errors; 0 where both are within the smallest normal number of each other, however wrong
+    relatively.
+    """
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     finite = np.isfinite(got) & np.isfinite(want)
     with np.errstate(all="ignore"):
@@ -180,6 +191,8 @@ def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: f
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of elements in which two runs differ in any bit."""
+    """Return the number of elements in which two runs of an operator differ in any bit; a NaN equals a NaN of the same
+    bits.
+    """
     kind = np.dtype(f"u{first.dtype.itemsize}")
     return int((first.view(kind) != other.view(kind)).sum())

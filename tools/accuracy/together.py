@@ -123,7 +123,9 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def cells() -> list[Cell]:
-    """Return for every pair whether the two can be combined, with the evidence."""
+    """Return for every pair of plugins, and of a plugin and a kind of parallelism, whether the two can be combined,
+    with the evidence.
+    """
     return [cell(*pair) for pair in pairs()]
 
 
@@ -138,7 +140,9 @@ def cell(one: str, other: str) -> Cell:
 
 
 def recipe_of(*names: str) -> Recipe:
-    """Return a small recipe for Ascend with the named plugins and kinds of parallelism, and what they need."""
+    """Return a small recipe for Ascend that uses the named plugins and kinds of parallelism, with all settings that
+    they need.
+    """
     plugins = list(dict.fromkeys(each for name in names if name in PLUGINS for each in (*PLUGINS[name].beside, name)))
     needs = [KINDS[name] for name in names if name in KINDS] + [PLUGINS[name].needs for name in plugins]
     sharding = _SMALLEST

@@ -86,7 +86,9 @@ def align(
 
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yield the folder of the runs, and a function that keeps its logs; the folder is removed unless it is `keep`."""
+    """Yield the folder of the runs, removed behind us unless it is `keep`; and what leaves in it all but the large
+    files.
+    """
     if keep is not None:
         yield keep.absolute(), lambda: None
         return

@@ -157,7 +157,9 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Comparison:
-    """A `Comparison` is the result of comparing two recipes; `about` says what ran, with software versions."""
+    """A `Comparison` is the result of comparing two recipes: the stages of the comparison, the settings in which the
+    recipes differ, and in `about` a description of what ran, with software versions.
+    """
 
     ours: str
     theirs: str
@@ -167,8 +169,11 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return NOT_ALIGNED if a stage failed, else ALIGNED if a stage ran; if none ran, SAME_NUMBERS if no setting
-        differs that could change a number, and NOT_COMPARED otherwise.
+        """Return NOT_ALIGNED if a stage of the comparison failed, and ALIGNED if at least one stage ran and no stage
+        failed.
+
+        If nothing ran, return SAME_NUMBERS if no setting differs that could change a number, and NOT_COMPARED
+        otherwise.
         """
         if any(stage.status == FAILED for stage in self.stages):
             return NOT_ALIGNED
@@ -179,7 +184,9 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Return whether no stage failed and all required comparisons were made; a stage that was not run may pass."""
+        """Return True if no stage of the comparison failed and all required comparisons were made. A stage that was not
+        run is reported but does not count as failed.
+        """
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
@@ -188,7 +195,9 @@ class Comparison:
         return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as values fit for JSON; a number that is not finite is a text, such as "inf"."""
+        """Return the result of the comparison as dicts, lists, texts and numbers that can be written as JSON; a number
+        that is not finite is a text, such as "inf".
+        """
         names = ("ours", "theirs", "passed", "verdict", "about")
         stages = [
             {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
@@ -222,7 +231,8 @@ class Wanted:
 
 
 def compare_stages(wanted: Wanted, say: Say) -> Comparison:
-    """Compare a recipe with its reference up to the first stage that fails; `say` is told the progress.
+    """Compare a recipe with its reference stage by stage, up to the first stage that fails; `say` is called with
+    sentences about the progress.
 
     Raises:
         TC3Error: an input is wrong. If a run fails, its stage fails, and no error is raised.
@@ -276,7 +286,9 @@ def _against_reference(comparison: Comparison, wanted: Wanted, say: Say) -> None
 
 
 def _against_recipe(comparison: Comparison, wanted: Wanted, say: Say) -> None:
-    """Compare two recipes with MindFormers: settings at their own size, results at a size that a CPU can run."""
+    """Compare two recipes, both with MindFormers: their settings at their own size, and their results at a size that a
+    CPU can run.
+    """
     paths = wanted.path, Path(wanted.against)
     comparison.stages.append(_configuration(comparison, paths, wanted))
     if comparison.stages[-1].status == FAILED:
@@ -314,7 +326,9 @@ def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wan
 def compare_records(
     comparison: Comparison, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Compare two runs by stages 2 to 5, and stop after the first stage that fails."""
+    """Compare the forward pass, the backward pass, the optimizer's update and the losses of two runs (stages 2 to 5),
+    and stop after the first stage that fails.
+    """
     for compare, explain in (
         (align_stages.forward, lambda stage: align_stages.explain_forward(stage, ours, theirs, rope)),
         (align_stages.backward, lambda stage: align_stages.explain_backward(stage, ours, theirs)),
@@ -329,7 +343,9 @@ def compare_records(
 
 
 def failed_text(row: Row) -> str:
-    """Return one line of text about a failed comparison."""
+    """Return one line of text about a failed comparison: the error of a value, the number of differences, or the two
+    values of a setting.
+    """
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:

@@ -21,10 +21,12 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """An `AlignRecorder` is a callback that loads given weights into the model and records what is compared.
+    """An `AlignRecorder` is a callback of MindFormers' trainer that loads given weights into the model and records the
+    values that are compared with the reference.
 
     Args:
-        weights: an .npz file of parameters by MindFormers' names, which the model must have; None: its own weights.
+        weights: the path of an .npz file of parameters by MindFormers' names, all of which must exist in the model;
+            None: the model keeps its own weights.
         record: the path of the file to write.
         columns: the names of the columns of a batch (`train_dataset.input_columns`).
     """
@@ -46,7 +48,9 @@ class AlignRecorder(Callback):
                     parameters[name].set_data(Tensor(file[name]))
 
     def on_train_step_begin(self, run_context):
-        """Record the step's batch, and before the first step the outputs of the modules in a forward pass of it."""
+        """Record the batch of the step; before the first step, also run a forward pass of its batch and record the
+        outputs of the modules.
+        """
         arguments = run_context.original_args()
         self._after_step(arguments)
         batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))
@@ -84,8 +88,10 @@ def copy(parameter):
 
 
 def forward(network, batch):
-    """Return the logits of a batch by the compiled graph, and the output of every traced module in PyNative. The
-    counters of the experts' load are put back.
+    """Return the logits of a batch, computed by the compiled graph, and the output of every traced module, computed in
+    PyNative.
+
+    The forward pass counts the experts' load; those counters are put back.
     """
     out = {}
     with counters_kept(network):
@@ -100,7 +106,9 @@ def forward(network, batch):
 
 
 def enable(config, settings) -> None:
-    """Add an `AlignRecorder` to the callbacks of a MindFormerConfig, and count tokens by `CountedBias`."""
+    """Add an `AlignRecorder` to the callbacks of `config` (a MindFormerConfig), and replace the callback that moves the
+    routers' biases by a callback that also records how many tokens chose each expert.
+    """
     columns = list(config.train_dataset.input_columns)
     for callback in config.callbacks:
         if callback["type"] == "TopkBiasBalanceCallback":

@@ -51,8 +51,9 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """A `Record` holds what one of the two trainings computed, as named arrays; `single` is the result of
-    `reference.train.single_steps` from the other's states, and `about` holds software versions.
+    """A `Record` holds the values that one of the two compared trainings computed, as named arrays; `single` is the
+    result of `reference.train.single_steps`, started from the states of the other training, and `about` holds software
+    versions.
     """
 
     trace: Arrays
@@ -68,7 +69,9 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """Return what the reference computed as a `Record`, with the weights and batches that it was given."""
+    """Return what `tools.accuracy.reference.run` computed as a `Record`, together with the initial weights and the
+    batches that it was given.
+    """
     parts: dict[str, Any] = {
         kind: below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
     }
@@ -191,7 +194,9 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return the recipe with only `steps` training steps; workers and learning rates stay."""
+    """Return the recipe with only `steps` training steps, but with the same number of workers and the same
+    learning-rate schedule.
+    """
     short = copy.deepcopy(dict(recipe))
     look(short, LOADER)["sizes"] = [steps * View(recipe).global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
@@ -200,7 +205,9 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
-    """Return the sizes of the recipe's model in Hugging Face; raise RecipeError for settings that it does not have."""
+    """Return the sizes of the Hugging Face model that corresponds to a recipe; raise RecipeError for settings that
+    Hugging Face does not have.
+    """
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
@@ -225,7 +232,9 @@ def rope_dimensions(recipe: Mapping[str, Any]) -> int:
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """Return the sections of a recipe that can change results, without those that `beside` names."""
+    """Return the sections of a recipe that can change the results, without its output paths and without the sections
+    that `beside` names.
+    """
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
 
 
@@ -233,11 +242,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """This error means that one of the two trainings did not finish; the message names its log file."""
+    """This error means that one of the two compared trainings did not finish; the message holds the last lines of its
+    output and names its log file.
+    """
 
 
 def find_torch(python: str) -> None:
-    """Raise ClusterError if the interpreter `python` lacks torch or transformers, without importing them."""
+    """Raise ClusterError if the Python interpreter `python` lacks torch or transformers; the check is quick because it
+    imports neither of the two packages.
+    """
     try:
         done = subprocess.run([python, "-c", _FIND], capture_output=True, check=False)
     except OSError as error:

@@ -64,7 +64,9 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Return whether this comparison passed, failed, or is undecided because a known reason explains the error."""
+        """Return whether this comparison passed within its tolerance, failed, or is undecided because rounding or
+        another known reason may explain the error.
+        """
         if not (np.isfinite(self.error) and np.isfinite(self.floor)):
             return FAILED
         if self.error <= self.tolerance:
@@ -73,18 +75,24 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Return whether `error` counts differences, of which even one is a failure, and is not the size of one."""
+        """Return whether `error` counts differences, of which even one is a failure, instead of measuring the size of
+        one difference.
+        """
         return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
-        """Return whether rounding explains the error: it is at most `FLOOR_FACTOR` times that of the reference."""
+        """Return whether rounding explains the error: the error is at most `FLOOR_FACTOR` times the difference between
+        two runs of the reference whose weights differ in the last bit.
+        """
         return self.error <= FLOOR_FACTOR * self.floor
 
 
 @dataclass
 class Stage:
-    """A `Stage` holds the comparisons of one stage; `reason` says why it did not run, or what its failure means."""
+    """A `Stage` holds all comparisons of one stage, such as the forward pass; `reason` says why the stage did not run,
+    or what its failure means.
+    """
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -93,7 +101,9 @@ class Stage:
 
     @property
     def status(self) -> str:
-        """Return `state` if it is set, because the stage was not run, and otherwise the worst status of the rows."""
+        """Return the status of the stage: `state` if it is set, because the stage was not run, and otherwise the worst
+        status among its comparisons.
+        """
         if self.state:
             return self.state
         found = {row.status for row in self.rows}
@@ -101,7 +111,9 @@ class Stage:
 
     @property
     def worst(self) -> Row | None:
-        """Return the row with the largest share of its tolerance among those of the stage's status, if any."""
+        """Return the comparison whose error is largest relative to its tolerance, among the comparisons that have the
+        status of the whole stage; return None if the stage has no comparisons.
+        """
         rows = [row for row in self.rows if row.status == self.status] or self.rows
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
@@ -194,7 +206,9 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def _ties_are_rare(theirs: Record) -> bool:
-    """Return whether choices of experts moved in fewer than half of the steps; a faulty router moves some in each."""
+    """Return whether the choice of experts moved in fewer than half of the steps; a fault of the router moves some
+    choices in every step.
+    """
     return bool(np.count_nonzero(theirs.single["moved"]) * 2 < len(theirs.single["moved"]))
 
 
@@ -232,7 +246,9 @@ def moved(record: Record) -> Arrays:
 
 
 def largest(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the largest |difference| of the elements of two arrays; inf for NaN or different shapes."""
+    """Return the largest absolute difference between the elements of two arrays; inf if a difference is NaN or the
+    shapes differ.
+    """
     if got.shape != want.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):
@@ -241,7 +257,9 @@ def largest(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Return |got - want| / |want| in the L2 norm: 0 if both arrays are zero, inf for NaN or different shapes."""
+    """Return the relative error |got - want| / |want| of an array in the L2 norm: 0 if both arrays are zero, inf for
+    NaN or different shapes.
+    """
     if got.shape != want.shape:
         return float("inf")
     return _share(float(np.linalg.norm(got.astype(np.float64) - want)), want)
@@ -263,7 +281,9 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the error of `relative` without the worst thousandth of the elements (none of fewer than a thousand)."""
+    """Return the relative error that `relative` computes, but without the worst thousandth of the elements; of arrays
+    with fewer than a thousand elements, no element is left out.
+    """
     if got.shape != want.shape or not (np.isfinite(got).all() and np.isfinite(want).all()):
         return float("inf")  # NaN would be among the worst, and left out
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
@@ -296,7 +316,9 @@ def _between(
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
-    """Return the relative error of each traced module that both trainings recorded, in the given order."""
+    """Return a row with the relative error of each traced module that both trainings recorded, in the given order, so
+    that the first module with a large error explains why the forward comparison failed.
+    """
     both = [name for name in order if name in ours and name in theirs]
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
@@ -325,7 +347,9 @@ def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> st
 
 
 def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
-    """Return a sentence that names the first wrong gradient of the backward pass, and counts the wrong ones."""
+    """Return a sentence that names the first wrong gradient in the order of the backward pass, and says how many
+    gradients are wrong.
+    """
     bad = [row for row in stage.rows if row.status == FAILED]
     weights = [row for row in bad if row.name != "global norm"]
     if not weights:
@@ -339,7 +363,9 @@ def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
 
 
 def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> str:
-    """Return a sentence that names the group of parameters whose update differs, and its cause if it is known."""
+    """Return a sentence that names the group of parameters whose update differs, and says whether weight decay or the
+    learning rate explains the difference.
+    """
     bad = [row.name for row in stage.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
     weights = [name for name in bad if name not in biases]
@@ -361,7 +387,9 @@ def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> 
 
 
 def explain_curve(stage: Stage) -> str:
-    """Return a sentence that names the first step whose loss differs, the size of the difference, and its cause."""
+    """Return a sentence that names the first training step whose loss differs, the size of the difference, and its
+    usual cause.
+    """
     first = next(row for row in stage.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:

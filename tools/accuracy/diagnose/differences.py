@@ -80,8 +80,11 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings at the first step and stage with a difference above rounding, or if there is none, at the
-        first step and stage. Another order of summation changes the last bits at an earlier stage than a fault.
+        """Return the findings at the first step and stage with a difference that is larger than rounding; if rounding
+        explains all differences, return the findings at the first step and stage.
+
+        Another order of summation changes the last bits at an earlier stage than a fault, and does not explain a larger
+        difference.
         """
         grave = [each for each in self.findings if not each.rounding] or list(self.findings)
         return tuple(each for each in grave if (each.step, each.stage) == (grave[0].step, grave[0].stage))
@@ -142,7 +145,9 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
-    """Yield findings with the step at which they arose: for a wrong end, that of the first wrong arithmetic."""
+    """Yield findings, each with the step at which it arose: a module that is wrong when the run ends was so when the
+    first number of a step's arithmetic differed.
+    """
     steps = [
         each.step
         for each in findings
@@ -153,7 +158,9 @@ def _dated(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _placed(findings: list[Finding]) -> Iterator[Finding]:
-    """Yield findings in order; where no module of a wrong loss is known, the gradients tell where it may be."""
+    """Yield findings in order; where no module of a wrong loss is known, the gradients tell where it is likely to
+    be.
+    """
     for found in findings:
         of_step = [each for each in findings if each.step == found.step]
         gradients = [each for each in of_step if each.stage == GRADIENTS and each.module != "all weights"]
@@ -174,7 +181,9 @@ def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
 
 
 def _resuming(change: Change) -> bool:
-    """Return whether a key only says that a run resumes; the stage `resume` compares what came of it."""
+    """Return whether a key only says that a run goes on from a checkpoint: the stage `resume` looks at what came of
+    it.
+    """
     if change.path == "checkpoint.no_load_optim":
         return change.before is not True and change.after is not True
     return change.path == "checkpoint.load_path"
@@ -440,7 +449,9 @@ def _finite(norm: float | None) -> bool:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the ratio of second to first number if it is the same for all pairs and is not 1; otherwise None."""
+    """Return the second number of a pair divided by the first if this ratio is the same for all pairs and is not 1;
+    otherwise return None.
+    """
     factors = [two / one for one, two in pairs if one and two]
     if (
         not factors

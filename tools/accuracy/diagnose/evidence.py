@@ -56,7 +56,9 @@ class State:
 
 @dataclass
 class Tensor:
-    """A `Tensor` holds what all ranks recorded of one tensor: `parts`: offset -> {rank: (digest, sum of squares)}."""
+    """A `Tensor` holds what all ranks recorded of one tensor: `parts` maps the offset of each part to {rank: (digest,
+    sum of squares)}.
+    """
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
@@ -128,7 +130,9 @@ class Side:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Return the settings with which MindFormers built model and optimizer, as the first start recorded them."""
+        """Return the settings with which MindFormers built the model and the optimizer, as the run's first start
+        recorded them.
+        """
         return next((line.get("effective") or {} for start in self.starts for line in start.lines.values()), {})
 
     @property
@@ -139,7 +143,9 @@ class Side:
 
     @property
     def unmoved(self) -> State | None:
-        """Return the weights before training, from the record of step 1 if its learning rate was 0; otherwise None."""
+        """Return the weights with which the training began, taken from the record of step 1, or None if the learning
+        rate of step 1 was not 0 and the weights have therefore changed.
+        """
         if 1 not in self.states or self.steps.get(1, {}).get("learning_rate") != 0:
             return None
         kept = State(0)
@@ -165,7 +171,9 @@ class Side:
         return list(dict.fromkeys(each for rank in sorted(ranks) for each in ranks[rank][IDS]))
 
     def columns(self, step: int) -> dict[str, frozenset[tuple[str, str]]]:
-        """Return for each column of a step's batch the pairs (digest of a sample, digest of its column)."""
+        """Return for each column of a step's batch (such as the labels) the pairs (digest of a sample, digest of this
+        column of the sample).
+        """
         found: dict[str, set[tuple[str, str]]] = {}
         for columns in self.samples.get(step, {}).values():
             ids = columns[IDS]
@@ -210,7 +218,9 @@ class Side:
 
 
 def _trained(name: str) -> str:
-    """Return the weight whose presence in a rank's parts tells that the rank uses a tensor."""
+    """Return the weight whose presence in a rank's parts tells that the rank uses a tensor: a counter's is its
+    router's.
+    """
     router, _, last = name.rpartition(".")
     return f"{router}.weight" if last in COUNTERS else name
 
@@ -284,7 +294,9 @@ def _metrics(file: Path) -> tuple[Readings, list[Mapping[str, Any]]]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the JSON object of each line of a file, without the unfinished last line of a run."""
+    """Yield the number and the JSON object of each line of a file; an unfinished last line, of a run that goes on, is
+    left out.
+    """
     if not file.exists():
         return
     text = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)

@@ -1,9 +1,5 @@
 """This module finds gaps in the records of a run: steps that its metrics skip, ranks that recorded less than others,
-recorded states that are missing, and keys that a single line lacks. A key is lacking if a run always writes it, if the
-other lines of the same rank have it, or if the same line of another run of the same configuration has it.
-
-Two runs are called equal only if the records of both runs have no gap: a comparison looks only at what both runs have
-recorded, so a missing line or key would hide what it held.
+and recorded states that are missing. Two runs are called equal only if the records of both runs have no gap.
 """
 
 from __future__ import annotations
@@ -109,7 +105,9 @@ def _numbers(side: Side) -> Iterator[str]:
 
 
 def _skipped(side: Side) -> Iterator[str]:
-    """Take out gradients and updates of steps that the loss scale skipped; older versions recorded wrong ones."""
+    """Take out what is recorded of the gradients and updates of steps that the loss scale skipped: nothing is known of
+    them. Earlier versions computed them from moments that had not changed.
+    """
     skipped = set()
     for step, state in side.states.items():
         if side.steps.get(step, {}).get("overflow") or any(line.get("skipped") for line in state.lines.values()):

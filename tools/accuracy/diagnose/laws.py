@@ -76,17 +76,23 @@ class Finding:
 
     @property
     def rounding(self) -> bool:
-        """Return whether another order of summation can explain the difference."""
+        """Return whether the difference between the two runs is so small that another order of summation can explain
+        it.
+        """
         return self.error < ROUNDING
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return the key by which findings are sorted: step, stage, and the most severe first."""
+        """Return the key by which findings are sorted: by step, then by stage, then by severity with the most severe
+        finding first.
+        """
         return self.step, STAGES.index(self.stage), -self.error
 
 
 def laws(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each law (a relation that holds in every correct run) that a run breaks."""
+    """Yield a finding for each law (a relation that holds in every correct run) that a run breaks, for all laws that
+    can be checked without a second run.
+    """
     for start in side.starts:
         if side.parts or len(start.lines) == 1:  # otherwise nobody knows which tensors are copies, and which are parts
             yield from _copies_law(side, start, RESUME if start.step else START)
@@ -125,7 +131,9 @@ def _built_law(side: Side) -> Iterator[Finding]:
 
 
 def _modules_law(side: Side) -> Iterator[Finding]:
-    """Yield a finding for the first module whose output is not NumPy's, in the first step or at the end."""
+    """Yield a finding for the first module whose output differs from that of the forward pass in NumPy, in the first
+    recorded step and at the end of the training.
+    """
     for kept_in, recorded in ((START_FILE, any(map(side.modules, side.states))), (END, bool(side.end))):
         if not recorded:
             continue
@@ -173,7 +181,9 @@ def _restored(side: Side, start: State) -> Iterator[Finding]:
 
 
 def _losses_law(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each NaN or infinite part of a loss, and global norm of a step that was not skipped."""
+    """Yield a finding for each part of a step's loss that is NaN or infinite, and for each such global norm of a step
+    that the optimizer did not skip.
+    """
     undefined = undefined_of(side)
     for step, record in side.steps.items():
         for name in PARTS:
@@ -251,7 +261,9 @@ def _update_law(side: Side, step: int) -> Iterator[Finding]:
 
 
 def _router_law(side: Side, state: State, before: State | None) -> Iterator[Finding]:
-    """Yield findings unless loads add up to the choices, and biases move by rate times sign(share - load)."""
+    """Yield findings unless loads add up to the choices made, and a bias moves by its rate times the sign of share less
+    load.
+    """
     model, passes = side.recipe["model"]["model_config"], _passes(side, state.step)
     rate = bias_rate_of(side.recipe)
     loads = loads_of(side, state.step)
@@ -289,7 +301,9 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
 
 
 def _passes(side: Side, step: int) -> float:
-    """Return the number of forward passes of a step: one for each micro-batch, fewer in a ramp's smaller batches."""
+    """Return how many forward passes a step has: one for each micro-batch, of which a ramp's smaller batches have
+    fewer.
+    """
     view = View(side.recipe)
     passes = view.micro_batches * view.accumulation
     whole = division_of(side.recipe).whole
@@ -297,7 +311,8 @@ def _passes(side: Side, step: int) -> float:
 
 
 def loads_of(side: Side, step: int) -> dict[str, list[float]]:
-    """Return for each router the load of each expert, averaged over the ranks that counted tokens for it.
+    """Return for each router the load of each expert in a step, averaged over the ranks that counted tokens for this
+    expert.
 
     In a data-parallel graph each rank counts its own tokens, and the bias moves by their mean; in a sharded graph all
     ranks of a stage have the same counts, and the others have none.
@@ -325,7 +340,9 @@ def clipping_of(side: Side, step: int) -> float:
 
 
 def undefined_of(side: Side) -> tuple[str, ...]:
-    """Return the parts of the loss that MindFormers logs as NaN (0 / 0) in a run whose training is right."""
+    """Return the names of those parts of the loss that MindFormers logs as NaN, because it divides 0 by 0, in a run
+    whose training is right.
+    """
     model, view = side.recipe["model"]["model_config"], View(side.recipe)
     layers, dense = model.get("num_hidden_layers"), model.get("first_k_dense_replace") or 0
     trained = model.get("moe_aux_loss_coeff") or 0.0 if layers is None or dense < layers else 0.0
@@ -333,12 +350,16 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def noise_of(key: str) -> float:
-    """Return the error by chance in a fitted learning rate, or in a fitted weight decay whose right value is 0."""
+    """Return the error that chance may cause in a fitted learning rate, or in a fitted weight decay whose right value
+    is 0.
+    """
     return 1e-9 if key == "rate" else 1e-3
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a tensor is a trained weight or its moment; experts have `weight1`, streams `hc_fn` and others."""
+    """Return whether a tensor is a trained weight or an optimizer moment of a trained weight; experts have the weights
+    `weight1` and `weight2`, residual streams the weights `hc_fn`, `hc_base` and `hc_scale`.
+    """
     return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
 
@@ -351,7 +372,9 @@ def module_of(name: str) -> str:
 
 
 def output_of(side: Side, name: str) -> str:
-    """Return the module of a recorded output: MTP behind the last layer, attention for queries, keys and values."""
+    """Return the name of the module to which a recorded output belongs: layers behind the last decoder layer belong to
+    MTP; queries, keys, values and their weighted sum belong to attention.
+    """
     words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])
     if words[0] == "layers" and int(words[1]) >= layers:
         words = ["mtp", "layers", str(int(words[1]) - layers), *words[2:]]
@@ -361,7 +384,9 @@ def output_of(side: Side, name: str) -> str:
 
 
 def far(one: float, two: float) -> float:
-    """Return the difference relative to the larger number: 0 if both are NaN, infinity if only one is finite."""
+    """Return the difference between two numbers relative to the larger one: 0 if the numbers are equal or both are NaN,
+    infinity if only one number is finite.
+    """
     if one == two or (math.isnan(one) and math.isnan(two)):
         return 0.0
     error = abs(one - two) / max(abs(one), abs(two))
@@ -369,7 +394,9 @@ def far(one: float, two: float) -> float:
 
 
 def ratio_of(one: float, two: float) -> str:
-    """Return in words two / one, such as "2 times" or "1/2 times"; nearly whole factors are rounded."""
+    """Return in words how many times the second number is as large as the first, such as "2 times" or "1/2 times";
+    nearly whole factors are rounded.
+    """
     factor = two / one if one else math.inf
     if not math.isfinite(factor):
         return f"{factor:.6g} times"

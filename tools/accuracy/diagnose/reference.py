@@ -35,7 +35,9 @@ FIELDS = (
 
 
 def built_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that a correct run records of its built model and optimizer, as far as they are known."""
+    """Return the settings of the model and the optimizer that a correct run of a recipe records after MindFormers has
+    built them, as far as the recipe determines these settings.
+    """
     optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
     found: dict[str, Any] = {}
     if betas := optimizer.get("betas"):
@@ -51,7 +53,9 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def bias_rate_of(recipe: Recipe) -> float | None:
-    """Return the rate of the routers' biases; it is 0 in a run that trains adapters (plugins.lora)."""
+    """Return the rate at which a run moves the routers' biases. The rate is 0 in a run that trains adapters
+    (plugins.lora), because such a run does not change the biases.
+    """
     rate = View(recipe).get((*MODEL, BIAS_RATE))
     return 0.0 if rate and _adapters(recipe) else rate
 
@@ -76,11 +80,12 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (a step, module -> its output there by NumPy, router -> the number of tokens at a tie, ""), or if it
-    cannot be computed (0, {}, {}, the reason).
+    """Return (a step, module -> its output in that step as NumPy computes it, router -> the number of tokens at a tie,
+    ""); if the outputs cannot be computed, return (0, {}, {}, the reason).
 
     Args:
-        kept_in: the file of weights and batch: of the first recorded step since the last resume, or `END`.
+        kept_in: the name of the file that holds weights and batch: the file of the first recorded step since the last
+            resume, or `END`.
     """
     file = side.folder / kept_in
     if not file.is_file():

@@ -44,7 +44,9 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return the first finding of each phase; of several ranks in one step the earliest in its rank's order."""
+    """Return the first finding of each phase (forward, backward, weights, state). If several ranks have findings in one
+    step, the finding with the earliest place in the order of its rank comes first.
+    """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
         found[row.phase] = found[row.phase] or row
@@ -86,7 +88,9 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return a phrase that names the call or update that computed a row's tensor, as far as the dump shows it."""
+    """Return a phrase that names the call or optimizer update that computed the tensor of a row, as far as the dump
+    shows this.
+    """
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -115,7 +119,9 @@ def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
 
 
 def _arrived(rows: list[Row]) -> Row | None:
-    """Return the first input of the outermost cell (else of the first call) that differs in a step."""
+    """Return the first part of a step's batch that differs: an input of the outermost cell, or else of the first
+    call.
+    """
     # behind the backward pass: an optimizer's cells
     turn = min((row.order for row in rows if row.phase == BACKWARD), default=math.inf)
     forward = [row for row in rows if row.phase == FORWARD and row.order < turn]
@@ -144,7 +150,9 @@ def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
 
 
 def _moved(row: Row, rows: list[Row]) -> str:
-    """Return what the optimizer did to the weights of a later step, by what most wrong updates look like."""
+    """Return the weights of a later step: what the optimizer did to them, by what most of the wrong updates look
+    like.
+    """
     wrong = [each for each in rows if each.phase == WEIGHTS and each.kind]
     weights = sum(each.phase == WEIGHTS and each.role == row.role for each in rows)
     cause, times = Counter(each.cause for each in wrong).most_common(1)[0]
@@ -279,7 +287,9 @@ class Report:
         return found
 
     def meaning(self) -> str:
-        """Return what the earliest finding usually means, as `meaning` does."""
+        """Return one or two sentences that say what the earliest finding usually means and where to look for its cause;
+        "No tensor diverges." if there is no finding.
+        """
         return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
@@ -306,7 +316,7 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def finding_text(row: Row) -> str:
-    """Return one line of text about a finding."""
+    """Return one line of text about a finding: the step, the rank, the name of the tensor, and the difference."""
     rank = f" rank {row.rank}" if row.rank else ""
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
     return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"
@@ -318,7 +328,8 @@ def compare_dumps(
     """Compare two dumps tensor by tensor and return the report.
 
     Args:
-        promoted: whether GOLDEN computed in a wider type (report section 3.1 (1)), which is then no finding.
+        promoted: whether the golden side computed in a wider type (report section 3.1 (1)), so that another type is not
+            a finding.
         progress: called with the number of compared tensors and the number of all tensors.
 
     Raises:

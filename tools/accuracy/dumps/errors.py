@@ -76,10 +76,12 @@ class Scale:
 
 
 def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the factor of all values of a .npy file to the golden ones, if it is out of tolerance; otherwise None.
+    """Return the factor by which all values of a .npy file differ from those of the golden file, if the distance of
+    this factor from 1 is larger than its tolerance; otherwise return None.
 
     Args:
-        sums: `Measured.sums` of the two; the files are read again only if their factor is over the floor.
+        sums: `Measured.sums` of the two; the files are read again only if the factor computed from these sums is over
+            the floor.
         dtype: the judged type.
     """
     floor, sigmas = systematic(dtype)
@@ -91,7 +93,9 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return the distance of 1 from the interval of the factor, from the sums of want^2, want d and d^2."""
+    """Return the distance between 1 and the interval in which the common factor of two tensors lies, given the sums of
+    want^2, want d and d^2, where want is the golden tensor and d is the difference between the tensors.
+    """
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
         return 0.0  # nothing to scale, or not even the same sign: no question of a factor
@@ -162,7 +166,9 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
 
 
 def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
-    """Return whether all bits agree, and the sum of squares of `want` (0 of integers, not finite with NaN or inf)."""
+    """Return whether all bits agree; the sum of squares of `want` (0 for integers, not finite where it holds NaN or
+    inf).
+    """
     identical, total = want.dtype == got.dtype, 0.0
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -227,7 +233,9 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
-    """Return the largest relative difference of two tensors' statistics; inf if one is not finite and differs."""
+    """Return the largest relative difference between the statistics of two tensors; inf if a statistic is not finite in
+    one of the dumps and differs from that of the other dump.
+    """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
         return 0.0
@@ -244,7 +252,9 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """Return the factor of two L2 norms if it is out of tolerance; `tolerance` is that of elements by Table 2."""
+    """Return the factor between the L2 norms of two tensors if it differs from 1 by more than its tolerance, and None
+    otherwise; `tolerance` is the tolerance of single elements by Table 2.
+    """
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]
     if not norm or other is None or largest is None or smallest is None:

@@ -68,7 +68,9 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return the key that pairs a call with the other dump's; other frameworks name classes differently."""
+        """Return the key by which a call of one dump is paired with the same call of the other dump; the key leaves out
+        the class, because other frameworks name classes differently.
+        """
         return self.kind, self.path, self.phase, self.call
 
     @property
@@ -161,7 +163,9 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield flat pieces at the same place of up to four .npy files of equal size, views of this thread's buffers."""
+    """Yield tuples of flat pieces that lie at the same position of up to four .npy files of equal size; these pieces
+    are views of buffers that this thread uses again.
+    """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
     return zip(*(file.chunks(buffer) for file, buffer in zip(files, _own.buffers, strict=False)), strict=True)
@@ -185,7 +189,9 @@ class Item:
 
     @property
     def parameter(self) -> str:
-        """Return a parameter's name within its cell, of `parameters.weight` or of its gradient `weight.0`."""
+        """Return the name of a parameter within its cell, for the parameter (`parameters.weight`) and for its gradient
+        (`weight.0`).
+        """
         if self.role == "parameters":
             return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
         return self.label.removesuffix(".0")
@@ -205,7 +211,7 @@ class Entry:
 
 
 def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return step -> rank -> the folder in which this rank dumped the kernels of this step."""
+    """Return a nested dictionary step -> rank -> the folder in which this rank dumped the kernels of this step."""
     found: dict[int, dict[int, Path]] = {}
     for rank in folder.glob("rank_[0-9]*"):
         match = _KERNEL_RANK.match(rank.name)
@@ -287,7 +293,9 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Return what one rank dumped in one step: weights before it, then calls in the order in which they ended."""
+        """Return what one rank dumped in one step: first the weights before the step, then the calls of the step in the
+        order in which they ended.
+        """
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
             folder = self.folders[step][rank]

@@ -35,7 +35,9 @@ MOST = 8  # findings shown
 
 
 def picture(rows: list[Row]) -> str:
-    """Return an <svg> plot of a phase's tensors in order: errors (logarithmic), tolerances, layers and steps."""
+    """Return an <svg> plot of the tensors of one phase, in order: the logarithm of each error, the tolerance as a line,
+    and below them the layers and steps.
+    """
     count = len(rows)
     spans = [(n * count // POINTS, (n + 1) * count // POINTS) for n in range(POINTS)] if count > POINTS else None
     groups = [rows[a:b] for a, b in spans] if spans else [[row] for row in rows]

@@ -5,9 +5,8 @@
 What is known (a name is matched by a part of its class or function, in lower case):
 
     matrix products   of a cell, forward: the last axis of the input; gradient of the input: the last axis of the
-                      gradient that arrives; gradient of the weight: the rows of all calls. Of a function or kernel,
-                      which may transpose: sqrt(values of a x values of b / values of the product), per matrix of a
-                      batch
+                      gradient that arrives; gradient of the weight: the rows. Of a function or kernel, which may
+                      transpose: sqrt(values of a x values of b / values of the product), per matrix of a batch
     norms             the last axis; gradients of scale and shift: the rows
     softmax           the last axis
     attention         the longest axis of its inputs (a sum over keys)
@@ -85,7 +84,9 @@ class Counter:
 
 
 def _place(entry: Entry) -> str:
-    """Return a cell's path, or a function's name and call, because a function's shapes change from call to call."""
+    """Return the place of a call: the path of a cell, or a function's name with the number of the call, because a
+    function's shapes change from call to call.
+    """
     name = entry.name
     return f"Cell.{name.path}" if name.kind == "Cell" else f"{name.kind}.{name.path}#{name.call}"
 
@@ -157,7 +158,9 @@ class Trained:
                         self._trained.add((entry.name.path, item.parameter))
 
     def has(self, entry: Entry, item: Item) -> bool:
-        """Return whether a gradient trains a parameter; True if the dumps do not show this for any."""
+        """Return whether a parameter is trained by a gradient; if the dumps do not show this for any parameter, return
+        True.
+        """
         return not self.known or (entry.name.path, item.parameter) in self._trained
 
 
@@ -187,7 +190,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """A `Pair` holds one tensor as the two dumps have it; the side of a dump that lacks it is None."""
+    """A `Pair` holds one tensor as the two dumps have it; the entry of a dump that lacks the tensor is None."""
 
     step: int
     rank: int
@@ -198,14 +201,18 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """Return call and tensor of the golden dump, or those of the other dump if the golden one lacks them."""
+        """Return the call and the tensor of the golden dump, or those of the other dump if the golden dump lacks this
+        tensor.
+        """
         side = self.golden or self.bench
         assert side is not None
         return side
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Yield a pair for each tensor, in the golden dump's order; what only `bench` has is where it was computed."""
+    """Yield a pair for each tensor of one step on one rank, in the golden dump's order; tensors that only the dump
+    `bench` has are inserted where they were computed.
+    """
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):
         if want is None or got is None:
@@ -239,7 +246,9 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """Return the judgement of a pair; None for plain values that agree, which are not reported."""
+    """Return the judgement of a pair of tensors; return None for plain values that agree, because these are not
+    reported.
+    """
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -266,7 +275,9 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Return the pass that computes a tensor, WEIGHTS for a trained parameter, STATE for any other parameter."""
+    """Return the phase to which a tensor is counted: the pass that computes it (forward or backward), "weights" for a
+    parameter that a gradient trains, and "state" for any other parameter.
+    """
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE
     return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase
@@ -286,7 +297,9 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the 16-bit type of a tensor in either dump, as a column of Table 2; "float32" without one."""
+    """Return the 16-bit data type of a tensor in either of two dumps, as the name of a column of Table 2; return
+    "float32" if neither dump has the tensor in 16 bits.
+    """
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 
@@ -319,7 +332,9 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
 
 
 def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
-    """Compare two tensors by statistics; the norm shows that there is a NaN or infinity, but not where."""
+    """Compare two tensors by their statistics; the norm shows that a tensor has a NaN or an
+    infinity, but not where.
+    """
     nans = sum(isinstance(x, float) and math.isnan(x) for x in bench.statistics)
     error = statistics_error(golden, bench, smallest)
     infinite = sum(isinstance(x, float) and math.isinf(x) for x in bench.statistics) if error else 0

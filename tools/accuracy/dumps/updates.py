@@ -104,7 +104,9 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return a lower bound on an update's largest change of an element, by statistics; 0 if there are none."""
+    """Return a lower bound on the largest change of an element in a weight's update, derived from the changes of the
+    weight's statistics; 0 if there are no statistics.
+    """
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return 0.0
@@ -216,7 +218,12 @@ class _Step:
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
-    """Return the rows of `pairs` (steps ascending) with each wrong update marked, and the counts of judged updates."""
+    """Return the rows of a comparison, in which each weight with a wrong update is marked, and the counts of judged
+    updates.
+
+    Args:
+        rows: the rows of `pairs`, in the same order, with steps in ascending order.
+    """
     rows, updates = list(rows), Updates()
     steps = _steps(pairs, rows)
     sizes: dict[tuple[int, int], list[float]] = {}  # of the updates in one step of one rank, where values are not known
@@ -347,8 +354,9 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare the updates of one weight in two runs, from four files of one shape: before and after it in each run. The
-    relative values are inf if only the second run has changed the weight.
+    """Compare the updates of one weight in two runs, from four files of one shape: the weight before and after the
+    update in the first run, and the same in the second run. The relative values are inf if only the second run has
+    changed the weight.
     """
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d

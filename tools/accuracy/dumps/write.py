@@ -37,7 +37,9 @@ class Job:
 
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
-    """Write into `folder`, completely or not at all, that it is a dump, and whether the dump is complete."""
+    """Write a file into `folder` that says that the folder is a dump, and whether the dump is complete. The file is
+    written completely or not at all, even if the process is killed.
+    """
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
@@ -65,7 +67,9 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError for lost steps or ranks: two dumps that lack the same ones would look equal."""
+    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same steps or ranks would look
+    equal.
+    """
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
         return
@@ -81,11 +85,12 @@ def refuse_parts(
 
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
-    """Return a `PrecisionDebugger` that writes `folder/stepN/rankM/`; each rank has a configuration file of its own.
+    """Return a `PrecisionDebugger` that writes `folder/stepN/rankM/`.
 
     Args:
         level: L0 (cells), L1 (functions), mix (both), or L2 (kernels of a compiled graph).
         task: statistics, or tensor (which also writes the values as .npy files).
+        rank: the rank of this worker; each has a configuration file of its own.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}
@@ -121,7 +126,9 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return max, min, mean and L2 norm of an array; of booleans the first two, of an empty array none."""
+    """Return the largest and the smallest value, the mean and the L2 norm of an array; for booleans return only the
+    first two of them, and for an empty array none.
+    """
     if not values.size:
         return ()
     if values.dtype == np.bool_:

@@ -89,7 +89,9 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
 
 
 def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[Finding]:
-    """Yield comparisons of losses and norms of each step; those above what is allowed are findings."""
+    """Yield comparisons of the losses and norms of each step; they are findings if their error is over what is
+    allowed.
+    """
     micro_steps = sharding.accumulate or 2  # 0: of a rank's samples each
     undefined = undefined_parts(sharding.pp, micro_steps, float(sharding.aux))
     left_out = ["global_norm", *["load_balancing_loss"] * len(undefined)]
@@ -110,7 +112,9 @@ def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[F
 
 
 def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterator[Finding]:
-    """Yield comparisons of each weight's gradient of step 1: the one that errs most is nearest to the fault."""
+    """Yield comparisons of every weight's gradient of step 1, element by element: the one that errs most is nearest to
+    the fault.
+    """
     for name in shared(run, reference, FIRST):
         sides = run.state[FIRST + name], reference.state[FIRST + name]
         yield At(run, 1, BACKWARD).judged(name, f"gradient of {name}", *sides, allowed)
@@ -170,12 +174,15 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """An `ExecutedRuns` holds the sharded trainings of one recipe, and those in one process when they are needed."""
+    """An `ExecutedRuns` holds the sharded trainings of one recipe. Each parallel layout is trained once; the training
+    in one process with which it is compared is started when it is first needed.
+    """
 
     word = "run"
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
-        """Return the comparison of a parallel layout with one process, each of which is trained unless it was before.
+        """Train a recipe in a parallel layout and in one process, unless this was done before, and return the
+        comparison of the two trainings.
 
         Raises:
             RunFailedError: one of the two runs failed, now or earlier, or left no complete record.
@@ -192,10 +199,12 @@ class ExecutedRuns(Runs):
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
-    """Train a recipe of `derive_sharded`, return what its checkpoints and metrics say, and delete the checkpoints.
+    """Train a recipe that `derive_sharded` has made, return what its checkpoints and metrics say, and delete the
+    checkpoints.
 
     Args:
-        noted: a weight of which no checkpoint holds the last rank's gradient; that rank records its norm.
+        noted: the name of a weight; the last rank records the norm of its gradient, because no checkpoint holds the
+            last rank's copy of this gradient.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.
@@ -285,7 +294,9 @@ def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
 
 
 def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
-    """Return the weights with a moment of their own shape; for the others Muon keeps one element that it never uses."""
+    """Return the names of the weights that have a moment of this prefix in their own shape. For every other weight Muon
+    keeps a moment of a single element, which it never uses.
+    """
     found = (name.removeprefix(prefix) for name in arrays if name.startswith(prefix))
     return [name for name in found if name in arrays and arrays[prefix + name].shape == arrays[name].shape]
 

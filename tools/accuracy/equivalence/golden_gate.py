@@ -29,20 +29,27 @@ MADE_WITH = ("mindspore", "mindformers")
 
 
 def golden_file(folder: Path, recipe: str) -> Path:
-    """Return the path of a recipe's golden numbers: ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
+    """Return the path of the file with a recipe's golden numbers, such as ``mini-pretrain.json`` for
+    recipes/mini/pretrain.yaml.
+    """
     path = Path(recipe).absolute()
     return folder / f"{path.parent.name}-{path.stem}.json"
 
 
 def recorded(folder: Path, recipe: str) -> str:
-    """Return how a golden file names its recipe: relative to this checkout, or to the folder if it is elsewhere."""
+    """Return the path by which a golden file in `folder` names its recipe: relative to this checkout if the recipe
+    belongs to the checkout, and otherwise relative to the folder.
+    """
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, real_path(folder))
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the recipe to which a golden file belongs; "" if it is the given one. Recipes of the same name in folders
-    of the same name share one file, such as a user's mini/pretrain.yaml and that of this repository.
+    """Return the path of the recipe to which the numbers of a golden file belong; return "" if this recipe is the given
+    one.
+
+    Two recipes with the same name in folders with the same name share one file, for example a user's mini/pretrain.yaml
+    and the one of this repository.
 
     Raises:
         DataError: it is not a golden file.
@@ -128,7 +135,9 @@ def unknown(golden: Mapping[str, Any], runs: Iterable[str]) -> list[str]:
 
 
 def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a line of text for each number of `runs` that differs from its golden number, if it has one."""
+    """Return a line of text for each number of `runs` that differs from its golden number; runs without golden numbers
+    are left out.
+    """
     known = [(name, run) for name, run in runs.items() if name in golden]
     return [f"{name}: {line}" for name, run in known for line in _run_differences(golden[name], run)]
 

@@ -82,7 +82,9 @@ class Row:
 
 @dataclass
 class Matrix:
-    """A `Matrix` holds the comparisons of a recipe's strategies with their baselines, and the trainings by name."""
+    """A `Matrix` holds the results of all compared strategies of one recipe. Each row compares a strategy with its
+    baseline; `runs` holds the trainings that the rows compare, by name.
+    """
 
     recipe: str
     steps: int
@@ -109,14 +111,15 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies with these names or of these kinds, and also the layouts that `drawn` draws at random.
+    """Return the strategies with these names or of these kinds ("trained", "executed"), and also the layouts that are
+    drawn at random if `drawn` is given.
 
     Without names: all trained strategies, and the default selection of the executed ones, each of which takes minutes.
 
     Args:
         base: the recipe from `one_worker`; if it is given, rows that need a part that its model lacks are left out.
-        drawn: the arguments of `draw_cases`. If names of drawn layouts are given, the others are left out, so that one
-            that failed can be executed again by itself.
+        drawn: the arguments with which `draw_cases` draws layouts of it. If names of drawn layouts are given, the other
+            layouts are left out, so that a layout that failed can be executed again by itself.
 
     Raises:
         RecipeError: a name is unknown, or none of the named strategies can be executed.
@@ -153,12 +156,16 @@ def equivalence(
     drawn: tuple[int, int, int] | None = None,
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
-    """Train a recipe under the chosen parallel strategies, and return each one's comparison with its baseline.
+    """Train a recipe under the chosen parallel strategies, and return the comparison of each strategy with its
+    baseline.
 
     Args:
-        started: called with the name of each run before it starts.
-        drawn: the number of drawn layouts, the seed and the most processes; without names, only these layouts run.
-        finished: called with each row as soon as it is judged, so that an interrupted command has told its results.
+        path: the path of the recipe. names: the names for `choose`. work: the folder for the training runs. started:
+            called with the name of each run before it starts.
+        drawn: the number of drawn layouts, the seed, and the largest number of processes of a layout; without names,
+            only these layouts run.
+        finished: called with each row as soon as it is judged, so that an interrupted command has already reported its
+            results.
 
     Raises:
         RecipeError: the recipe or a name is wrong.
@@ -180,7 +187,11 @@ def equivalence(
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return why `tc3 train` refuses a strategy that the recipe's model cannot have; "" if it accepts it."""
+    """Return the reason why `tc3 train` refuses the recipe of a strategy, such as 7 experts on 2 ranks; return "" if
+    `tc3 train` accepts the recipe.
+
+    Nothing is wrong with a strategy that the recipe's model cannot have.
+    """
     errors = check_recipe(recipe).errors
     return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""
 
@@ -189,11 +200,13 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Return the training of a variant of the recipe, as `once` does."""
+        """Return the training of a variant of the recipe, which runs only if it has not run before. This method raises
+        the errors that `once` raises.
+        """
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self, name: str) -> list[Row]:
-        """Train a baseline that the user chose by name; return a row if the training fails."""
+        """Train a baseline that the user chose by name; return a row if the training fails, and no row otherwise."""
         variant = baseline_variant(name)
         try:
             self.run(name, variant)
@@ -240,7 +253,9 @@ def _row(case: Case, misfit: str, recipes: Iterator[Recipe], compare: Callable[[
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:
-    """Return a line for each of the first differences of a strategy, or why its training failed."""
+    """Return a line of text for each of the first differences of a strategy from its baseline, or the reason why its
+    training failed.
+    """
     if not row.findings:
         return [row.reason]
     lines = [finding_text(finding, row.mesh) for finding in row.findings[:most]]
@@ -269,7 +284,9 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
 
 
 def print_verdict(row: Row, console: Console) -> None:
-    """Write the result of one strategy to `console` when it is known, if the strategy was compared."""
+    """Write the result of one strategy to `console` when it is known; write nothing about a strategy that was not
+    compared.
+    """
     if row.status == NONE:
         return
     compared = f", {row.tensors} compared, {share(row.used)} of a tolerance used" if row.tensors else ""
@@ -294,7 +311,9 @@ def share(used: float) -> str:
 
 
 def print_list(console: Console) -> None:
-    """Write every strategy to `console`: what it is, how it is tested, or why it cannot be tested."""
+    """Write every strategy to `console`, with a description, the way in which it is tested, and the reason if it cannot
+    be tested.
+    """
     table = _table("how", "what")
     for case in cases():
         table.add_row(case.name, case.how, case.what)

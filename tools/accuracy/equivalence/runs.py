@@ -43,7 +43,9 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """This error means that a compared training failed; the message holds the last lines of its output."""
+    """This error means that a training that was to be compared failed; the message holds the last lines of its
+    output.
+    """
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the training with this name; the first call for a name runs it by calling `make`.
+        """Return the results of the training with this name; the first call for a name runs the training by calling
+        `make`.
 
         Raises:
             RunFailedError: the run failed, now or earlier, or its record cannot be read.
@@ -214,7 +217,9 @@ def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndar
 
 
 def weight_of(name: str) -> str:
-    """Return the weight (or router) to which a recorded tensor, such as an optimizer moment, belongs."""
+    """Return the name of the weight (or of the router) to which a recorded tensor, such as an optimizer moment,
+    belongs.
+    """
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
@@ -244,13 +249,17 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return for each element the smallest mean squared gradient above 0 so far, by which AdamW divides."""
+    """Return for each element of a weight the smallest value above 0 that its mean squared gradient, by which AdamW
+    divides, has had so far.
+    """
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)
 
 
 def group_of(weight: str) -> str:
-    """Return the part of the model to which a MindFormers weight belongs, such as layers.1.experts or norms."""
+    """Return the part of the model to which a MindFormers weight belongs, such as layers.1.experts, embedding
+    or norms.
+    """
     words = weight.split(".")
     where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
     parts = {"norm": "norms", ".experts.": "experts", "shared_experts": "shared_expert", "router": "router"}

@@ -116,7 +116,9 @@ class Sharding:
 
     @property
     def words(self) -> str:
-        """Return the fields that differ from their defaults as text, such as ``"dp 2, tp 2, sp, zero"``."""
+        """Return as text the fields of this sharding that differ from their defaults (one process, a model of two dense
+        layers), such as ``"dp 2, tp 2, sp, zero"``.
+        """
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
@@ -126,7 +128,9 @@ class Sharding:
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
-        """Return why ranks and micro-batches cannot share `batch` samples of a step; "" if they can."""
+        """Return the reason why `batch` samples of a step cannot be divided among the ranks and micro-batches of this
+        sharding; return "" if they can.
+        """
         parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 

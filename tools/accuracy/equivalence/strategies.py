@@ -61,7 +61,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one strategy: trained by MindFormers, executed as a sharded graph, or with why it can be neither."""
+    """A `Case` is one strategy to compare: with a training by MindFormers, with a training as a sharded graph, or with
+    the reason why a CPU can run neither of these two trainings.
+    """
 
     name: str
     what: str
@@ -70,7 +72,9 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return in words the part of a model, or the optimizer, that this strategy needs and a recipe lacks; or ""."""
+        """Return in words what this strategy needs and a recipe lacks: a part of the model, or an optimizer that the
+        strategy's graph can compute; return "" if nothing is missing.
+        """
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
@@ -102,14 +106,18 @@ TRAINED_ROWS = (
 
 
 def cases() -> list[Case]:
-    """Return every strategy: trained, executed, and those that a CPU cannot run; baselines are left out."""
+    """Return every strategy: first those trained by MindFormers, then those executed as sharded graphs, then those that
+    a CPU cannot run. Trainings that only serve as baselines are left out.
+    """
     trained = [Case(name, what, variant=variant) for name, what, variant in TRAINED_ROWS]
     executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
     return [*trained, *executed, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return every strategy for a recipe of one worker, marked as not executable where the recipe lacks something."""
+    """Return every strategy for a recipe of one worker; a strategy is marked as not executable, with the reason, if it
+    needs a part of the model or an optimizer that the recipe does not have.
+    """
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
     lacking = ((case, case.lacks(model, optimizer)) for case in cases())
@@ -203,7 +211,11 @@ def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
 
 
 def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> list[Case]:
-    """Return different layouts of a recipe (from `one_worker`) on at most `most` processes, drawn by the seed.
+    """Return different parallel layouts of a recipe (from `one_worker`), drawn at random; equal arguments give equal
+    layouts.
+
+    Args:
+        most: the largest number of processes of a layout.
 
     Raises:
         RecipeError: there are fewer than `count` legal layouts.
@@ -255,7 +267,9 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return why a parallel layout is not legal for a model, or cannot be compared; "" if it can be."""
+    """Return the reason why a parallel layout is not legal for a model, or cannot be compared; return "" if the layout
+    can be compared.
+    """
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0

@@ -74,7 +74,9 @@ CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this sh
 
 @dataclass(frozen=True)
 class Mesh:
-    """A `Mesh` holds degrees of parallelism; ranks of a tensor-parallel group have consecutive numbers."""
+    """A `Mesh` holds the degrees of pipeline, data, context and tensor parallelism. The ranks of a tensor-parallel
+    group have consecutive numbers.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -110,7 +112,9 @@ class Finding:
 
 
 class At(NamedTuple):
-    """An `At` names a training step and one of its phases; its methods make findings about them."""
+    """An `At` names a training step and one of its phases (forward, backward or optimizer); its methods make findings
+    about them.
+    """
 
     run: Trained
     step: int
@@ -124,7 +128,9 @@ class At(NamedTuple):
         return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
 
     def judged(self, weight: str, tensor: str, got: np.ndarray, want: np.ndarray, allowed: float) -> Finding:
-        """Return the comparison of a tensor that belongs to a weight, such as its moment, with the reference's."""
+        """Return a finding that compares a tensor that belongs to a weight, such as the weight's moment, with the
+        reference's tensor.
+        """
         verdict = judge(got, want, allowed, DTYPE)
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
 
@@ -175,7 +181,9 @@ def finding_text(finding: Finding, mesh: Mesh) -> str:
 
 
 def _bias_rows(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield for each router with a bias: the loads of each step, how the biases moved, and where they ended."""
+    """Yield for each router that has a bias: the loads of each step, then how the biases moved, then where they
+    ended.
+    """
     for name in (name.removeprefix(BIAS) for name in reference.state if name.startswith(BIAS)):
         loads, wants = (side.state[LOAD + name].astype(np.float64) for side in (run, reference))
         for step, (load, want) in enumerate(zip(loads, wants, strict=True), 1):
@@ -231,7 +239,9 @@ def other_length(run: Trained, reference: Trained) -> Comparison | None:
 
 
 def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield a finding for each step whose samples, in any order and on any ranks, differ from the reference's."""
+    """Yield a finding for each step whose samples differ from the reference's samples; the order of the samples and the
+    ranks that received them do not matter.
+    """
     for step, (mine, theirs) in enumerate(zip(run.samples, reference.samples, strict=True), 1):
         if mine != theirs:
             other = len(set(mine) ^ set(theirs)) // 2
@@ -285,12 +295,16 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return what a wrong loss and a wrong gradient point to: forward and backward in step 1, then the optimizer."""
+    """Return the phase that a wrong loss of a step points to, and the phase that a wrong gradient points to: forward
+    and backward in the first step, and the optimizer in later steps.
+    """
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
 
 
 def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
-    """Return the comparisons of the norms of each part's gradients in one step with the reference's."""
+    """Return for each part of the model the comparison of the norm of its gradients in one step with the reference's
+    norm.
+    """
     found, wanted = (group_norms(side.norms[at.step - 1]) for side in (at.run, reference))
     return [at.number(group, "gradient norm", found.get(group), want, allowed) for group, want in wanted.items()]
 
@@ -306,7 +320,9 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Yield comparisons of the last moments, then of each weight's total change, by Table 2 for `tokens` terms."""
+    """Yield comparisons of the optimizer's moments after the last step, and then of the total change of each weight, by
+    Table 2's tolerance for sums over `tokens` tokens.
+    """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     for name in (name for name in reference.state if name.startswith(STATE)):
         most = 2 * allowed if name.startswith(MOMENTS[1]) else allowed  # a square errs twice as much as its root

@@ -21,11 +21,15 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This error means that the device has no kernel for an operator or type; the message is MindSpore's."""
+    """This error means that this device has no kernel for the operator or the data type; the message comes from
+    MindSpore.
+    """
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators; as a context manager it restores MindSpore's global mode."""
+    """A `MindSporeDevice` runs operators on the device that MindSpore has here. The class is a context manager, because
+    MindSpore's mode and synchronisation are global and must be restored.
+    """
 
     def __init__(self) -> None:
         os.environ.setdefault("GLOG_v", "3")  # its log is about its own kernels; errors reach the report
@@ -56,7 +60,9 @@ class MindSporeDevice:
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Return the gradients of the inputs `spec.wrt` for those of the float outputs; raises as `forward` does."""
+        """Return the gradients of those inputs of an operator that `spec.wrt` lists, for given gradients of its float
+        outputs; this raises the errors that `forward` raises.
+        """
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
     def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:

@@ -36,13 +36,17 @@ def grouped(rng, rows, h, width, experts):
 
 
 def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
-    """Return rows [C, h] times each one's expert's weight of [E, h, H], as [C, H]."""
+    """Return the grouped matmul of rows [C, h] and experts' weights [E, h, H] as [C, H]: each expert's weight
+    multiplies only the rows of that expert.
+    """
     parts = np.split(rows, ends[:-1])
     return np.concatenate([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
 
 def grouped_grad(rows, weight, ends, dout):
-    """Return the gradients of rows and weights of a grouped matmul; that of an expert without rows is zero."""
+    """Return the gradients of a grouped matmul with respect to its rows and weights; the gradient of an expert without
+    rows is zero.
+    """
     douts, parts = np.split(dout, ends[:-1]), np.split(rows, ends[:-1])
     drows = np.concatenate([d @ matrix.T for d, matrix in zip(douts, weight, strict=True)])
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
@@ -223,7 +227,9 @@ def router(logits: Array, bias: Array) -> tuple[Array, Array]:
 
 
 def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of a router's weights to the logits; the choice of experts has none."""
+    """Return the gradient of a router's weights with respect to the logits; the choice of the experts has no
+    gradient.
+    """
     gate, index = _chosen(logits, bias)
     total = gate.sum(-1, keepdims=True)
     dgate = SCALING * (dout - (dout * gate).sum(-1, keepdims=True) / total) / total

@@ -33,7 +33,9 @@ def _distinct(rng, rows, n):
 
 
 def prod_grad(x: Array, dout: Array) -> tuple[Array]:
-    """Return a product's gradient over the last axis, without a division by x, which may be tiny."""
+    """Return the gradient of a product over the last axis: dout times the product of all other elements, computed
+    without dividing by x, because this division would magnify errors where x is tiny.
+    """
     others = np.stack([np.delete(x, i, -1).prod(-1) for i in range(x.shape[-1])], -1)
     return (dout[..., None] * others,)
 
@@ -171,7 +173,9 @@ def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[A
 
 
 def rms_norm_call(epsilon: float):
-    """Return the RMS norm as MindFormers computes it: float32 inside, stored in the input's type."""
+    """Return a function that computes the RMS norm as MindFormers does: statistics are computed in float32 and stored
+    in the input's type (transformer/norm.py).
+    """
 
     def make(ms):
         def call(x, gamma):

@@ -92,14 +92,18 @@ class Report:
 
 
 def status_of(rows: list[Row]) -> str:
-    """Return "fail" if a check of an operator failed, "not runnable" if its forward did not run, else "pass"."""
+    """Return the status of an operator in one data type: "fail" if a check failed, "not runnable" if its forward did
+    not run here, and otherwise "pass".
+    """
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
 
 
 def used(rows: list[Row]) -> float:
-    """Return the largest share of its tolerance that an error of forward or backward used; 0 of moved values."""
+    """Return the largest error of an operator's forward and backward as a share of its tolerance; 0 for an operator
+    that only moves values.
+    """
     return max((row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"), default=0.0)
 
 
@@ -124,7 +128,9 @@ def failure_text(row: Row) -> str:
 
 
 def not_runnable_lines(rows: list[Row]) -> list[str]:
-    """Return a line for each operator and message of MindSpore: data types, phase if backward, message."""
+    """Return one line for each operator that cannot run here and each message of MindSpore about it: the data types,
+    the phase if only the backward failed, and the message.
+    """
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         grouped.setdefault((row.op, row.phase, row.detail), []).append(SHORT[row.dtype])

@@ -35,7 +35,9 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Return the values with magnitudes of at least `bound`, signs kept (0 becomes +bound, -0 -bound)."""
+    """Return the values with each magnitude raised to at least `bound` and each sign kept (0 becomes +bound, -0 becomes
+    -bound).
+    """
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
 
@@ -52,12 +54,16 @@ def specials(dtype: str) -> np.ndarray:
 
 
 def grid(dtype: str, inputs: int) -> list[np.ndarray]:
-    """Return vectors for `inputs` inputs that together hold every combination of special values."""
+    """Return test inputs for an elementwise operator with `inputs` inputs, as one vector for each input; together they
+    hold every combination of special values.
+    """
     return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
 
 
 def poke(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a copy of an array [..., n] whose first 13 rows have another special value each in the middle."""
+    """Return a copy of an array [..., n] with at least 13 rows; each of its first 13 rows has another special value in
+    its middle.
+    """
     poked = values.copy()
     rows = poked.reshape(-1, poked.shape[-1])
     special = specials(dtype)
@@ -91,7 +97,9 @@ def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Genera
 
 
 def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case:
-    """Return one test: inputs of the sizes `shape`, clipped and rounded, and golden results."""
+    """Return one test of an operator: draw its inputs (`shape` gives the sizes for `spec.make`), clip and round them,
+    and compute the golden results.
+    """
     rng = generator(spec, shape, seed)
     inputs, extreme = [], 0
     for number, values in enumerate(spec.make(rng, *shape)):
@@ -150,7 +158,8 @@ def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, see
     """Run all checks of an operator in one data type on a device, and return a row for each.
 
     Args:
-        reruns: the number of times that each case runs; with 1, reruns are not checked.
+        dtype: the full name of the data type. reruns: the number of times that each case runs; with 1, reruns are not
+            checked. seed: the seed of the inputs.
     """
     rows: list[Row] = []
     for shape in spec.shapes:
@@ -209,7 +218,9 @@ def _told(error: Exception) -> str:
 
 
 def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iterator[Row]:
-    """Yield the results of the forward with special values; goldens may treat denormals as zero or not."""
+    """Yield the results of the forward with special values; the golden baseline may treat denormals
+    as zero or not.
+    """
     inputs = special_inputs(spec, dtype, seed)
     wants = _special_goldens(spec, inputs, dtype)
     allowed = tolerance(dtype, max(spec.counts(*inputs).of("forward", 0), 1), spec.roundings)
@@ -229,7 +240,9 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Return all combinations of special values ("each"), or the first test input with one in each row ("row")."""
+    """Return test inputs of an operator with special values: if `spec.special` is "each", all combinations of special
+    values; if it is "row", the first test input with one special value in each row.
+    """
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":
         return tuple(grid(dtype, len(case.inputs)))

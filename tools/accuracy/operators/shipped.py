@@ -35,7 +35,9 @@ _DIGITS = 8
 
 
 def numbers_of(spec: Spec, dtype: str) -> dict[str, list[float]]:
-    """Return rms and some elements of each golden output and gradient, for an operator's first shape."""
+    """Return the root mean square and some sample elements of each golden output and gradient of an operator, for the
+    first of its test shapes.
+    """
     case = make_case(spec, spec.shapes[0], dtype, SEED)
     tensors = {f"output {number}": array for number, array in enumerate(case.outputs)}
     tensors |= {f"gradient {number}": array for number, array in zip(spec.wrt, case.grads, strict=False)}
@@ -51,7 +53,8 @@ def _summary(name: str, array: Array) -> list[float]:
 
 
 def read_shipped(file: Path = FILE) -> dict[str, Any]:
-    """Return the content of the file of golden results: its date "made", the version of "numpy", and "results".
+    """Return the content of the file of golden results: "made" (its date), "numpy" (the version of NumPy), and
+    "results".
 
     Raises:
         DataError: it is not a golden file.
@@ -68,7 +71,12 @@ def read_shipped(file: Path = FILE) -> dict[str, Any]:
 
 
 def differences(pairs: Iterable[tuple[Spec, str]], shipped: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the number of compared tensors, and a line for each that differs from those of `read_shipped`."""
+    """Return the number of compared tensors, and a line of text for each tensor that differs from the golden results in
+    the file.
+
+    Args:
+        pairs: operators and data types. shipped: the result of `read_shipped`.
+    """
     compared, lines = 0, []
     for spec, dtype in pairs:
         for name, got in numbers_of(spec, dtype).items():

@@ -18,13 +18,17 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Counts:
-    """A `Counts` holds an operator's accumulation counts, one for all tensors or one for each; 0 only moves values."""
+    """A `Counts` holds the accumulation counts (numbers of summed terms) of an operator's outputs and gradients: one
+    count for all of them or one for each; 0 means that values are only moved.
+    """
 
     forward: int | tuple[int, ...]
     backward: int | tuple[int, ...] = 1
 
     def of(self, phase: str, index: int) -> int:
-        """Return the count of the output or gradient number `index`; `phase` is "forward" or "backward"."""
+        """Return the accumulation count of the output or gradient with number `index`; `phase` is "forward" or
+        "backward".
+        """
         counts = self.forward if phase == "forward" else self.backward
         return counts[index] if isinstance(counts, tuple) else counts
 
@@ -33,38 +37,51 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """Return the counts of an operator whose result elements depend on one element of each input: 1."""
+    """Return the numbers of summed terms in the outputs and gradients of an operator whose result elements each depend
+    on one element of each input: 1.
+    """
     return Counts(1, 1)
 
 
 def moved(*_: np.ndarray) -> Counts:
-    """Return the counts of an operator that only moves values: 0, forward and backward."""
+    """Return the number of rounded additions of an operator that only moves values: none, forward and backward."""
     return Counts(0, 0)
 
 
 def reduced(x: np.ndarray) -> Counts:
-    """Return the counts of a sum over the last axis: its length forward, and 1 backward, which copies."""
+    """Return the numbers of summed terms in the outputs and gradients of a sum over the last axis: the length of this
+    axis forward, and 1 backward, where the gradient is only copied to all elements.
+    """
     return Counts(x.shape[-1], 1)
 
 
 def scanned(x: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of an operator, such as a cumulative sum, that sums over the last axis both ways."""
+    """Return the numbers of summed terms in the outputs and gradients of an operator, such as a cumulative sum, whose
+    outputs and gradients both sum over the last axis.
+    """
     return Counts(x.shape[-1], x.shape[-1])
 
 
 def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
-    """Return the counts of a norm over the last axis; the gradients of its parameters sum over all rows."""
+    """Return the numbers of summed terms in the outputs and gradients of a norm over the last axis; the gradients of
+    its scale and shift sum over all rows.
+    """
     n = x.shape[-1]
     return Counts(n, (n, *[x.size // n] * len(parameters)))
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of picking rows: 0 forward, and backward how often the most frequent index occurs."""
+    """Return the numbers of summed terms in the outputs and gradients of an operator that picks rows of a table by
+    indices: the forward pass only moves rows, and the backward pass sums for a row as many terms as the most frequent
+    index occurs.
+    """
     return Counts(0, busiest(index))
 
 
 def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of adding rows: one more than the most frequent index occurs, and 0 backward."""
+    """Return the numbers of summed terms in the outputs and gradients of an operator that adds rows at given indices: a
+    sum has at most one term more than the most frequent index occurs; the backward pass only moves rows.
+    """
     return Counts(1 + busiest(index), 0)
 
 
@@ -129,19 +146,25 @@ def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[.
 
 
 def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a function for `Spec.call`: a function of `mindspore.ops` with `rest` after the tensors."""
+    """Return a function for `Spec.call` that calls a function of `mindspore.ops`, with the arguments `rest` after the
+    tensors.
+    """
     return lambda ms: lambda *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
 
 
 def place_back(x: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of picking along the last axis: each gradient goes where its element was picked."""
+    """Return the gradient of an operator that picks elements along the last axis: each incoming gradient is placed
+    where its element was picked.
+    """
     grad = np.zeros_like(x)
     np.put_along_axis(grad, index, dout, -1)
     return (grad,)
 
 
 def scatter_rows(table: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of picking rows by `index` [P]: `dout` [P, h] added up in a table of zeros."""
+    """Return the gradient of an operator that picks rows of a table by `index` [P]: the incoming gradients `dout` [P,
+    h], added up in a table of zeros.
+    """
     grad = np.zeros_like(table)
     np.add.at(grad, index, dout)
     return (grad,)

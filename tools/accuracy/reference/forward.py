@@ -21,8 +21,11 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 
 class Forward:
-    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA), from its sizes and its
-    weights by Hugging Face's names. Tests override a method to make a mistake on purpose.
+    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA). Tests override a method
+    to make a mistake on purpose.
+
+    Args:
+        sizes: the sizes of the model. weights: Hugging Face name -> array.
     """
 
     def __init__(self, sizes: Sizes, weights: Arrays):
@@ -32,7 +35,9 @@ class Forward:
         self.ties: dict[str, int] = {}  # router -> tokens whose choice of experts rounding may decide
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Return each module's output for token ids [B, S], by name, with the `logits` [B, S, v] among them."""
+        """Return the output of each module for token ids [B, S], by the module's name, with the `logits` [B, S, v]
+        among them.
+        """
         self.trace = {}
         hidden = self._note("embedding", self.weights["model.embed_tokens.weight"][ids])
         if self.sizes.streams > 1:
@@ -49,7 +54,9 @@ class Forward:
         return self.trace
 
     def layer(self, layer: int, hidden: np.ndarray) -> np.ndarray:
-        """Return a transformer layer's output for an input [B, S, h], or [B, S, n, h] of n residual streams."""
+        """Return the output of a transformer layer for its input, which is [B, S, h], or [B, S, n, h] with n residual
+        streams.
+        """
         name, where = f"model.layers.{layer}", f"layers.{layer}"
         if hidden.ndim == 4:
             hidden = self.connected(f"{name}.attn_hc", hidden, lambda read: self.read(layer, read))
@@ -58,13 +65,17 @@ class Forward:
         return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
 
     def read(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the attention sublayer's output for an input [B, S, h]: norm, then attention."""
+        """Return the attention sublayer's output for an input [B, S, h], to which the norm and then attention are
+        applied.
+        """
         where = f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the feed-forward sublayer's output for an input [B, S, h]: norm, then MLP or experts."""
+        """Return the feed-forward sublayer's output for an input [B, S, h], to which the norm and then the MLP or the
+        experts are applied.
+        """
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
         mlp = self.experts if self.sizes.is_moe(layer) else self.dense
@@ -127,7 +138,9 @@ class Forward:
         return scale * (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """Return x [B, S, N, D] with pairs of neighbours rotated by RoPE: all first elements, then all second ones."""
+        """Return x [B, S, N, D] with RoPE applied to pairs of neighbouring elements; the result holds the first
+        elements of all pairs, then the second ones.
+        """
         angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
         even, odd = x[..., 0::2], x[..., 1::2]
         cos, sin = np.cos(angles), np.sin(angles)
@@ -138,7 +151,9 @@ class Forward:
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:
-        """Return RoPE's angles [D / 2] from one position to the next, in radians, interpolated under YaRN."""
+        """Return the angles [D / 2], in radians, by which RoPE rotates each pair of elements from one position to the
+        next; under YaRN these angles are interpolated.
+        """
         size, base, scaling = self.hf["qk_rope_head_dim"], self.hf["rope_theta"], self.hf["rope_scaling"]
         plain = base ** -(np.arange(0, size, 2) / size)
         if not scaling:
@@ -158,7 +173,9 @@ class Forward:
         return self.swiglu(f"model.layers.{layer}.mlp", x)
 
     def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the weighted sum of the outputs of each token's experts, plus that of the shared expert."""
+        """Return for each token the weighted sum of the outputs of its experts, plus the output of the shared
+        expert.
+        """
         name = f"model.layers.{layer}.mlp"
         weights = self._note(f"layers.{layer}.router", self.route(layer, x))
         shared = self._note(f"layers.{layer}.shared_expert", self.swiglu(f"{name}.shared_experts", x))
@@ -169,7 +186,9 @@ class Forward:
         return out + shared
 
     def route(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the experts' weights [B, S, E]: normalised sigmoid scores of those with the best score plus bias."""
+        """Return the weight of each expert for each token, [B, S, E]: the normalised sigmoid scores of the experts that
+        are chosen by score plus bias.
+        """
         name, topk, groups = f"model.layers.{layer}.mlp.gate", self.hf["num_experts_per_tok"], self.hf["n_group"]
         scores = 1 / (1 + np.exp(-self.linear(name, x)))
         choice = scores + self.weights[f"{name}.e_score_correction_bias"]
@@ -188,7 +207,9 @@ class Forward:
         return weights * self.hf["routed_scaling_factor"]
 
     def swiglu(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return down(silu(gate(x)) * up(x)) by the weights whose names begin with `name`."""
+        """Return the output down(silu(gate(x)) * up(x)) of a gated feed-forward network whose weights begin with
+        `name`.
+        """
         gate = self.linear(f"{name}.gate_proj", x)
         return self.linear(f"{name}.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{name}.up_proj", x))
 

@@ -37,7 +37,9 @@ def initial_weights(sizes: Sizes, seed: int) -> Arrays:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return a weight's initial values, float32, which depend only on its Hugging Face name, shape and the seed."""
+    """Return the initial values of the weight with this Hugging Face name, as float32; they depend only on the name,
+    the shape and the seed.
+    """
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("e_score_correction_bias"):
         values = SMALL * normal
@@ -49,7 +51,9 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def nudged(weights: Arrays) -> Arrays:
-    """Return the weights, each element changed by one unit in its last place, up or down at random."""
+    """Return the weights with each element changed by one unit in its last place, up or down at random; a training from
+    these weights shows the effect of rounding.
+    """
     random = np.random.default_rng(0)
 
     def nudge(array: np.ndarray) -> np.ndarray:
@@ -73,7 +77,9 @@ class Hyper:
 
     @property
     def first_update(self) -> int:
-        """Return the first step (from 1) whose learning rate is not 0; a warm-up may begin with 0."""
+        """Return the number of the first step (counted from 1) whose learning rate is not 0; a warm-up from 0 does not
+        change the weights in step 1.
+        """
         return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
 
 

@@ -271,7 +271,9 @@ def single_steps(
 def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
-    """Run forward and backward; return (parts of the loss, global norm), and leave gradients in `grad`."""
+    """Run the forward and backward pass of a batch, and return (the parts of the loss, the global norm of the
+    gradients); the gradient of each weight is left in its `grad`.
+    """
     optimizer.zero_grad()
     losses = reference.losses(batch)
     losses["loss"].backward()
@@ -286,7 +288,9 @@ def differentiate(
 def step(
     reference: Reference, optimizer: torch.optim.Optimizer, hyper: Hyper, rate: float, loads: Loads | None = None
 ) -> None:
-    """Clip gradients, update weights and move the routers' biases by `loads`, see `Reference.move_bias`."""
+    """Clip the gradients, update the weights and move the routers' biases; `loads` has the meaning that
+    `Reference.move_bias` gives it.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate
     if hyper.clip:
@@ -297,7 +301,9 @@ def step(
 
 
 def forward(reference: Reference, batches: Arrays) -> Arrays:
-    """Run the first batch's forward; return its losses, logits and the output of every traced module."""
+    """Run the forward pass of the first batch without training, and return its losses, its logits and the output of
+    every traced module.
+    """
     reference.trace = {}
     with torch.no_grad():
         losses = reference.losses(batch_of(batches, 0))
