@@ -10,6 +10,7 @@ from tools.accuracy.judge import (
     LARGEST,
     ROUNDOFF,
     SMALLEST,
+    Verdict,
     errors,
     golden_dtype,
     judge,
@@ -102,6 +103,13 @@ def test_same_bits():
     assert same_bits(a, np.float32([-0.0, np.nextafter(np.float32(1), np.float32(2)), np.nan])) == 2
     assert same_bits(np.array([True, False]), np.array([True, True])) == 1
     assert same_bits(np.float16(1).reshape(()), np.float16(2).reshape(())) == 1
+
+
+def test_a_tensor_without_elements_passes():
+    """It ended in a traceback: a graph may have a kernel of such a tensor."""
+    empty = np.zeros((0, 3), np.float32)
+    assert judge(empty, empty, 1e-4, "float32") == Verdict(True, 0.0, 0, "")
+    assert not judge(empty, np.zeros((3, 0), np.float32), 1e-4, "float32").passed
 
 
 FLOATS = st.floats(width=32)

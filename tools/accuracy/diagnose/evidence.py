@@ -16,7 +16,7 @@ from typing import Any
 from plugins.errors import DataError, TC3Error
 from plugins.lines import Newest
 from plugins.step_record.plan import IDS, record_file
-from tools.accuracy.diagnose.forms import HEADER, STEP, check_form, check_lengths, metrics_form, state_form
+from tools.accuracy.diagnose import forms
 from tools.accuracy.diagnose.gaps import take_out
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
@@ -285,8 +285,8 @@ def _metrics(file: Path) -> tuple[Readings, list[Mapping[str, Any]]]:
     readings = Readings()
     headers: list[Mapping[str, Any]] = []
     for number, line in _lines(file):
-        check_form(line, metrics_form(line), file, number)
-        if "step" not in line and line.keys().isdisjoint(HEADER.keys() - STEP.keys()):
+        forms.check_form(line, forms.STEP if "step" in line else forms.HEADER, file, number)
+        if "step" not in line and line.keys().isdisjoint(forms.HEADER.keys() - forms.STEP.keys()):
             raise DataError(f"{file}: line {number} is not a record of a step; train again into a new folder")
         if "step" not in line:
             headers.append(line)
@@ -318,10 +318,13 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _read_states(side: Side, file: Path, rank: int, experts: dict[str, int]) -> None:
     for number, line in _lines(file):
-        check_form(line, state_form(line), file, number)
-        check_lengths(line, experts, file, number)
-        more = () if "start" in line else ("modules",) if "end" in line else ("weights", "loads")
-        needed = {"step", "state", *more}
+        form, needed = forms.STATE, {"step", "state", "weights", "loads"}
+        if "start" in line:
+            form, needed = forms.START_OF_STATE, {"step", "state"}
+        elif "end" in line:
+            form, needed = forms.END_OF_STATE, {"step", "state", "modules"}
+        forms.check_form(line, form, file, number)
+        forms.check_lengths(line, experts, file, number)
         if not needed <= line.keys():
             raise DataError(f"{file}: line {number} is not a record of a step; train again into a new folder")
         if line.get("end"):

@@ -148,16 +148,6 @@ STATE = {
 END_OF_STATE = {"step": _STEP, "end": _TRUE, "state": _STATE, "modules": _MODULES}
 
 
-def metrics_form(record: Mapping[str, Any]) -> Mapping[str, Form]:
-    """Return the form of a line of a metrics file."""
-    return STEP if "step" in record else HEADER
-
-
-def state_form(record: Mapping[str, Any]) -> Mapping[str, Form]:
-    """Return the form of a line of a file of recorded states."""
-    return START_OF_STATE if "start" in record else END_OF_STATE if "end" in record else STATE
-
-
 def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, number: int) -> None:
     """Refuse a line of a run's records in which a value has a type that no run writes.
 
