@@ -41,7 +41,7 @@ from tools.process.host import read_hosts
 from tools.ranges import Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
-from tools.runs.attempts import Plan, numbers, read_attempt, read_attempts
+from tools.runs.attempts import Plan, newest_attempt, read_attempts
 from tools.schema.versions import unverified_option
 
 RESTARTS = Rules.restarts  # failures in a row after which a run goes on, unless the user says otherwise
@@ -264,9 +264,8 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
 
 def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: int | None) -> None:
     """Print, on the first host of the newest attempt, the run's results, its loss curve, and how to go on."""
-    known = numbers(job.run_dir)
-    plan = read_attempt(job.run_dir, known[-1]).plan if known else None
-    if plan is None or plan.hosts[0] != job.host:
+    newest = newest_attempt(job.run_dir)
+    if newest is None or newest.plan is None or newest.plan.hosts[0] != job.host:
         return
     # one host would read terabytes; whoever goes on reads them
     summary = summarize(job.run_dir, job.recipe, outcome, resume_command, steps, checksums=False)

@@ -23,10 +23,10 @@ from launch.agent.part import Part
 from launch.agent.phases import Limits, learn_steps
 from launch.agent.planning import FINAL, Job, Planning, checkpoint_of, history, logs_of, read_skipped
 from launch.agent.smaller import smaller
-from launch.resume.checkpoints import newest_saved
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
+from tools.checkpoint.scan import newest_saved
 from tools.process.children import collected_signals
 from tools.recipe.load import Recipe
 from tools.recipe.view import View

@@ -44,6 +44,7 @@ from tools.runs.attempts import (
     Plan,
     Verdict,
     folder_of,
+    newest_attempt,
     numbers,
     read,
     read_attempt,
@@ -327,20 +328,16 @@ def first_number(run_dir: Path) -> int:
     """Return the attempt that an agent joins: the newest one while it is in progress, or a new one after a run that
     ended.
     """
-    known = numbers(run_dir)
-    if not known:
-        return next_number(run_dir)
-    newest = read_attempt(run_dir, known[-1])
-    return known[-1] + 1 if newest.verdict else known[-1]
+    newest = newest_attempt(run_dir)
+    return newest.number if newest and not newest.verdict else next_number(run_dir)
 
 
 def under_way(run_dir: Path) -> bool:
     """Return whether attempts are in progress in `run_dir`, or were interrupted without a verdict, so that an agent
     joins them.
     """
-    known = numbers(run_dir)
-    newest = read_attempt(run_dir, known[-1]).verdict if known else None
-    return bool(known) and (newest is None or newest.decision not in FINAL)
+    newest = newest_attempt(run_dir)
+    return newest is not None and (newest.verdict is None or newest.verdict.decision not in FINAL)
 
 
 def history(job: Job, number: int) -> list[Attempt]:

@@ -78,13 +78,10 @@ def judge_stage(evidence: Mapping[str, Any]) -> list[Finding]:
     found = [Finding("ok" if near else "warn", "step time", seen, remedy="" if near else "tc3 search explain")]
     if not evidence["memory"]:
         return [*found, Finding("unknown", "memory", evidence["why_no_memory"])]
-    off = max(abs(_modelled(row) / row["peak"] - 1) for row in evidence["memory"])
+    modelled = ((row["static"] + row["activations"] + row["buffers"]) / row["peak"] for row in evidence["memory"])
+    off = max(abs(share - 1) for share in modelled)
     words = f"peaks of {len(evidence['memory'])} stages and runs, predicted within {off:.1%}"
     return [*found, Finding("ok" if off < 1 - 1 / FACTOR else "warn", "memory", words)]
-
-
-def _modelled(row: Mapping[str, float]) -> float:
-    return row["static"] + row["activations"] + row["buffers"]
 
 
 def judge_fit(seconds: float, after: Mapping[str, float], fitted: Sequence[str], memory: MemoryTerms | None,

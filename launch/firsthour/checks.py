@@ -151,11 +151,6 @@ def judged(check: str, findings: Sequence[Finding], evidence: dict[str, Any], se
     return Outcome(check, verdict, tuple(findings), evidence, seconds)
 
 
-def seconds_of(check: HourCheck, budget: float) -> float:
-    """Return the seconds of a budget that a check may take."""
-    return check.share * budget
-
-
 def run_checks(
     work: Mapping[str, Callable[[float, Mapping[str, Outcome]], tuple[Sequence[Finding], dict[str, Any]]]],
     state: Path,
@@ -181,7 +176,7 @@ def run_checks(
             words = f"not run, because {blocked} is {done[blocked].verdict}"
             found = judged(check.name, [Finding("unknown", check.name, words, remedy=f"mend {blocked} first")], {})
         else:
-            found = _run(check, work.get(check.name), seconds_of(check, budget), done, clock)
+            found = _run(check, work.get(check.name), check.share * budget, done, clock)
         done[check.name] = found
         write_atomically(state / f"{check.name}.json", json.dumps(found.as_json()) + "\n")
         tell(found, found is kept)

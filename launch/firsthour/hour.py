@@ -14,18 +14,19 @@ import copy
 import json
 import os
 import shlex
+import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import PIPE, TimeoutExpired
+from subprocess import DEVNULL, PIPE, TimeoutExpired
 from typing import Any
 
 from launch.firsthour.calibrate import judge_fit, judge_stage
 from launch.firsthour.checks import HOUR_CHECKS, Finding, Outcome
 from launch.firsthour.collectives import judge_collectives, measured, rows_of
-from launch.firsthour.judge import compared, hosts_evidence, judge_devices, judge_hosts, judge_operators, results_of
+from launch.firsthour.judge import hosts_evidence, judge_devices, judge_hosts, judge_operators, results_of
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_golden, judge_parallel, judge_resume
 from launch.firsthour.variants import STEPS as VARIANT_STEPS
 from launch.firsthour.variants import Variant, judge_variants, variants_of, write_overlay
@@ -44,6 +45,7 @@ from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.view import LOADER, View
+from tools.runs.attempts import newest_attempt
 from tools.runs.readings import load_run, read_metrics
 from tools.schema.stages import loss_rank
 
@@ -160,7 +162,7 @@ class Hour:
     def hosts(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
         """Ask every node for its doctor's report."""
         evidence = hosts_evidence(self._asked("hosts", seconds))
-        return judge_hosts(compared(evidence), self.names, versions=False), evidence
+        return judge_hosts(evidence, self.names, versions=False), evidence
 
     def versions(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
         """Judge whether all nodes have the same versions, by the reports that the check `hosts` has
@@ -171,7 +173,7 @@ class Hour:
             raise ClusterError(
                 "no node has reported its versions, because the check `hosts` gave no results: mend `hosts` first"
             )
-        return judge_hosts(compared(evidence), self.names, versions=True), {}
+        return judge_hosts(evidence, self.names, versions=True), {}
 
     def devices(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
         """Probe the workers of every node."""
@@ -350,7 +352,8 @@ class Hour:
         ask(again, max(1.0, until - time.monotonic()))
         wanted, got = (self._losses(name) for name in ("whole", "cut"))
         evidence = {"killed_after": killed, "whole": wanted, "cut": got}
-        return judge_resume(wanted, got, killed, SAVE), evidence
+        last = newest_attempt(self.work / "cut")
+        return judge_resume(wanted, got, killed, last.plan.step if last and last.plan else 0), evidence
 
     def _losses(self, run: str) -> dict[str, float]:
         return self.read_losses(run, self.small, "loss")
@@ -363,7 +366,8 @@ class Hour:
     def _killed(self, words: Sequence[str], seconds: float) -> int:
         """Start a training, end it by SIGKILL one step after its first save, and return its last step."""
         until = time.monotonic() + seconds
-        with terminate_as_interrupt(), child(argv(words), GRACE, stdout=PIPE, stderr=PIPE, cwd=ROOT) as process:
+        shutil.rmtree(self.work / "cut", ignore_errors=True)  # the steps of an earlier start are not this run's
+        with terminate_as_interrupt(), child(argv(words), GRACE, stdout=DEVNULL, stderr=DEVNULL, cwd=ROOT) as process:
             while process.poll() is None and time.monotonic() < until:
                 if steps := self._losses("cut"):
                     last = max(map(int, steps))
@@ -406,7 +410,7 @@ def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = No
         ClusterError: it was not finished in time, or failed; the message ends with its last words.
     """
     shown = f"tc3 {shlex.join(words)}"
-    out, last = _output(words, seconds, env)
+    out, last = output(words, seconds, env)
     start = out.find("{")
     try:
         return dict(json.loads(out[max(start, 0) :]))
@@ -415,17 +419,12 @@ def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = No
         raise ClusterError(f"the output of `{shown}` {reason}") from None
 
 
-def text_of(words: Sequence[str], seconds: float) -> str:
-    """Return the text that a command of tc3 prints.
+def output(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Return (standard output, last line of standard error) of a command of tc3.
 
     Raises:
-        ClusterError: as `ask`.
+        ClusterError: it was not finished in time, or failed.
     """
-    return _output(words, seconds, None)[0]
-
-
-def _output(words: Sequence[str], seconds: float, env: Mapping[str, str] | None) -> tuple[str, str]:
-    """Return (standard output, last line of standard error) of a command of tc3."""
     shown = f"tc3 {shlex.join(words)}"
     with terminate_as_interrupt(), child(argv(words), GRACE, text=True, stdout=PIPE, stderr=PIPE, env=env) as process:
         try:

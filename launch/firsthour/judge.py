@@ -17,7 +17,7 @@ from typing import Any
 from launch.firsthour.checks import Finding
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
-from tools.doctor.compare import Comparison, compare
+from tools.doctor.compare import compare
 from tools.doctor.outliers import MENDS, ON_CORES, Times, outliers, slow
 from tools.doctor.report import Report
 from tools.hardware.units import GIB
@@ -54,27 +54,27 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
     return found
 
 
-def of_versions(name: str) -> bool:
-    """Return whether a result of `tc3 doctor` belongs to the check `versions`."""
-    return name.startswith(VERSIONS)
-
-
-def judge_hosts(comparison: Comparison, hosts: Sequence[str], versions: bool) -> list[Finding]:
-    """Return the findings of the check `versions` if `versions` is set, otherwise those of the check `hosts`. A
-    difference between hosts is reported for each host; the check of clocks is left out for a single host, because it
-    has no other clock to compare with.
+def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: bool) -> list[Finding]:
+    """Return the findings of the check `versions` if `versions` is set, otherwise those of the check `hosts`, from the
+    reports of the hosts (`hosts_evidence`), which are compared by the doctor's own rules. A difference between hosts is
+    reported for each host; the check of clocks is left out for a single host, because it has no other clock to compare
+    with.
     """
-    alone = len(hosts) == 1
+    comparison, alone = compare(answers_of(evidence)), len(hosts) == 1
     found: list[Finding] = []
     for item in comparison.outliers:
-        if of_versions(item.what) != versions or item.what.startswith("probe") or (alone and item.what == "clocks"):
+        if (
+            item.what.startswith(VERSIONS) != versions
+            or item.what.startswith("probe")
+            or (alone and item.what == "clocks")
+        ):
             continue
         for host in [""] if len(item.hosts) == len(hosts) and not alone else item.hosts:
             found.append(Finding(item.verdict, item.what, item.seen, host, None, item.mend))
     for verdict, names in comparison.everywhere.items():
         for name in names:
             known = any(one.what == name for one in found)
-            if verdict != "ok" and of_versions(name) == versions and not known:
+            if verdict != "ok" and name.startswith(VERSIONS) == versions and not known:
                 found.append(
                     Finding(
                         verdict, name, f"{verdict} on every node", "", None, CHECKS[name].mend if name in CHECKS else ""
@@ -86,11 +86,6 @@ def judge_hosts(comparison: Comparison, hosts: Sequence[str], versions: bool) ->
             Finding("ok", "nodes", f"{judged} checks have one verdict on {len(hosts)} node{'s' * (len(hosts) > 1)}")
         )
     return found
-
-
-def compared(evidence: Mapping[str, Any]) -> Comparison:
-    """Return the comparison of hosts by the doctor's own rules."""
-    return compare(answers_of(evidence))
 
 
 def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.firsthour.checks import Outcome
-from launch.firsthour.hour import Found, Hour, ask, text_of
+from launch.firsthour.hour import Found, Hour, ask, output
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_curves, rank_counts
 from launch.firsthour.variants import Variant, variants_of
 from plugins.errors import ClusterError, RecipeError
@@ -156,7 +156,7 @@ class NpuHour(Hour):
             ClusterError: a node did not finish; the first such node is named.
         """
         script = self.work / f"{run}.sh"
-        script.write_text(text_of(words, seconds), encoding="utf-8")
+        script.write_text(output(words, seconds)[0], encoding="utf-8")
         names = self.names[: count // self.each]
         for name, told in call_each({name: ["bash", str(script)] for name in names}, seconds).items():
             if isinstance(told, Trouble):

@@ -24,7 +24,7 @@ import numpy as np
 from launch.firsthour.calibrate import fit_memory, judge_fit, judge_stage, memory_row
 from launch.firsthour.checks import HOUR_CHECKS, Finding, Outcome
 from launch.firsthour.collectives import judge_collectives, rows_of
-from launch.firsthour.judge import compared, hosts_evidence, judge_devices, judge_hosts, judge_operators, results_of
+from launch.firsthour.judge import hosts_evidence, judge_devices, judge_hosts, judge_operators, results_of
 from launch.firsthour.played import TOKENS, Rank, added_in_half, exact, resumed, train
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_golden, judge_parallel, judge_resume, rank_counts
 from plugins.errors import ClusterError, refuse_unknown
@@ -176,11 +176,11 @@ class Play:
     def hosts(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
         """Simulate the reports of all nodes."""
         evidence = hosts_evidence({host: self._answer(host) for host in self.cluster.hosts})
-        return judge_hosts(compared(evidence), self.cluster.hosts, versions=False), evidence
+        return judge_hosts(evidence, self.cluster.hosts, versions=False), evidence
 
     def versions(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
         """Judge whether all nodes have the same versions, by the reports that the check `hosts` has stored."""
-        return judge_hosts(compared(done["hosts"].evidence), self.cluster.hosts, versions=True), {}
+        return judge_hosts(done["hosts"].evidence, self.cluster.hosts, versions=True), {}
 
     def _answer(self, host: str) -> Answer:
         never = any(one["node"] == host for one in self.cluster.of("huge pages"))

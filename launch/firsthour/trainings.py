@@ -16,6 +16,7 @@ STEPS = 3  # of the trainings that are compared with golden losses or with one d
 ALL_STEPS, SAVE = 12, 4  # of the trainings that are killed and resumed: all, and between saves
 CURVE = tolerance("bfloat16", 1)
 MENDS = "tc3 accuracy diagnose A B on the two runs"
+RESUME = "tc3 accuracy diagnose on the run's folder"
 _VERDICTS: Mapping[str, Any] = {PASS: "ok", FAIL: "fail", KNOWN: "warn"}
 
 
@@ -75,8 +76,10 @@ def judge_resume(wanted: Mapping[str, float], got: Mapping[str, float], killed: 
 
     Args:
         wanted, got: step -> loss, without and with the kill. killed: last step before the kill. save: the step of the
-            checkpoint from which the run went on.
+            checkpoint from which the run went on; 0 if it began anew.
     """
+    if not save:
+        return [Finding("fail", "resume", "the run began anew, instead of going on from a checkpoint", remedy=RESUME)]
     if wanted.keys() != got.keys():
         return [Finding("fail", "resume", f"{len(got)} of {len(wanted)} steps were trained")]
     if not wanted:
@@ -85,7 +88,7 @@ def judge_resume(wanted: Mapping[str, float], got: Mapping[str, float], killed: 
     if wrong:
         step = wrong[0]
         seen = f"step {step}: loss {got[step]!r} after the resume, {wanted[step]!r} without a kill"
-        return [Finding("fail", "resume", seen, remedy="tc3 accuracy diagnose on the run's folder")]
+        return [Finding("fail", "resume", seen, remedy=RESUME)]
     words = f"killed after step {killed}, gone on from step {save}; {len(wanted)} losses have the same bits"
     return [Finding("ok", "resume", words)]
 

@@ -29,7 +29,7 @@ from plugins.errors import CheckpointError, RecipeError, did_you_mean
 from plugins.lines import number_of
 from plugins.lora.plan import KEY as LORA
 from plugins.lora.plan import Settings, adapters_of, is_adapter
-from plugins.sealed_checkpoint.plan import MOVING, SAVING, fault, made, renew_tracker, step_of, unfinished
+from plugins.sealed_checkpoint.plan import MOVING, SAVING, fault, made, renew_tracker, unfinished
 from plugins.settings import value_at
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
@@ -288,12 +288,6 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
             f"step {last.step:,} ({last.resume}): restore that checkpoint, name another one with --resume DIR, or "
             "begin anew with another --run-dir"
         )
-
-
-def newest_saved(root: Path) -> CheckpointInfo | None:
-    """Return the newest checkpoint whose files all exist with their sizes; their content is not read."""
-    whole = (folder for folder in iterations(root) if fault(folder, checksums=False) is None)
-    return next((CheckpointInfo(folder, step_of(folder)) for folder in whole), None)
 
 
 def say_reading(folder: Path | None) -> None:

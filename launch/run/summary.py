@@ -14,11 +14,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from launch.resume.checkpoints import newest_saved, say_reading
+from launch.resume.checkpoints import say_reading
 from launch.resume.data import all_steps, most_steps
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
-from tools.checkpoint.scan import iterations, scan_checkpoints
+from tools.checkpoint.scan import iterations, newest_saved, scan_checkpoints
 from tools.files.figure import new_figure, save_figure
 from tools.recipe.load import Recipe
 from tools.recipe.override import apart
@@ -129,7 +129,7 @@ def draw_loss_curve(
     _draw_curve(axes, steps, "loss", "training loss", linewidth=1.2)
     if evaluations:  # they are language-model losses: show what compares with them
         _draw_curve(axes, steps, "lm_loss", "training, language model only", linewidth=0.8)
-        corpora = _corpora(evaluations)
+        corpora = dict.fromkeys(name for step in sorted(evaluations) for name in evaluations[step].corpora)
         if len(corpora) < 2:
             points, losses = sorted(evaluations), [evaluations[step].loss for step in sorted(evaluations)]
             axes.plot(points, losses, "o--", color="black", markersize=4, label="held out, language model")
@@ -149,11 +149,6 @@ def _draw_curve(axes: Any, steps: Mapping[int, Mapping[str, Any]], key: str, lab
     numbers = [step for step in sorted(steps) if steps[step].get(key) is not None]
     if numbers:
         axes.plot(numbers, [steps[step][key] for step in numbers], linewidth=linewidth, label=label)
-
-
-def _corpora(evaluations: Mapping[int, Evaluation]) -> list[str]:
-    """Return the names of the corpora, in their order."""
-    return list(dict.fromkeys(name for step in sorted(evaluations) for name in evaluations[step].corpora))
 
 
 def summarize(

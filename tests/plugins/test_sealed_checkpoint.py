@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 from plugins.errors import CheckpointError
 from plugins.lines import ATTEMPT
 from plugins.sealed_checkpoint import adapter, plan
-from plugins.sealed_checkpoint.plan import TRACKER
 from plugins.sealed_checkpoint.router_state import add_router_state, keeps_muon, with_muon
 from plugins.sealed_checkpoint.stage_metadata import of_all_stages
 from tests.plugins.sealed_checkpoint.test_deaths import Run
@@ -343,7 +342,7 @@ def test_no_more_are_kept_after_any_number_of_attempts(tmp_path, monkeypatch):
         run.step(2)
         run.end()
     assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["5", "6"]
-    assert (tmp_path / TRACKER).read_text() == "6" and not list(tmp_path.glob("saving_*"))
+    assert (tmp_path / plan.TRACKER).read_text() == "6" and not list(tmp_path.glob("saving_*"))
 
 
 @pytest.mark.parametrize("background", [False, True])

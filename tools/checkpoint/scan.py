@@ -18,8 +18,8 @@ from plugins.sealed_checkpoint.plan import is_sealed, iteration, iterations, unf
 from tools.files.atomic import real_path
 
 __all__ = [
-    "CheckpointInfo", "carried", "is_sealed", "iteration", "iterations", "later_than", "saved_step", "scan_checkpoints",
-    "set_aside",
+    "CheckpointInfo", "carried", "is_sealed", "iteration", "iterations", "later_than", "newest_saved", "saved_step",
+    "scan_checkpoints", "set_aside",
 ]  # fmt: skip
 ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a checkpoint of the run
 
@@ -59,6 +59,12 @@ def scan_checkpoints(
             return CheckpointInfo(folder, plan.step_of(folder)), skipped
         skipped.append((folder, reason))
     return None, skipped
+
+
+def newest_saved(root: Path) -> CheckpointInfo | None:
+    """Return the newest checkpoint whose files all exist with their sizes; their content is not read."""
+    whole = (folder for folder in iterations(root) if plan.fault(folder, checksums=False) is None)
+    return next((CheckpointInfo(folder, plan.step_of(folder)) for folder in whole), None)
 
 
 def saved_step(folder: Path) -> int | None:

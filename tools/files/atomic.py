@@ -140,15 +140,20 @@ def _beside(
         make(part)
         try:
             yield part
-            for path in [*part.rglob("*"), part]:  # of a file: only itself
-                if path.is_dir() or path.is_file():
-                    flush(path)
+            flush_all(part)
             move(part, target)
             flush(target.parent)
         finally:
             clear(part)
     except OSError as error:
         raise not_written(target, error) from None
+
+
+def flush_all(part: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on the disk."""
+    for path in [*part.rglob("*"), part]:
+        if path.is_dir() or path.is_file():
+            flush(path)
 
 
 def not_written(target: Path, error: OSError) -> DataError:

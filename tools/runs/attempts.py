@@ -206,6 +206,12 @@ def read_attempt(run_dir: Path, number: int) -> Attempt:
     return Attempt(folder, number, read(folder / PLAN, Plan), beats, ends, read(folder / VERDICT, Verdict))
 
 
+def newest_attempt(run_dir: Path) -> Attempt | None:
+    """Return the newest attempt of a run; None before the first one."""
+    known = numbers(run_dir)
+    return read_attempt(run_dir, known[-1]) if known else None
+
+
 def read_attempts(run_dir: Path) -> list[Attempt]:
     """Return all attempts of a run, the oldest first; the list is empty for a run that an older version made without
     attempts.

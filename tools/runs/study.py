@@ -17,7 +17,7 @@ from plugins.lines import Span
 from plugins.robust import deviation
 from plugins.spike_guard.ledger import Entry, read_ledger
 from plugins.spike_guard.plan import Settings
-from tools.checkpoint.scan import iteration, iterations
+from tools.checkpoint.scan import newest_saved
 from tools.files.atomic import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
@@ -345,10 +345,10 @@ def _between(steps: list[int]) -> int | None:
 
 
 def _newest(run: Run, view: View | None) -> int | None:
-    """Return the step of the newest checkpoint that is there, or was when it was sealed."""
+    """Return the step of the newest complete checkpoint that is there, or was when it was sealed."""
     place = view.get(("checkpoint", "save_path")) if view else None
-    there = iterations(Path(place)) if isinstance(place, str) else []
-    return iteration(there[0]) if there else max((span.step for span in run.spans if span.sealed), default=None)
+    there = newest_saved(Path(place)) if isinstance(place, str) else None
+    return there.step if there else max((span.step for span in run.spans if span.sealed), default=None)
 
 
 def _why_unknown(seconds: float | None, every: float | None, found: Mtbf | None, best: Saving | None) -> str:

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import CheckpointError, DataError
+from plugins.lines import flush
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA
 from tools.checkpoint.tensor_files import TYPES, Made, save_file
-from tools.files.atomic import not_written
+from tools.files.atomic import flush_all, not_written
 from tools.process.children import ordered_map
 from tools.weights.convert_plan import Plan, Shard
 from tools.weights.hugging_face_config import FILE as CONFIG
@@ -213,7 +214,9 @@ def convert(
             mark(part, damaged)
             for name in [_PLAN, *(f"{file}{DONE}" for file in records)]:
                 (part / name).unlink()
+            flush_all(part)
             part.rename(target)
+            flush(target.parent)
         except OSError as error:
             raise not_written(target, error) from None
 

@@ -20,12 +20,12 @@ from launch.agent.lookout import Around
 from launch.agent.meeting import Meeting
 from launch.agent.planning import FINAL, Job, Planning, follow, history, recipe_of
 from launch.resume import checkpoints, data
-from launch.resume.checkpoints import newest_saved
 from launch.run.msrun import ROOT
 from plugins.sealed_checkpoint.plan import fault, made, publish, remove_old, saving_folder, write_seal
 from plugins.spike_guard.ledger import add_entry, original, read_ledger
 from plugins.spike_guard.plan import Settings, what_follows
 from tests.launch.agent.simulation import Agent, World, _Disk
+from tools.checkpoint.scan import newest_saved
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import END, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read

@@ -27,6 +27,7 @@ from tools.doctor.report import Report, tool_version
 from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
+from tools.runs.attempts import PLAN, Plan, folder_of, write
 
 ROOT = Path(__file__).parents[3]
 MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
@@ -92,7 +93,28 @@ def test_a_resume_is_compared_bit_by_bit(hour, monkeypatch, cut, wanted):
     monkeypatch.setattr(Hour, "_killed", lambda self, words, seconds: 5)
     monkeypatch.setattr(Hour, "_losses", lambda self, run: {"whole": {"1": 2.0, "2": 1.5}, "cut": cut}[run])
     found, _ = hour.resume(60, {})
+    assert verdict(found) == "fail" and "began anew" in found[0].seen  # there is no attempt
+    write(folder_of(hour.work / "cut", 1) / PLAN, Plan(1, 5.0, ["a"], 1, "a", 8118, step=4))
+    found, _ = hour.resume(60, {})
     assert verdict(found) == wanted
+
+
+def test_the_steps_of_an_earlier_start_do_not_get_a_training_killed(hour, monkeypatch):
+    """It was killed before its first save, so that nothing was resumed, and the losses were those of the old run."""
+    metrics = hour.work / "cut" / "metrics" / "rank_0.jsonl"
+    line = '{{"step": {step}, "loss": 1.0}}'
+    steps = [line.format(step=step) for step in (1, 5)]
+    script = (
+        f"import pathlib, time; file = pathlib.Path({str(metrics)!r}); time.sleep(1); file.parent.mkdir(parents=True)"
+    )
+    script += f"; file.write_text({steps[0]!r} + chr(10)); time.sleep(1)"
+    script += f"; file.write_text({steps[1]!r} + chr(10)); time.sleep(3600)"
+    monkeypatch.setattr(hours, "argv", lambda words: [sys.executable, "-c", script])
+    monkeypatch.setattr(hours, "GRACE", 0.1)
+    monkeypatch.setattr(hours, "load_recipe", lambda path: load_recipe(MINI))
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("".join(line.format(step=step) + "\n" for step in range(1, 13)))
+    assert hour._killed(["train"], 300) == 5
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(monkeypatch):

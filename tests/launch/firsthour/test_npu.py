@@ -92,7 +92,7 @@ def test_more_devices_go_on_from_the_checkpoint_of_one_and_across_nodes_by_ssh(h
 
     def script(words, seconds):
         trained(words)
-        return "echo the script\n"
+        return "echo the script\n", ""
 
     def call(argvs, seconds):
         (argv,) = {tuple(argv) for argv in argvs.values()}
@@ -100,7 +100,7 @@ def test_more_devices_go_on_from_the_checkpoint_of_one_and_across_nodes_by_ssh(h
         return dict.fromkeys(argvs, "")
 
     monkeypatch.setattr(npu, "ask", lambda words, seconds: trained(words))
-    monkeypatch.setattr(npu, "text_of", script)
+    monkeypatch.setattr(npu, "output", script)
     monkeypatch.setattr(npu, "call_each", call)
     found, evidence = hour.parallel(60, {})
     assert [(item.what, item.verdict) for item in found] == [
@@ -143,7 +143,7 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
 
     def script(words, seconds):
         scripts.append(words)
-        return "echo\n"
+        return "echo\n", ""
 
     class Read:
         def __init__(self, folder):
@@ -154,7 +154,7 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
 
     monkeypatch.setattr("launch.firsthour.hour.ask", lambda words, seconds: asked.append(words) or fit)
     monkeypatch.setattr("launch.firsthour.hour.load_run", Read)
-    monkeypatch.setattr(npu, "text_of", script)
+    monkeypatch.setattr(npu, "output", script)
     monkeypatch.setattr(npu, "call_each", lambda argvs, seconds: sent.append(list(argvs)) or dict.fromkeys(argvs, ""))
     found, evidence = hour.stage(60, {})
     assert [words[0:2] for words in asked] == [["search", "calibrate"]]

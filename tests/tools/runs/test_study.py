@@ -14,6 +14,7 @@ from scipy.stats import chi2
 
 from plugins.errors import DataError
 from plugins.lines import Span
+from plugins.sealed_checkpoint.plan import write_refusal, write_seal
 from plugins.straggler_probe.record import append, probe_file
 from tests.plugins.straggler_probe.histories import history
 from tests.tools.runs.builders import Builder
@@ -82,6 +83,24 @@ def test_the_interval_between_saves_is_judged_by_what_was_measured(done):
     assert (saves["saves"], saves["seconds"], saves["steps"], saves["every"]) == (12, pytest.approx(0.7), 10, 20.0)
     assert saves["best"]["low"] < saves["best"]["best"] < saves["best"]["high"]
     assert saves["best"]["cost_used"] >= saves["best"]["cost_best"] and saves["why"] == ""
+
+
+def test_the_newest_checkpoint_is_one_that_a_resume_would_take(tmp_path):
+    """One that a rank had refused, because its weights are not finite, counted, and so did one that is not whole."""
+    builder = Builder(tmp_path / "run", 20)
+    builder.plan()
+    builder.train(12)
+    saves = tmp_path / "saves"
+    (tmp_path / "run" / "recipe.yaml").write_text(json.dumps({"checkpoint": {"save_path": str(saves)}}))
+    for step in (4, 8, 12):
+        folder = saves / f"iteration_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights")
+        if step < 12:
+            write_seal(folder, 0, world_size=1, step=step)
+    write_refusal(saves / "iteration_00000008", 0, "weights are not finite")
+    (found,) = told(tmp_path / "run")
+    assert (found["checkpoints"]["newest"], found["checkpoints"]["at_risk"]) == (4, 8)
 
 
 def test_the_text_says_what_the_json_does(done):
