@@ -19,8 +19,6 @@ from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps
 
-_SCHEDULE = ("pipeline_config",)
-
 
 def one_stage(recipe: Recipe, devices: int) -> Recipe:
     """Return the recipe of one stage, for at most `devices` devices; with fewer devices than a stage has, the new
@@ -42,7 +40,7 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
     stages = stages_of(view)
     stage = max(stages, key=lambda one: len(one.kinds))
     found = copy.deepcopy(recipe)
-    model, parallel = found["model"]["model_config"], found["parallel"]
+    model = found["model"]["model_config"]
     model.update(num_hidden_layers=len(stage.kinds), offset=0, pp_interleave_num=1)
     if any(MOE in one.kinds for one in stages):  # whichever way the recipe spells its layers, or leaves to a default
         dense = stage.kinds.index(MOE) if MOE in stage.kinds else len(stage.kinds)
@@ -54,8 +52,7 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
         model["num_nextn_predict_layers"] = 0
         (found.get("plugins") or {}).pop("mtp_documents", None)
     found["parallel_config"] = {**(found.get("parallel_config") or {}), "pipeline_stage": 1, "micro_batch_num": 1}
-    for key in _SCHEDULE:
-        parallel.pop(key, None)
+    found["parallel"].pop("pipeline_config", None)
     for key in (*RECOMPUTE, *EXCLUDE):
         if key in (found.get("recompute_config") or {}):
             found["recompute_config"][key] = _of_stage(found["recompute_config"][key], stage)

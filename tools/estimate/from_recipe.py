@@ -457,10 +457,6 @@ def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> An
     Args:
         kept: whether the numbers of layers in `now` hold for the layers of `config`; if not, they are not read.
     """
-    if not swaps(view):
-        was = now if kept else without_counts(now, False)
-        written = with_groups(config.recompute, config.layers, was)
-        return was if written is None else written
 
     def read(value: Any, layers: Table) -> Table | None:
         return table_by_numbers(value, layers, config.schedule)
@@ -468,21 +464,16 @@ def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> An
     def write(table: Table | None, layers: Table) -> Any:
         return True if table == layers else numbers_of(table, layers, config.schedule)
 
-    was = now if kept else without_counts(now, [])  # MindFormers refuses False where it wants numbers
-    written = with_groups(config.recompute, config.layers, was, read, write, [])
+    # MindFormers refuses False where it wants numbers
+    ways = (read, write, []) if swaps(view) else (spread, plain_value, False)
+    was = now if kept or not has_counts(now) else dict.fromkeys(patterns_of(now), ways[-1])
+    written = with_groups(config.recompute, config.layers, was, *ways)
     return was if written is None else written
 
 
 def names_groups(value: Any) -> bool:
     """Return whether a recompute key holds patterns of groups of operators."""
     return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
-
-
-def without_counts(value: Any, off: Any) -> Any:
-    """Return a recompute key's value with all of its patterns `off` if it holds numbers of layers, which were counted
-    for other stages.
-    """
-    return dict.fromkeys(patterns_of(value), off) if has_counts(value) else value
 
 
 DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
