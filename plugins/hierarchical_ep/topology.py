@@ -127,14 +127,16 @@ def of_mesh(ep: int, devices_per_node: int, experts: int) -> Topology:
     if ep > devices_per_node and ep % devices_per_node:
         below = ep // devices_per_node * devices_per_node
         raise RecipeError(
-            f"hierarchical_ep: expert_parallel {ep} is not a multiple of the {devices_per_node} devices of a node; "
-            f"use {below} or {below + devices_per_node}"
+            f"{ep} is not a multiple of the {devices_per_node} devices of a node; write {below} or "
+            f"{below + devices_per_node}",
+            "parallel_config.expert_parallel",
         )
     if ep < devices_per_node and devices_per_node % ep:
         divisors = [d for d in range(1, devices_per_node + 1) if devices_per_node % d == 0]
         raise RecipeError(
-            f"hierarchical_ep: expert_parallel {ep} does not divide the {devices_per_node} devices of a node, so some "
-            f"EP groups would lie on two nodes; use one of {divisors}"
+            f"{ep} does not divide the {devices_per_node} devices of a node, so some EP groups would lie on two nodes; "
+            f"write one of {divisors}",
+            "parallel_config.expert_parallel",
         )
     if ep > devices_per_node:
         return Topology(ep // devices_per_node, devices_per_node, experts)
