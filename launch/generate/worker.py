@@ -29,7 +29,7 @@ from tools.process.children import import_light_nltk
 from tools.recipe.load import Recipe, load_recipe
 from tools.schema.versions import require_verified
 from tools.weights.convert_plan import model_of, plan_conversion
-from tools.weights.hugging_face_config import check_config, tied
+from tools.weights.hugging_face_config import check_config
 from tools.weights.hugging_face_names import STATE
 from tools.weights.source import Source, open_source
 
@@ -136,9 +136,10 @@ def _from_mindformers(source: Source) -> Reader:
 
 def _from_hugging_face(source: Source, recipe: Recipe) -> Reader:
     sizes = model_of(recipe)
-    compared = check_config(source.path, sizes)
+    config = check_config(source.path, sizes)
+    tied = bool(config and config.get("tie_word_embeddings"))
     one_file = sum(header.bytes for header in source.headers.values())
-    plan = plan_conversion(source.headers, sizes, "MindFormers", None, one_file, compared and tied(source.path))
+    plan = plan_conversion(source.headers, sizes, "MindFormers", None, one_file, tied)
     entries = {entry.mindformers: entry for shard in plan.shards for entry in shard.entries}
 
     def read(name: str) -> np.ndarray:

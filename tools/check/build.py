@@ -188,6 +188,12 @@ def _not_computed(view: View, schema: Schema, found: Findings) -> None:
             found.error(
                 (*MODEL, key), "MindFormers drops this key, and its training graph has no such thing", "write False"
             )
+    if view.flag((*MODEL, "attention_bias")) and not view.flag((*MODEL, "add_bias_linear")):
+        wrong = (
+            "gives a bias to queries, keys and values only; in Llama, Qwen3 and GPT-OSS this key also gives one to the "
+            "output of attention"
+        )
+        found.note((*MODEL, "attention_bias"), wrong, "see docs/stock-differences.md")
     if view.get((*MODEL, "quantization_config")):
         wrong = "MindFormers would quantise the model that it builds, and trains no such model"
         found.error(

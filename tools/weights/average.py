@@ -11,13 +11,11 @@ import numpy as np
 
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
-from tools.checkpoint.stored import METADATA, Stored, kind_of, read_metadata
+from tools.checkpoint.stored import METADATA, Stored, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
 from tools.weights.inventory import mark
-from tools.weights.source import Source, refuse_target
-
-_BALANCE = "expert_bias"  # of a router: no gradient trains it, and it belongs to the model all the same
+from tools.weights.source import Source, is_of_the_model, refuse_target
 
 
 def average(
@@ -53,7 +51,7 @@ def average(
             progress(file)
             arrays = {}
             for name in last.files[file]:
-                if _is_averaged(name):
+                if is_of_the_model(name):
                     arrays[name] = _mean(sources, shares, file, name)
                     averaged.add(name)
                 else:
@@ -77,10 +75,6 @@ def check_average(sources: Sequence[Source], target: Path, shares: Sequence[floa
     shares = _shares(sources, shares)
     _fit(sources, target)
     return shares
-
-
-def _is_averaged(name: str) -> bool:
-    return kind_of(name) == "weights" or name.endswith(_BALANCE)
 
 
 def _mean(sources: Sequence[Source], shares: Sequence[float], file: str, name: str) -> np.ndarray:
@@ -149,7 +143,7 @@ def _kinds(source: Source) -> dict[tuple[str, str], tuple[str, tuple[int, ...], 
         for file, headers in source.stored.files.items()
         if "-model-" in file
         for name, header in headers.items()
-        if _is_averaged(name)
+        if is_of_the_model(name)
     }
 
 

@@ -110,12 +110,7 @@ class _Parts:
         name = entry.mindformers
         if name not in self.arrays:
             self.arrays[name], differing = self.source.bits(name)
-            if differing:
-                ranks = ", ".join(map(str, differing))
-                raise CheckpointError(
-                    f"{self.source.path}: {name} differs between ranks: the values of ranks {ranks} are not those of "
-                    "rank 0; `tc3 weights inspect --values` lists the differences"
-                )
+            self.source.require_same(name, differing)
         part = _as_type(entry.part(self.arrays[name], index), self.source.headers[name].dtype, self.plan, entry)
         self.sums[entry.parts[index]] = crc32(part)
         self.left[name] -= 1

@@ -26,7 +26,7 @@ from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
 from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
-from tools.weights.hugging_face_config import BASE, check_config, stretched_as_telechat3, tied
+from tools.weights.hugging_face_config import BASE, check_config, stretched_as_telechat3
 from tools.weights.hugging_face_names import STATE, Entry, hugging_face_shapes, names_of, table
 from tools.weights.hugging_face_sizes import LATENT_EPS, Sizes, dense_sizes_of, sizes_of
 from tools.weights.source import SINGLE, Source
@@ -168,20 +168,29 @@ def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | No
 
 def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: int) -> tuple[Shard, ...]:
     """Return entries in order, as many in a file as its limit allows."""
-    groups: list[list[Entry]] = [[]]
+    sizes = {entry.mindformers: math.prod(entry.shape) * TYPES[types[entry.mindformers]].itemsize for entry in entries}
+    by_name = {entry.mindformers: entry for entry in entries}
+    groups = in_files(sizes, limit)
+    found = []
+    for number, names in enumerate(groups):
+        size = sum(sizes[name] for name in names)
+        found.append(Shard(file_of(to, number, len(groups)), tuple(by_name[name] for name in names), size))
+    return tuple(found)
+
+
+def in_files(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the tensors of each file, in order: as many in a file as its limit in bytes allows, and at
+    least one.
+    """
+    groups: list[list[str]] = [[]]
     filled = 0
-    sizes = [math.prod(entry.shape) * TYPES[types[entry.mindformers]].itemsize for entry in entries]
-    for entry, size in zip(entries, sizes, strict=True):
+    for name, size in sizes.items():
         if groups[-1] and filled + size > limit:
             groups.append([])
             filled = 0
-        groups[-1].append(entry)
+        groups[-1].append(name)
         filled += size
-    by_name = dict(zip((entry.mindformers for entry in entries), sizes, strict=True))
-    return tuple(
-        Shard(file_of(to, number, len(groups)), tuple(group), sum(by_name[entry.mindformers] for entry in group))
-        for number, group in enumerate(groups)
-    )
+    return tuple(map(tuple, groups))
 
 
 def file_of(to: Target, number: int, count: int) -> str:
@@ -285,10 +294,11 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     file = recipe or recipe_beside(source)
     loaded = load_recipe(file)
     sizes = model_of(loaded)
-    compared = to == "MindFormers" and check_config(source.path, sizes)
-    plan = plan_conversion(source.headers, sizes, to, dtype, limit, compared and tied(source.path))
+    config = check_config(source.path, sizes) if to == "MindFormers" else None
+    tied = bool(config and config.get("tie_word_embeddings"))
+    plan = plan_conversion(source.headers, sizes, to, dtype, limit, tied)
     ends = View(loaded).get((*LOADER, "config", "eod"))
-    return Conversion(plan, sizes, file, compared, ends if type(ends) is int else None)
+    return Conversion(plan, sizes, file, config is not None, ends if type(ends) is int else None)
 
 
 def recipe_beside(source: Source) -> Path:

@@ -54,16 +54,16 @@ def stretched_as_telechat3(sizes: Sizes) -> bool:
     return bool(scaling.get("rope_type") == yarn_plan.ROPE_TYPES[yarn_plan.TELECHAT3])
 
 
-def check_config(folder: Path, sizes: Sizes) -> bool:
-    """Compare the config.json of a Hugging Face folder with the model of a recipe. Return whether the folder has a
-    config.json.
+def check_config(folder: Path, sizes: Sizes) -> dict[str, Any] | None:
+    """Return the content of the config.json of a Hugging Face folder, compared with the model of a recipe; return None
+    if the folder has no config.json.
 
     Raises:
         CheckpointError: it cannot be read, or describes another model: its weights would fit and compute another thing.
     """
     file = folder / FILE
     if not file.exists():
-        return False
+        return None
     try:
         given = json.loads(file.read_text("utf-8"))
     except OSError as error:
@@ -72,7 +72,7 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
         raise CheckpointError(f"{file}: this is not the configuration of a model: it {not_json(error)}") from None
     if not isinstance(given, dict):
         raise CheckpointError(f"{file}: this is not the configuration of a model: it is a {type(given).__name__}")
-    wanted = dict(sizes.hf)
+    content, wanted = given, dict(sizes.hf)
     wrong = [*_other_family(given, sizes), *_wrong_words(given, sizes), *_unknown(given, sizes)]
     if sizes.telechat2:
         wrong += _wrong_of_telechat2(given, wanted)
@@ -86,7 +86,7 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
     ]
     if wrong:
         raise CheckpointError(f"{file}: this file describes another model than the recipe: {'; '.join(wrong)}")
-    return True
+    return content
 
 
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # of transformers
@@ -173,14 +173,6 @@ def _same(given: Any, wanted: Any) -> bool:
         return False
 
 
-def tied(folder: Path) -> bool:
-    """Return whether the config.json in a folder says that the output layer and the embedding share one weight."""
-    try:
-        return bool(json.loads((folder / FILE).read_text("utf-8")).get("tie_word_embeddings"))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
-
-
 def _get(given: Mapping[str, Any], name: str) -> Any:
     """Return a value of config.json; transformers 5 keeps the base of RoPE beside its scaling, and earlier versions
     keep it beside the sizes.
@@ -253,7 +245,7 @@ _OFF: dict[str, Any] = {
         ("use_sliding_window", "logn", "share_attention", "share_ffn", "use_qk_norm", "qk_layernorm"), False
     ),
     **dict.fromkeys(("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"), False),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "qk_layernorm"), False),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias"), False),
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "rope_type": "default",

@@ -26,11 +26,9 @@ from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert import finish_mindformers
-from tools.weights.convert_plan import file_of, recipe_beside
+from tools.weights.convert_plan import file_of, in_files, recipe_beside
 from tools.weights.inventory import mark
-from tools.weights.source import Source, refuse_target, require_room
-
-_BALANCE = ".expert_bias"  # of a router: no gradient trains it, and it belongs to the model all the same
+from tools.weights.source import Source, is_of_the_model, refuse_target, require_room
 
 
 @dataclass(frozen=True)
@@ -78,23 +76,12 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
     if written is False:
         raise RecipeError(f"{file}: {KEY}: the recipe trains no adapters, so there is nothing to merge")
     settings = read_lora(written, loaded, convert(View(loaded), load_schema()).fields)
-    kept = {
-        name: header
-        for name, header in source.headers.items()
-        if not is_adapter(name) and (kind_of(name) == "weights" or name.endswith(_BALANCE))
-    }
+    kept = {name: header for name, header in source.headers.items() if not is_adapter(name) and is_of_the_model(name)}
     wanted = adapters_of({name: header.shape for name, header in kept.items() if len(header.shape) == 2}, settings)
     _compare(source, wanted)
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, header in kept.items():
-        if groups[-1] and filled + header.bytes > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += header.bytes
+    files = in_files({name: header.bytes for name, header in kept.items()}, limit)
     adapted = frozenset(name.removesuffix(A) + WEIGHT for name in wanted if name.endswith(A))
-    return Merge(tuple(map(tuple, groups)), kept, settings.scale, adapted, file)
+    return Merge(files, kept, settings.scale, adapted, file)
 
 
 def _compare(source: Source, wanted: Mapping[str, Sequence[int]]) -> None:
@@ -173,9 +160,5 @@ def _made(source: Source, plan: Merge, name: str) -> Iterator[np.ndarray]:
 
 def _whole(source: Source, name: str) -> np.ndarray:
     array, differing = source.read(name)
-    if differing:
-        ranks = ", ".join(map(str, differing))
-        raise CheckpointError(
-            f"{source.path}: {name} differs between ranks: the values of ranks {ranks} are not those of rank 0"
-        )
+    source.require_same(name, differing)
     return array

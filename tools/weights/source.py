@@ -19,7 +19,7 @@ import numpy as np
 from plugins.errors import CheckpointError, DataError, not_json
 from plugins.sealed_checkpoint.plan import fault
 from tools.checkpoint.scan import is_sealed, iterations, saved_step
-from tools.checkpoint.stored import Stored, moved, open_stored, rank_of, read_placements
+from tools.checkpoint.stored import Stored, kind_of, moved, open_stored, rank_of, read_placements
 from tools.checkpoint.tensor_files import Header, read_headers
 from tools.files.atomic import what_is
 
@@ -109,6 +109,15 @@ class Source:
                 array = array.reshape(len(slots), -1, *array.shape[1:])[slots].reshape(array.shape)
         return array, differing
 
+    def require_same(self, name: str, differing: tuple[int, ...]) -> None:
+        """Raise CheckpointError if the copies of a tensor on the ranks `differing` are not that of the first rank."""
+        if differing:
+            ranks = ", ".join(map(str, differing))
+            raise CheckpointError(
+                f"{self.path}: {name} differs between ranks: the values of ranks {ranks} are not those of rank 0; `tc3 "
+                "weights inspect --values` lists the differences"
+            )
+
     def bits(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
         """Return the tensor and the ranks that `read` returns, with the tensor's elements as integers of the same
         width.
@@ -149,6 +158,11 @@ def open_source(path: Path) -> Source:
     if inside := [*iterations(path), *iterations(path / "checkpoint")]:
         raise CheckpointError(f"{path}: the folder holds several checkpoints; name one of them, such as {inside[0]}")
     return Source(path, "MindFormers", open_stored(path))
+
+
+def is_of_the_model(name: str) -> bool:
+    """Return whether a tensor of a checkpoint is a weight, or a router's bias, which no gradient trains."""
+    return kind_of(name) == "weights" or name.endswith(".expert_bias")
 
 
 def refuse_target(target: Path) -> None:

@@ -186,6 +186,12 @@ def test_no_score_function_is_told_that_the_router_does_not_have():
     assert told and not any("noaux_tc" in each.right for each in told)
 
 
+def test_the_bias_that_attentions_output_does_not_get_is_noted():
+    path = dotted((*MODEL, "attention_bias"))
+    assert "this key also gives one to the output" in findings(recipe_of(DENSE, SEED_OSS_36B), "note")[path].wrong
+    assert path not in findings(recipe_of(DENSE, SEED_OSS_36B, attention_bias=False), "note")
+
+
 def test_plain_positions_need_no_scaling():
     path = dotted((*MODEL, "rope_scaling", "rope_type"))
     found = findings(recipe_of(DENSE, SEED_OSS_36B, rope_scaling={"rope_type": "default"}))[path]
