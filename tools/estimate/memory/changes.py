@@ -14,8 +14,8 @@ from functools import lru_cache
 from itertools import combinations
 
 from plugins.errors import RecipeError
-from tools.estimate.configuration import Configuration, Recompute, Table, even_layers
-from tools.estimate.from_recipe import compiles_sharded_gradients, from_recipe
+from tools.estimate.configuration import Configuration, Table, even_layers
+from tools.estimate.from_recipe import compiles_sharded_gradients, from_recipe, not_empty
 from tools.estimate.memory.model import all_stages, stage_memory
 from tools.estimate.memory.room import known_errors, require_known
 from tools.hardware.units import GIB
@@ -192,11 +192,7 @@ def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
 
 
 def _recomputed(run: Configuration, full: Table) -> Configuration:
-    """Return the run with whole layers recomputed; stages without any keep none (`working` counts a layer if one
-    is).
-    """
-    recompute: Recompute = replace(run.recompute, full=full if any(map(any, full)) else None)
-    return replace(run, recompute=recompute)
+    return replace(run, recompute=replace(run.recompute, full=not_empty(full)))
 
 
 def _move_layer(run: Configuration, _: float) -> Configuration | None:
