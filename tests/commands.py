@@ -129,6 +129,7 @@ _OTHERS = {
     r"python -m tools\.accuracy\.operators\.shipped --update$": Way("by", "tests/tools/accuracy/operators"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/test_schema.py"),
     r"python -m tools\.recipe\.catalogue": Way("by", "tests/recipes/test_cards.py"),
+    r"python -m tests\.tools\.estimate\.test_version": Way("by", "tests/tools/estimate/test_version.py"),
     r"python -m tests\.tools\.weights\.renew": Way("by", "tests/tools/accuracy/reference/test_torch.py"),
     r"python -m tests\.tools\.prove\.renew": Way("by", "tests/tools/prove/test_faults.py"),
     r"python -m tests\.tools\.fusion\.renew": Way("by", "tests/tools/fusion/test_cluster.py"),

@@ -30,7 +30,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.changes import Change, pairs_of_changes, single_changes
 from tools.estimate.memory.loaded import Even, judge
-from tools.estimate.memory.model import StageMemory, all_stages, exchanged
+from tools.estimate.memory.model import StageMemory, all_stages, exchanged, peak_memory
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, fit_between, known_errors, room_of
 from tools.estimate.memory.time_line import UPDATE, TimeLine, check_form, simulated, time_line, write_line
 from tools.estimate.time_model import TimeModel
@@ -93,7 +93,7 @@ def explain(
     """
     config = from_recipe(resolve(recipe))
     # changes are made for a modelled limit: the one at which the measured peak is at the room's
-    limit = room.bytes * max(memory.peak for memory in all_stages(config)) / _peak(config, terms)
+    limit = room.bytes * peak_memory(config) / _peak(config, terms)
     singles = single_changes(config, limit)
     known = _wrong(recipe)
     proposed = partial(_proposal, recipe, config, times=times, room=room, known=known, terms=terms)

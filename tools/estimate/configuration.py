@@ -315,6 +315,16 @@ def _first_layers(layers: Table, schedule: str) -> Table:
     return tuple(map(tuple, found))
 
 
+def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
+    """Return (chunk, stage, number in the chunk) of each layer in the model's order."""
+    found = []
+    for chunk, row in enumerate(layers):
+        order = range(len(row))
+        for stage in reversed(order) if is_v_shaped(schedule) and chunk % 2 else order:
+            found += [(chunk, stage, place) for place in range(row[stage])]
+    return found
+
+
 def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
     """Return numbers of layers [chunks][stages] that are as even as possible. If the layers cannot be divided equally,
     the last chunk of the model gets one layer less, then the first chunk, then the last but one, and so on.

@@ -23,10 +23,9 @@ from plugins.ep_overlap import plan as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DISPATCHERS
 from plugins.lora import plan as lora
-from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, spread
+from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, places, spread
 from tools.hardware.units import short_dtype
 from tools.model import Adapters, Model, model_of
-from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
@@ -35,16 +34,6 @@ from tools.schema.converter import Built, convert
 from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
-
-
-def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
-    """Return (chunk, stage, number in the chunk) of each layer in the model's order."""
-    found = []
-    for chunk, row in enumerate(layers):
-        order = range(len(row))
-        for stage in reversed(order) if is_v_shaped(schedule) and chunk % 2 else order:
-            found += [(chunk, stage, place) for place in range(row[stage])]
-    return found
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:

@@ -90,22 +90,16 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
 
 
 def recomputing_least(config: Configuration, model: TimeModel, cap_bytes: float) -> list[Configuration]:
-    """Return variants of `config` that recompute less and leave the layers on their stages; the last variant
-    recomputes no whole layer. On each stage the first layers have one option and the others a weaker one, so that the
-    stage needs at most `cap_bytes` and takes the least time.
+    """Return `config` with as little recomputation as fits, and its layers on their stages: on each stage the first
+    layers have one option and the others a weaker one, so that the stage needs at most `cap_bytes` and takes the least
+    time. The list is empty if a stage cannot keep the cap.
     """
-    some = [_least(config, model, cap_bytes, options) for options in (ORDER, ORDER[1:])]
-    return [one for one in some if one is not None]
-
-
-def _least(config: Configuration, model: TimeModel, cap_bytes: float, options: Sequence[str]) -> Configuration | None:
-    """Return `recomputing_least` with these options, the strongest first; None where a stage cannot keep the cap."""
     layers = np.array(config.layers)
-    tables = {name: np.zeros_like(layers) for name in options[:-1]}
+    tables = {name: np.zeros_like(layers) for name in ORDER[:-1]}
     for stage in range(config.pp):
         own = layers[:, stage]
         found: list[tuple[float, dict[str, np.ndarray]]] = []
-        for strong, weak in itertools.combinations(options, 2):
+        for strong, weak in itertools.combinations(ORDER, 2):
             for count in range(own.sum() + 1):
                 tried = {name: table.copy() for name, table in tables.items()}
                 tried[strong][:, stage] = np.clip(count - (own.cumsum() - own), 0, own)
@@ -117,16 +111,14 @@ def _least(config: Configuration, model: TimeModel, cap_bytes: float, options: S
                     found.append((float((forward + backward)[:, stage].sum()), tried))
                     break
         if not found:
-            return None
+            return []
         tables = min(found, key=lambda pair: pair[0])[1]
-    return _recomputing(config, {name: table for name, table in tables.items() if table.any()})
+    return [_recomputing(config, tables)]
 
 
 def _recomputing(config: Configuration, tables: dict[str, np.ndarray]) -> Configuration:
-    """Return the configuration with these tables [chunks, stages] and no others. A table of zeros counts the memory of
-    running a layer again.
-    """
-    rows: dict[str, Any] = {name: tuple(map(tuple, table.tolist())) for name, table in tables.items()}
+    """Return the configuration with these tables [chunks, stages] and no others."""
+    rows: dict[str, Any] = {name: tuple(map(tuple, table.tolist())) for name, table in tables.items() if table.any()}
     kept = replace(config.recompute, **{**dict.fromkeys(ORDER[:-1]), **rows}, operators=())
     return replace(config, recompute=kept)
 

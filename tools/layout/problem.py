@@ -4,7 +4,7 @@ times and bytes.
 Times in milliseconds, memory in GiB. Layer types: "dense" and "moe". Embedding, head and MTP stay at the ends: their
 times are the instance's head and tail, their memory is static. What a stage needs once whatever it holds (buffers,
 working memory, activations of the ends) is static, too, taken at its largest; so the instance is never below the
-estimator, and equal to it where a stage holds the layer kind that needs most.
+estimator, and equal to it where a stage holds the layer kind and recomputes what needs most.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def pipeline_instance(
     the layers in `config` have no effect.
 
     Args:
-        full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
-            repetition, whether a stage uses it or not.
+        full: layers may recompute everything. Every stage then has the working memory of a whole layer's repetition,
+            whether it uses it or not, which is more than the estimator counts.
         mtp: MTP layers recompute everything, which holds for plans whose last layer does.
-        groups: layers may recompute these, one more after the other (`by_price`); the working memory of all of them
-            is then there, too.
+        groups: layers may recompute these, one more after the other (`by_price`); every stage then has the working
+            memory of all of them.
     """
     kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None

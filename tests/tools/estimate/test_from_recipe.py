@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from tests.tools.search.test_overlay import LARGE, MTP, PER_STAGE, read_back, tables, with_selection
 from tools.check.check import check_recipe
-from tools.estimate.configuration import Recompute, even_layers
-from tools.estimate.from_recipe import from_recipe, not_empty, numbers_of, places, select_of, table_of_numbers
+from tools.estimate.configuration import Recompute, even_layers, places
+from tools.estimate.from_recipe import from_recipe, not_empty, numbers_of, select_of, table_of_numbers
 from tools.estimate.memory.model import peak_memory
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View

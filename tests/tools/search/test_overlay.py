@@ -16,7 +16,7 @@ from tools.check.check import check_recipe
 from tools.dryrun.plan import stages_of
 from tools.estimate.configuration import PATTERNS, Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory.training_graph import kept
+from tools.estimate.memory.activations import saved
 from tools.hardware.units import GIB
 from tools.layout.resolve import resolve
 from tools.model import layer_size, model_of
@@ -464,7 +464,7 @@ def test_each_mode_comes_back_from_the_recipe(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_keeps_activations(mode):
     config = replace(from_recipe(load_recipe(LARGE)), ep_mode=mode)
-    assert kept(config, "moe") > kept(config, "dense") / config.tp > 0
+    assert saved(config, "moe") > saved(config, "dense") / config.tp > 0
 
 
 def test_samples_that_the_model_repeats_change_too(tmp_path):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tools.estimate.configuration import Configuration, weight_cut
+from tools.estimate.configuration import Configuration, places, weight_cut
 from tools.estimate.layer_model import work
 from tools.estimate.memory.training_graph import (
     ATTENTION,
@@ -41,7 +41,6 @@ from tools.estimate.memory.training_graph import (
     loss_pass,
 )
 from tools.model import Weight, weights
-from tools.pipeline.schedules import is_v_shaped
 
 
 def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
@@ -223,12 +222,7 @@ def mtp_option(config: Configuration) -> str:
     MindFormers gives MTP layers the setting of the last decoder layer, but partial recomputation does not apply to the
     operators of MTP layers.
     """
-    places = []
-    for chunk, row in enumerate(config.layers):
-        order = range(len(row))
-        turned = is_v_shaped(config.schedule) and chunk % 2
-        places += [(chunk, stage) for stage in (reversed(order) if turned else order) if row[stage]]
-    chunk, stage = places[-1]
+    chunk, stage, _ = places(config.layers, config.schedule)[-1]
     return "full" if config.recompute.layers("full", chunk, stage) >= config.layers[chunk][stage] else "none"
 
 

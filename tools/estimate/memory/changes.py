@@ -14,9 +14,9 @@ from functools import lru_cache
 from itertools import combinations
 
 from plugins.errors import RecipeError
-from tools.estimate.configuration import Configuration, Recompute, Table, even_layers
-from tools.estimate.from_recipe import compiles_sharded_gradients, from_recipe
-from tools.estimate.memory.model import all_stages, stage_memory
+from tools.estimate.configuration import Configuration, Table, even_layers
+from tools.estimate.from_recipe import compiles_sharded_gradients, from_recipe, not_empty
+from tools.estimate.memory.model import all_stages, peak_memory, stage_memory
 from tools.estimate.memory.room import known_errors, require_known
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import is_v_shaped
@@ -51,7 +51,7 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
     Args:
         limit: the bytes that a stage may reach; as few layers are recomputed as this limit allows.
     """
-    now = max(memory.peak for memory in all_stages(config))
+    now = peak_memory(config)
     return [change for change in _all(config, limit, _moves(config)) if change.peak < now * (1 - _LEAST)]
 
 
@@ -192,11 +192,7 @@ def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
 
 
 def _recomputed(run: Configuration, full: Table) -> Configuration:
-    """Return the run with whole layers recomputed; stages without any keep none (`working` counts a layer if one
-    is).
-    """
-    recompute: Recompute = replace(run.recompute, full=full if any(map(any, full)) else None)
-    return replace(run, recompute=recompute)
+    return replace(run, recompute=replace(run.recompute, full=not_empty(full)))
 
 
 def _move_layer(run: Configuration, _: float) -> Configuration | None:

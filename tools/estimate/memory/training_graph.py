@@ -100,16 +100,9 @@ _GRADIENTS = 1 / 3  # of what a layer keeps: the gradients that are there at onc
 _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside its result
 
 
-def kept(config: Configuration, kind: str, option: str = "none") -> float:
-    """Return the bytes of activations that one layer keeps for the backward of one micro-batch on one device; kinds and
-    options are as in `tools.estimate.memory.activations.saved`.
-    """
-    return sum(kept_parts(config, kind, option).values())
-
-
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return, for each of `MODULES`, the bytes of activations that one layer keeps for one micro-batch on one
-    device.
+    """Return, for each of `MODULES`, the bytes of activations that one layer keeps for one micro-batch on one device;
+    kinds and options are as in `tools.estimate.memory.activations.saved`.
     """
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again

@@ -106,7 +106,7 @@ class MemoryTable:
 
     def static(self, block: Block) -> np.ndarray:
         """Return the bytes [rows, stages] of weights, gradients and optimizer, which do not depend on recomputation."""
-        return self._by_spread(block, "static", _held_static)
+        return self._by_spread(block, "static", lambda config, stage: sum(static_memory(config, stage)))
 
     def _by_spread(self, block: Block, name: str, bytes_of: Callable[[Configuration, int], float]) -> np.ndarray:
         """Return [rows, stages] bytes that depend only on a stage's weights and on how these are spread."""
@@ -198,11 +198,6 @@ def _saved(config: Configuration) -> np.ndarray:
             used = option if kind in _LAYERS or option == "full" else "none"
             rows[policy, KINDS.index(kind)] = saved(config, kind, used)
     return rows
-
-
-def _held_static(config: Configuration, stage: int) -> float:
-    """Return bytes of a stage's weights, state, accumulated and gathered tensors."""
-    return sum(static_memory(config, stage))
 
 
 def _updated(config: Configuration, stage: int) -> float:

@@ -22,7 +22,7 @@ from tools.estimate.memory.activations import (
 )
 from tools.estimate.memory.model import all_stages, peak_memory, stage_weights, static_memory, static_modules
 from tools.estimate.memory.room import ROWS
-from tools.estimate.memory.training_graph import kept, logit_exchanges
+from tools.estimate.memory.training_graph import logit_exchanges
 from tools.estimate.published.rows import read_rows
 from tools.hardware.units import GIB
 from tools.model import Latent, Model, Weight, pattern_of
@@ -96,9 +96,9 @@ def test_keys_and_values_are_kept_as_gathered(name, gathered):
     config = run(name)
     alone = replace(config, cp=1, sequence=config.rank_tokens)
     for kind in ("dense", "moe"):
-        more = (kept(config, kind) - kept(alone, kind)) / MIB
+        more = (saved(config, kind) - saved(alone, kind)) / MIB
         assert more == pytest.approx(gathered * (1 - 1 / config.cp))
-        assert kept(config, kind, "full") == kept(alone, kind, "full")
+        assert saved(config, kind, "full") == saved(alone, kind, "full")
 
 
 @pytest.mark.parametrize(
@@ -263,9 +263,9 @@ def test_the_attention_of_a_cpu_keeps_all_scores_unless_it_goes_by_documents():
     config = from_recipe(load_recipe(RECIPES / "mini" / "pretrain.yaml"))
     scores = 4 * config.batch * config.model.heads * config.sequence**2  # the softmax, in fp32
     for kind in ("dense", "moe", "mtp"):
-        more = kept(config, kind) - kept(replace(config, keeps_scores=False), kind)
+        more = saved(config, kind) - saved(replace(config, keeps_scores=False), kind)
         assert more == scores, kind
-        assert kept(config, kind, "full") == kept(replace(config, keeps_scores=False), kind, "full")
+        assert saved(config, kind, "full") == saved(replace(config, keeps_scores=False), kind, "full")
     assert not from_recipe(load_recipe(RECIPES / "mini" / "pretrain_eod.yaml")).keeps_scores
     assert not from_recipe(load_recipe(RECIPES / "mini" / "pretrain_tp2.yaml")).keeps_scores  # Ascend's operators
 
@@ -316,7 +316,7 @@ def config():
 )
 def test_what_compiled_graphs_keep(config, changes, option, layers_and_head, two_kinds):
     laid = replace(config, **changes)
-    moe, dense, head = (kept(laid, kind, option) / MIB for kind in ("moe", "dense", "head"))
+    moe, dense, head = (saved(laid, kind, option) / MIB for kind in ("moe", "dense", "head"))
     assert moe + head == pytest.approx(layers_and_head, rel=0.01)
     assert moe + dense == pytest.approx(two_kinds, rel=0.01)
 
@@ -324,7 +324,7 @@ def test_what_compiled_graphs_keep(config, changes, option, layers_and_head, two
 def test_padding_of_alltoall_is_not_counted():
     """105B, tp 8: 2,816 rows for 2,048 copies in six tensors and the first product."""
     config = from_recipe(load_recipe(RECIPES / "telechat3_105b" / "pretrain_4k.yaml"))
-    found = (kept(config, "moe") + kept(config, "dense")) / MIB
+    found = (saved(config, "moe") + saved(config, "dense")) / MIB
     assert found == pytest.approx(317.5, rel=0.1)
     padded = 768 * 2 * (6 * config.model.hidden + 2 * config.model.expert_ffn) / MIB
     assert found + padded == pytest.approx(317.5, rel=0.02)
