@@ -118,8 +118,9 @@ def same_everywhere(graphs: list[GraphText], place: int, known: Known) -> None:
 
 def along_another_axis(graphs: list[GraphText], place: int, known: Known) -> None:
     """Let the constants of the operator differ between ranks along another axis of the mesh."""
-    heads = [root(peer)[place].head for peer in graphs[1:]]
-    for peer, head in zip(graphs[1:], heads[1:] + heads[:1], strict=True):
+    beside = graphs[1:-1] if len(graphs) > 3 else graphs[1:]  # without the last rank along all axes
+    heads = [root(peer)[place].head for peer in beside]
+    for peer, head in zip(beside, heads[1:] + heads[:1], strict=True):
         root(peer)[place].head = head
 
 
@@ -170,8 +171,9 @@ def own_part(graphs: list[GraphText], place: int, known: Known) -> None:
     """Replace a ReduceScatter by a slice: every rank keeps its piece of its own part of the sum."""
     node = root(graphs[0])[place]
     part, tensor, ranks = node.outputs[0].shape, arguments_of(node.head)[0], ranks_at(node, known)
-    for number, graph in enumerate(graphs):
-        at = int(number > 0 and (number == 1) == (ranks[1] - ranks[0] == 1))  # of the group with neighbours: tp
+    for number, graph in enumerate(graphs):  # of two axes, and of the last rank along both
+        last = number == len(graphs) - 1 > 2
+        at = int(last or (number > 0 and (number == 1) == (ranks[1] - ranks[0] == 1)))
         begin = ", ".join(f"I64({part[0] * at if not axis else 0})" for axis in range(len(part)))
         end = ", ".join(f"I64({part[0] * (at + 1) if not axis else size})" for axis, size in enumerate(part))
         ones = ", ".join("I64(1)" for _ in part)
@@ -272,11 +274,11 @@ def in_step(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, Graph
     """Return the graph once for each axis, with the constants that the next rank along it has."""
     found = {}
     for axis, peer in peers.items():
-        found[axis], both = copy.deepcopy(graph), Peers(graph, {axis: peer})
+        found[axis], both = copy.deepcopy(graph), Peers(graph, {"next": peer})
         for place, (name, nodes) in enumerate(graph.graphs.items()):
             for number, node in enumerate(nodes):
                 if both.differs(name, number):
-                    found[axis].graphs[name][number].head = both.counterpart(axis, place, number, node).head
+                    found[axis].graphs[name][number].head = both.counterpart("next", place, number, node).head
     return found
 
 
@@ -358,7 +360,7 @@ def compiled_step(recipe: Recipe) -> tuple[dict[str, Any], GraphText, Mesh, dict
     result = compile_all(plan, 1, True, texts=True)[0]
     graph = read_graph(text_of(plan.jobs[0]))
     mesh = mesh_for([result], [graph], [("tp", view.tp), ("cp", view.cp), ("dp", view.dp)])
-    beside = {axis: replace(plan.jobs[0], rank=stride) for axis, stride in mesh.strides.items()}
+    beside = {axis: replace(plan.jobs[0], rank=rank) for axis, rank in mesh.neighbours(0).items()}
     compile_all(replace(plan, jobs=list(beside.values())), 1, True, texts=True)
     return result, graph, mesh, in_step(graph, {axis: read_graph(text_of(job)) for axis, job in beside.items()})
 

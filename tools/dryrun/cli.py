@@ -85,7 +85,7 @@ class Ranks(click.ParamType):
 @click.option(
     "--prove",
     is_flag=True,
-    help="Also report what tc3 prove reports; for this, one more rank is compiled for each axis of the mesh.",
+    help="Also report what tc3 prove reports; for this, one more rank is compiled for each axis, and the last rank.",
 )
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

@@ -22,14 +22,13 @@ from plugins.errors import RecipeError
 from tools.check.check import require_sound
 from tools.dryrun.compiles import compile_all, refusal_of, text_of
 from tools.dryrun.gradients import UNKNOWN, WRONG
-from tools.dryrun.graph_text import read_graph
+from tools.dryrun.graph_text import GraphText, read_graph
 from tools.dryrun.plan import Plan, plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.layout.resolve import resolve
 from tools.prove.report import (
     PROVEN,
     mesh_for,
-    neighbours,
     prove_rank,
     report_of,
     scale_faults,
@@ -57,8 +56,8 @@ _SHOWN = 10  # problems that are printed; --json has all
 def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | None, as_json: bool) -> None:
     """Prove on the compiled graphs of RECIPE that every gradient is summed exactly once, over the right ranks.
 
-    The graphs are those of tc3 dryrun, and of one more rank for each axis of the mesh. Every value on the way to a
-    gradient gets a type: on which axes it is replicated, cut or a partial sum. Nothing is executed.
+    The graphs are those of tc3 dryrun, of one more rank for each axis of the mesh, and of the last rank. Every value on
+    the way to a gradient gets a type: on which axes it is replicated, cut or a partial sum. Nothing is executed.
 
     Exit codes: 0 no violation was found, although weights may be unknown; 1 a violation was found, or the recipe does
     not compile; 2 a wrong input; 130 interrupted.
@@ -102,8 +101,9 @@ def proof_of(
     as_json: bool = False,
 ) -> dict[str, Any]:
     """Return, as values fit for JSON, which gradients of a compiled recipe are proven to be right. For each compiled
-    rank, its neighbours along each axis of the device mesh are compiled too, and in every graph it is found how each
-    value lies on the ranks.
+    rank, its neighbours along each axis of the device mesh and the last rank along all axes are compiled too, and in
+    every graph it is found how each value lies on the ranks. If constants do not grow evenly along an axis, the axis is
+    divided.
 
     Args:
         recipe: the recipe that was compiled.
@@ -124,19 +124,24 @@ def proof_of(
         mesh = mesh_for(results, graphs, degrees)
     except NotKnown as error:
         raise RecipeError(f"{recipe.source}: {error}; tc3 dryrun judges the sums of gradients without types") from None
-    beside = [{axis: replace(job, rank=rank) for axis, rank in neighbours(job.rank, mesh).items()} for job in plan.jobs]
-    others = replace(plan, jobs=[job for own in beside for job in own.values()])
-    _compiled(recipe, others, at_once, use_cache, as_json)
-    peers = [{axis: read_graph(text_of(job)) for axis, job in own.items()} for own in beside]
-    make = [
-        partial(typing_of, result, graph, mesh, own) for result, graph, own in zip(results, graphs, peers, strict=True)
-    ]
-    typings, differ = type_stages(make)
     micro_batches = plan.micro_batches * small.accumulation
     scales = scale_faults(results, micro_batches, per)
-    stages = [
-        prove_rank(result, typing, scales[result["rank"]]) for result, typing in zip(results, typings, strict=True)
-    ]
+    read = dict[int, GraphText]()
+    while True:
+        beside = {rank: job for job in plan.jobs for rank in mesh.neighbours(job.rank).values() if rank not in read}
+        missing = [replace(job, rank=rank) for rank, job in beside.items()]
+        _compiled(recipe, replace(plan, jobs=missing), at_once, use_cache, as_json)
+        read |= {job.rank: read_graph(text_of(job)) for job in missing}
+        peers = [{key: read[rank] for key, rank in mesh.neighbours(job.rank).items()} for job in plan.jobs]
+        compiled = zip(results, graphs, peers, strict=True)
+        typings, differ = type_stages([partial(typing_of, result, graph, mesh, own) for result, graph, own in compiled])
+        stages = [
+            prove_rank(result, typing, scales[result["rank"]]) for result, typing in zip(results, typings, strict=True)
+        ]
+        finer = mesh.refined(frozenset().union(*(typing.divided for typing in typings)))
+        if finer == mesh:
+            break
+        mesh = finer
     return report_of(recipe.source, results, stages, differ, micro_batches, per, small.devices)
 
 

@@ -5,7 +5,9 @@ Redistribution sums or gathers over a part of data or tensor parallelism; theref
 ranks are closer to each other) and `dp.2`.
 
 Redistribution starts slices at offsets that depend on the rank, and the graph of one rank does not say on which axis
-they depend: `Peers` compares the constants with those of the graph of one more rank for each axis.
+they depend: `Peers` compares the constants with those of the graph of one more rank for each axis. From one rank to the
+next along an axis a constant must always grow by the same number, which the rank that is the last one along every axis
+shows. Where it shows something else, an axis may be cut unevenly: `Mesh.refined` divides an axis of 4 ranks into two.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed
 from tools.prove.spread import NotKnown, Spread, tidy
 
+COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV")
+FAR = "every axis"  # the key of the rank that is the last one along every axis
 _ADDRESS = re.compile(r"ref_key=0x\w+")  # it is another one in each compile
 _WHOLE = re.compile(r"^(?:[IU]\d+\(|Tensor\(shape=\[1?\], dtype=U?Int\d+, value=\s*\[?\s*)(-?\d+)\s*\]?\)$")
 
@@ -42,6 +47,43 @@ class Mesh:
     def devices(self) -> int:
         """Return the number of devices of the pipeline stage."""
         return math.prod(self.sizes.values())
+
+    @property
+    def is_finest(self) -> bool:
+        """Return whether the number of ranks along each axis is a prime number, so that no axis can be divided."""
+        return all(smallest_factor(size) == size for size in self.sizes.values())
+
+    def refined(self, axes: Iterable[str]) -> Mesh:
+        """Return the mesh with some axes divided into axes of a prime number of ranks. An axis is divided only if its
+        size is a power of a prime number, because the order of different factors is unknown.
+        """
+        strides, sizes = {}, {}
+        for axis, size in self.sizes.items():
+            factor = smallest_factor(size)
+            count = next(power for power in range(1, size + 1) if factor**power >= size)
+            if axis not in axes or factor**count != size or count == 1:
+                strides[axis], sizes[axis] = self.strides[axis], size
+                continue
+            for number in range(count):
+                part = f"{axis}.{number + 1}"
+                strides[part], sizes[part] = self.strides[axis] * factor**number, factor
+        return Mesh(strides, sizes)
+
+    def places(self, rank: int) -> dict[str, int]:
+        """Return the position of a rank along each axis."""
+        return {axis: rank % self.devices // far % self.sizes[axis] for axis, far in self.strides.items()}
+
+    def neighbours(self, rank: int) -> dict[str, int]:
+        """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis or, if there is none,
+        the rank before it. For `FAR` return the rank at the other end of every axis (the last one, or the first one if
+        the rank itself is the last), unless this rank is one of the neighbours.
+        """
+        found, end = {}, rank
+        for axis, place in self.places(rank).items():
+            last, stride = self.sizes[axis] - 1, self.strides[axis]
+            found[axis] = rank + (stride if place < last else -stride)
+            end += stride * (last - place if place < last else -last)
+        return found if end in (rank, *found.values()) else {**found, FAR: end}
 
     def over(self, stride: int, count: int) -> tuple[str, ...]:
         """Return the axes of the mesh that together contain `count` ranks at distances of `stride`, the outermost axis
@@ -81,6 +123,11 @@ class Mesh:
     def _of_mesh(self, mesh: Sequence[int], axis: int) -> tuple[str, ...]:
         place = len(mesh) - 1 - axis
         return self.over(math.prod(mesh[place + 1 :]), mesh[place]) if mesh[place] > 1 else ()
+
+
+def smallest_factor(size: int) -> int:
+    """Return the smallest prime factor of a number from 2 on."""
+    return next(factor for factor in range(2, size + 1) if size % factor == 0)
 
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
@@ -133,17 +180,34 @@ def mesh_of(
     return Mesh(strides, sizes)
 
 
-class Peers:
-    """A `Peers` holds for each axis of the mesh the graph of a neighbouring rank, to compare its operators with the
-    rank's.
+class Uneven(NamedTuple):
+    """An `Uneven` describes constants of an operator that the rank at the other end of every axis does not have as the
+    next ranks imply.
 
     Args:
-        graphs: axis -> the graph of the next rank along it, or of the one before (`signs`).
-        at: the position of the rank along each axis; 0 for axes that are missing.
+        says: a sentence about the first of them.
+        over: the axes along which they grow.
+        counts: whether all of them are whole numbers.
     """
 
-    def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], at: Mapping[str, int] | None = None):
-        self.at, self.signs = at or {}, dict[str, int]()  # -1: the graph is that of the rank before, not of the next
+    says: str
+    over: frozenset[str]
+    counts: bool
+
+
+class Peers:
+    """A `Peers` holds the graphs of other ranks of the stage, to compare their operators with those of the rank.
+
+    Args:
+        graph: the graph of the rank.
+        graphs: for each key of `Mesh.neighbours` the graph of that rank. mesh, rank: of the stage.
+    """
+
+    def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], mesh: Mesh | None = None, rank: int = 0):
+        self.mesh = mesh or Mesh({}, {})
+        self.at, self.ranks = self.mesh.places(rank), self.mesh.neighbours(rank)
+        self.signs = {axis: 1 if self.ranks[axis] > rank else -1 for axis in self.at}  # -1: of the rank before
+        self.far = self.mesh.places(self.ranks[FAR]) if FAR in self.ranks else {}
         self.own = list(graph.graphs.values())
         self.names = {name: place for place, name in enumerate(graph.graphs)}
         self.others = {axis: list(other.graphs.values()) for axis, other in graphs.items()}
@@ -172,22 +236,69 @@ class Peers:
                 found[key] = int(own[1]) - sum(self.at.get(axis, 0) * step for axis, step in steps.items()), steps
         return found
 
+    def unevenness(self, name: str, number: int) -> Uneven | None:
+        """Return what is wrong with an operator's constants on the rank at the other end of every axis; return None if
+        they are what the next ranks imply, or if the graph of this rank is not known.
+
+        Texts that differ between neighbours are not compared, because no rule computes with them.
+
+        Raises:
+            NotKnown: the rank has no such operator.
+        """
+        place = self.names[name]
+        node = self.own[place][number]
+        if FAR not in self.others:
+            return None
+        if node.op in COLLECTIVES:
+            self.counterpart(FAR, place, number, node)
+        if not (own := _constants(node.head)):
+            return None
+        last = self._constants_of(FAR, place, number, node)
+        differing, offsets = self.differs(name, number), self.offsets(name, number)
+        wrong: list[Uneven] = []
+        for key, text in own.items():
+            if key in differing and key not in offsets:
+                continue
+            implied, steps = offsets.get(key, (_number(text), {}))
+            if isinstance(implied, int):
+                implied += sum(self.far[axis] * step for axis, step in steps.items())
+            if (found := _number(last[key])) != implied:
+                along = ", ".join(steps or self.mesh.sizes)
+                says = (
+                    f"its constant is {found} on rank {self.ranks[FAR]}, but {implied} by the next ranks along {along}"
+                )
+                wrong.append(Uneven(says, frozenset(steps), isinstance(found, int) and isinstance(implied, int)))
+        if not wrong:
+            return None
+        over = frozenset[str]().union(*(each.over for each in wrong))
+        return Uneven(wrong[0].says, over, all(each.counts for each in wrong))
+
     def _differing(self, name: str, number: int) -> dict[tuple[int, int], tuple[str, dict[str, str]]]:
         """Return the constants that differ: on the rank, and on the next rank along each axis along which they do."""
         place = self.names[name]
         node = self.own[place][number]
         own = _constants(node.head)
-        if not own:
-            return {}
         found: dict[tuple[int, int], tuple[str, dict[str, str]]] = {}
-        for axis, graphs in self.others.items():
-            other = _constants(self.counterpart(axis, place, number, node).head) if place < len(graphs) else {}
-            if own.keys() != other.keys():
-                raise NotKnown(f"the graph of the next rank along {axis} has no such operator")
+        for axis in self.others if own else ():
+            if axis == FAR:
+                continue
+            other = self._constants_of(axis, place, number, node)
             for key in own:
                 if own[key] != other[key]:
                     found.setdefault(key, (own[key], {}))[1][axis] = other[key]
         return found
+
+    def _constants_of(self, axis: str, place: int, number: int, node: Node) -> dict[tuple[int, int], str]:
+        """Return the constants that another rank has where the rank has some.
+
+        Raises:
+            NotKnown: that rank has no such operator.
+        """
+        graphs = self.others[axis]
+        other = _constants(self.counterpart(axis, place, number, node).head) if place < len(graphs) else {}
+        if _constants(node.head).keys() != other.keys():
+            raise NotKnown(f"the graph of the {_next(axis)} has no such operator")
+        return other
 
     def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
         """Return the operator of a neighbouring rank's graph that has the same position among operators of one kind and
@@ -195,9 +306,7 @@ class Peers:
         """
         own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
         if len(own) != len(other):
-            raise NotKnown(
-                f"the graph of the next rank along {axis} has {len(other)} such operators instead of {len(own)}"
-            )
+            raise NotKnown(f"the graph of the {_next(axis)} has {len(other)} such operators instead of {len(own)}")
         return self.others[axis][place][other[own.index(number)]]
 
     def _index(self, axis: str, place: int) -> dict[tuple[Any, ...], list[int]]:
@@ -208,10 +317,20 @@ class Peers:
         return self.places[axis, place]
 
 
+def _number(text: str) -> int | str:
+    """Return the whole number that a text writes out, or any other text itself."""
+    return int(whole[1]) if (whole := _WHOLE.search(text)) else text
+
+
+def _next(axis: str) -> str:
+    return f"{'last' if axis == FAR else 'next'} rank along {axis}"
+
+
 def _kind(node: Node) -> tuple[Any, ...]:
     return node.op, node.scope, _ADDRESS.sub("", node.types[1])
 
 
+@cache
 def _constants(head: str) -> dict[tuple[int, int], str]:
     """Return the arguments that are written out, those of a tuple one by one."""
     found: dict[tuple[int, int], str] = {}

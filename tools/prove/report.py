@@ -128,7 +128,7 @@ def typing_of(
 
     Args:
         result: the result of the rank's compile, as `tools.dryrun.rank` reports it.
-        peers: for each axis of the mesh the graph of the rank in `neighbours`.
+        peers: the graphs of the ranks in `Mesh.neighbours`.
         received: how the values that other stages send lie on the ranks (their spreads).
     """
     known, generated = ranks_of(result, mesh.devices), generated_groups(graph)
@@ -145,23 +145,7 @@ def typing_of(
             raise NotKnown(f"the optimizer shards {name} over group {group!r}, whose ranks are unknown")
         return mesh.of_layout(layout, sharded)
 
-    beside = Peers(graph, peers, _places(result["rank"], mesh))
-    beside.signs = {axis: -1 for axis, rank in neighbours(result["rank"], mesh).items() if rank < result["rank"]}
-    return Typing(graph, mesh, parameter, known, beside, received)
-
-
-def _places(rank: int, mesh: Mesh) -> dict[str, int]:
-    return {axis: rank % mesh.devices // far % mesh.sizes[axis] for axis, far in mesh.strides.items()}
-
-
-def neighbours(rank: int, mesh: Mesh) -> dict[str, int]:
-    """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis or, if there is none, the
-    rank before it.
-    """
-    places = _places(rank, mesh)
-    return {
-        axis: rank + far if places[axis] < mesh.sizes[axis] - 1 else rank - far for axis, far in mesh.strides.items()
-    }
+    return Typing(graph, mesh, parameter, known, Peers(graph, peers, mesh, result["rank"]), received)
 
 
 def _without_strategies(graph: GraphText) -> None:

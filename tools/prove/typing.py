@@ -20,11 +20,10 @@ from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
 from tools.prove import moves
 from tools.prove.call import Call, Value, literal
-from tools.prove.mesh import Mesh, Peers
+from tools.prove.mesh import COLLECTIVES, Mesh, Peers
 from tools.prove.rules import RULES, apply, divisor_of
-from tools.prove.spread import Contradiction, Dim, NotKnown, Spread, plain
+from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, plain
 
-COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV")
 ADDED = "accu_grads."
 _WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
@@ -124,6 +123,7 @@ class Typing:
         self.root = Frame(graph.root, {})
         self.frames = [self.root]
         self.added: dict[str, list[Value]] = {}
+        self.divided = frozenset[str]()  # the axes of the mesh that must be divided before some operators can be judged
         self.repeats = self._sums_of_the_loss()
         self.reshaped: dict[tuple[Any, ...], set[tuple[Dim, ...]]] = defaultdict(set)
 
@@ -171,6 +171,10 @@ class Typing:
                 values.append(value)
             if node.op == "Partial":
                 return Closure(node.binds, tuple(values[1:]), tuple(map(frame.named, arguments[1:])))
+            uneven = self.peers.unevenness(frame.name, number) if node.op in RULES else None
+            if uneven and not self.mesh.is_finest:  # an axis may stand for several, so that no rule can judge
+                self.divided |= self._to_divide(uneven.over, values)
+                raise NotKnown(uneven.says)
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
             axes = self.axes_of(node) if node.op in COLLECTIVES else ()
             self._require_mean(frame, node, axes)
@@ -178,6 +182,8 @@ class Typing:
             names = tuple(map(frame.named, arguments))
             call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets, names)
             found = apply(call) if self.mesh.sizes else self._undivided(call)
+            if uneven:
+                raise (Certain if RULES[node.op].takes_differing and uneven.counts else NotKnown)(uneven.says)
             return self._in_the_forwards_dimensions(call, found) if node.op == "Reshape" else found
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
@@ -185,6 +191,19 @@ class Typing:
             return Failure(
                 False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
             )
+
+    def _to_divide(self, over: frozenset[str], values: Sequence[Value]) -> frozenset[str]:
+        """Return the axes of which one may stand for several, if the constants of an operator do not grow evenly.
+
+        Args:
+            over: the axes along which these constants grow. If none of them can be divided, the operator takes a part
+                of its first argument, which is alike along the axis.
+            values: the arguments of the operator.
+        """
+        taken = values[0].holes | values[0].partial if values and isinstance(values[0], Spread) else frozenset()
+        every = frozenset(self.mesh.sizes)
+        likely = (over, every - taken, every)
+        return next((axes for axes in likely if self.mesh.refined(axes) != self.mesh), frozenset())
 
     def _in_the_forwards_dimensions(self, call: Call, found: Value) -> Value:
         """Return the spread of a Reshape's result.

@@ -2,7 +2,7 @@
 python -m tests.tools.prove.renew [STEP ...].
 
 `dense.ir.gz` is the final graph of rank 0, without what nobody reads. `dense.json` holds its report, and for each axis
-the constants that the next rank along it has instead.
+the constants that the next rank along it has instead, and those of the last rank along every axis.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
         result = compile_all(plan, 1, True, texts=True)[0]
         text = text_of(plan.jobs[0])
         mesh = mesh_for([result], [read_graph(text)], degrees(step))
-        beside = {axis: replace(plan.jobs[0], rank=stride) for axis, stride in mesh.strides.items()}
+        beside = {axis: replace(plan.jobs[0], rank=rank) for axis, rank in mesh.neighbours(0).items()}
         compile_all(replace(plan, jobs=list(beside.values())), 1, True, texts=True)
         write(step, result, text, {axis: text_of(job) for axis, job in beside.items()})
 

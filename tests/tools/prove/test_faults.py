@@ -18,7 +18,7 @@ from tools.dryrun import cli as dryrun
 from tools.dryrun.graph_text import Node
 from tools.prove import cli
 from tools.prove.call import Call, literal
-from tools.prove.mesh import Peers
+from tools.prove.mesh import Mesh, Peers
 from tools.prove.report import _by_spread, against, prove_rank, typing_of
 from tools.prove.rules import RULES
 from tools.prove.spread import Certain, NotKnown, Spread, Zeros, plain
@@ -144,7 +144,7 @@ def test_arguments_that_are_written_out():
 @pytest.fixture
 def compiled(monkeypatch):
     """`tc3 prove` finds the kept graphs instead of compiling."""
-    graphs = dict(zip((0, 1, 2), (GRAPH, *PEERS.values()), strict=True))
+    graphs = dict(zip((0, 1, 2, 3), (GRAPH, *PEERS.values()), strict=True))
     monkeypatch.setattr(cli, "_compiled", lambda *_, **__: [RESULT])
     monkeypatch.setattr(cli, "text_of", lambda job: job.rank)
     monkeypatch.setattr(cli, "read_graph", graphs.__getitem__)
@@ -268,5 +268,5 @@ def test_where_the_compiled_rank_lies_is_taken_off():
     number = next(n for n, node in enumerate(graph.graphs[graph.root]) if node.op == "Sub")
     third = peers["tp"].graphs[graph.root][number]
     graph.graphs[graph.root][number].head, third.head = third.head, third.head.replace("1024", "2048")
-    at_second = Peers(graph, {"tp": peers["tp"]}, {"tp": 1})
+    at_second = Peers(graph, {"tp": peers["tp"]}, Mesh({"tp": 1}, {"tp": 4}), 1)
     assert at_second.offsets(graph.root, number) == {(1, 0): (0, {"tp": 1024})}

@@ -14,8 +14,8 @@ from tests.tools.prove.test_spread import SIZES, anything, describes, hold, shap
 from tools.dryrun.gradients import copies_of
 from tools.dryrun.graph_text import read_graph
 from tools.prove import moves
-from tools.prove.mesh import Peers, mesh_of, runs
-from tools.prove.report import neighbours, type_stages, typing_of
+from tools.prove.mesh import FAR, Peers, mesh_of, runs
+from tools.prove.report import type_stages, typing_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain, tidy
 from tools.prove.typing import Failure, Typing
 
@@ -262,8 +262,8 @@ def test_a_sum_of_balancing_losses_is_a_mean_also_where_a_graph_is_called(tmp_pa
 def test_the_neighbours_of_any_rank_are_in_its_stage_and_differ_along_one_axis(tmp_path):
     """`tc3 dryrun --prove --ranks` compiles any rank: the next one along an axis may be in another row, or stage."""
     mesh = mesh_of([("tp", 2), ("dp", 4)], [])
-    assert neighbours(8, mesh) == {"tp": 9, "dp": 10}
-    assert neighbours(15, mesh) == {"tp": 14, "dp": 13}
+    assert mesh.neighbours(8) == {"tp": 9, "dp": 10, FAR: 15}
+    assert mesh.neighbours(15) == {"tp": 14, "dp": 13, FAR: 8}
 
     def sliced(start):
         text = f"StridedSlice(%para1_x, ({start}, I64(0)), (I64(9), I64(8)), (I64(1), I64(1)))"
