@@ -123,11 +123,11 @@ def test_a_held_out_loss_and_a_span_stand_behind_a_torn_line(tmp_path):
 
 
 def test_nothing_else_in_the_product_appends_to_a_file():
-    """A lock (launch/run/preflight.py) is opened so and never written to line by line."""
+    """A lock (tools/files/locks.py) is opened so and never written to line by line."""
     opened = re.compile(r"""open\([^)\n]*["']r?a[b+t]*["']|O_APPEND""")
     files = [path for top in ("plugins", "launch", "tools") for path in sorted((ROOT / top).rglob("*.py"))]
     found = {str(path.relative_to(ROOT)) for path in files if opened.search(path.read_text(encoding="utf-8"))}
-    assert found == {"plugins/lines.py", "launch/run/preflight.py"}
+    assert found == {"plugins/lines.py", "tools/files/locks.py"}
 
 
 def read(folder):

@@ -161,8 +161,6 @@ def dense(tmp_path):
     for name, shape in SHAPES.items():
         checkpoint.put(name, numbered(*shape), (2, *(1,) * (len(shape) - 1)), [[0], [1]])
     recipe = load_recipe(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml")
-    recipe["model"]["model_config"]["first_k_dense_replace"] = 1
-    recipe["model"]["model_config"]["n_routed_experts"] = 8
     return recipe, checkpoint.write()
 
 

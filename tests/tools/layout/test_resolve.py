@@ -20,7 +20,7 @@ from plugins.attention_balance.plan import recomputed_share
 from plugins.attention_balance.samples import Cost
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
-from tools.accuracy.align.sides import written
+from tools.accuracy.align.sides import changed
 from tools.check.check import check_recipe
 from tools.data.imbalance.recipe import setting_of
 from tools.dryrun.plan import plan_jobs
@@ -146,7 +146,7 @@ def test_every_command_sees_the_same_recipe(opened, tmp_path):
         "worker": build_config(opened, (), None, None),
         "check": check_recipe(opened).recipe,
         "show": effective(opened),
-        "align": written(opened, (), None),
+        "align": changed(load_recipe(opened), (), None),
     }
     for name, seen in ways.items():
         different = {key for key in wanted if wanted[key] != seen.get(key)} - {"output_dir", "checkpoint"}
