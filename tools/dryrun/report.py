@@ -153,7 +153,8 @@ def report_of(
 
 
 def loads_asked(text: str, recipe: Recipe) -> Loads:
-    """Return the loads that `--loads` names, for a recipe in which no value is `auto`.
+    """Return the loads of the devices by their experts' tokens, as `--loads` gives them. No value of the recipe may be
+    `auto`.
 
     Raises:
         RecipeError: the model cannot predict the recipe's memory; or as for `loads_of`. DataError: see `loads_of`.

@@ -55,8 +55,8 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
     "--graph",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Read a graph that MindSpore compiled from RECIPE from this file (*_backend_pass_*.ir or .ir.gz), and "
-    "compile nothing.",
+    help="Read this file, a graph that MindSpore compiled of RECIPE (*_backend_pass_*.ir or .ir.gz), and compile "
+    "nothing.",
 )
 @click.option("--level", type=click.Choice(LEVELS), help="Use this fusion level instead of the recipe's.")
 @click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")

@@ -270,8 +270,8 @@ def own_order(dim: Dim) -> Dim:
 
 
 def check_rows(one: Dim, other: Dim) -> None:
-    """Raise an error for two values whose dispatched rows went through the same steps, but possibly in different
-    orders.
+    """Raise an error if the dispatched rows of two values went through the same steps, but may lie in different orders
+    on a rank.
 
     Raises:
         NotKnown: it is not known whether the orders are the same.

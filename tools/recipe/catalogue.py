@@ -129,7 +129,8 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Return why no training should start from a recipe; return an empty text if no card gives a reason.
+    """Return why a recipe is only modelled, so that no training should start from it; return an empty text if no
+    `card.yaml` gives a reason.
 
     Args:
         files: the recipe and every file that it takes values from: of a child the card of its base speaks too.
