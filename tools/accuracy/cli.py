@@ -91,7 +91,13 @@ def dump(
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Write compare.json and rows.csv into this folder."
 )
-@click.option("--html", "page", is_flag=True, help="Also write the comparison as one HTML page, OUT/compare.html.")
+@click.option(
+    "--html",
+    "page",
+    is_flag=True,
+    help="Also write the comparison as one HTML page, OUT/compare.html. Without this option, the page of an earlier "
+    "comparison is removed from OUT.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--promoted",

@@ -1,5 +1,6 @@
-"""This module finds which plugins work with each other, and with which kinds of parallelism. For every pair it reports
-whether both can be combined, and the check or run that has shown this.
+"""This module finds which plugins work with each other, and with which kinds of parallelism. For each pair of plugins,
+and for each plugin with each kind of parallelism, it reports whether a recipe can have both, and which check or run has
+shown this.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 

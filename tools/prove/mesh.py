@@ -26,7 +26,7 @@ from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed
 from tools.prove.spread import NotKnown, Spread, tidy
 
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AlltoAllV")
-FAR = "every axis"  # the key of the rank that is the last one along every axis
+FAR = "every axis"  # the key of the rank at the other end of every axis, mostly the last one of its stage
 _ADDRESS = re.compile(r"ref_key=0x\w+")  # it is another one in each compile
 _WHOLE = re.compile(r"^(?:[IU]\d+\(|Tensor\(shape=\[1?\], dtype=U?Int\d+, value=\s*\[?\s*)(-?\d+)\s*\]?\)$")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, TC3Error
-from plugins.lines import Newest
+from plugins.lines import OF, Newest
 from plugins.step_record.plan import IDS, record_file
 from tools.accuracy.diagnose import forms
 from tools.accuracy.diagnose.gaps import take_out
@@ -313,6 +313,7 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 f"{file}: line {number} is damaged ({error}); train again, or copy the file again"
             ) from error
         if not newest.is_late(record):
+            record.pop(OF, None)  # two runs never have the same attempts
             yield number, record
 
 

@@ -39,6 +39,18 @@ def first(count):
     return lambda lines: lines[:count]
 
 
+def test_attempts_are_no_difference_of_two_runs(tmp_path):
+    """Each line of a run of `tc3 train` names its attempt; a run of msrun by hand has none."""
+
+    def named(lines):
+        return [json.dumps({**json.loads(line), "attempt": "0000-a"}) + "\n" for line in lines]
+
+    a, b = (Run(tmp_path / name).write() for name in "ab")
+    edited(edited(b, METRICS, named), STATES, named)
+    verdict = diagnose(read_side(a), read_side(b))
+    assert verdict.word == "equal" and not verdict.gaps
+
+
 @pytest.mark.parametrize(
     ("name", "edit", "rank", "told"),
     [
