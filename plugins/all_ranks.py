@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plugins.settings import value_at
+from plugins.settings import count_at, value_at
 
 
 def pipeline_of(recipe: Mapping[str, Any]) -> tuple[int, Any]:
@@ -16,9 +16,8 @@ def pipeline_of(recipe: Mapping[str, Any]) -> tuple[int, Any]:
     """
     if not recipe.get("use_parallel"):
         return 1, None
-    stages = value_at(recipe, "parallel_config.pipeline_stage")
-    known = type(stages) is int and stages > 0
-    return stages if known else 1, value_at(recipe, "parallel.pipeline_config.pipeline_scheduler")
+    scheduler = value_at(recipe, "parallel.pipeline_config.pipeline_scheduler")
+    return count_at(recipe, "parallel_config.pipeline_stage"), scheduler
 
 
 def stage_of_loss(stages: int, scheduler: str | None) -> int:

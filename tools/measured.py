@@ -265,9 +265,10 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
     for name, here in software().items():
         there = manifest.versions.get(name)
         if there != here:
+            measured = f"{name} {there}" if there else f"an {name} of an older tc3"
             raise DataError(
-                f"{path}: the bundle was measured with {name} {there}, but this is {name} {here}; measure again, or "
-                "read it with that version"
+                f"{path}: the bundle was measured with {measured}, but this is {name} {here}; measure again, or read "
+                "it with that version"
             )
 
 

@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.agent.decide import Rules
 from launch.agent.loop import Agent
 from launch.agent.planning import Job, first_number
-from launch.resume.checkpoints import newest_saved
 from launch.run import msrun
 from launch.run.msrun import ROOT
 from tests.launch.agent.small.worker import losses
+from tools.checkpoint.scan import newest_saved
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import VERDICT, folder_of, numbers, read_attempts
@@ -86,7 +86,7 @@ def train_small(run_dir: Path) -> int:
     launcher = run_dir / "msrun"
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {SCRIPTS / "msrun.py"} "$@"\n')
     launcher.chmod(0o755)
-    msrun._msrun = lambda: launcher  # type: ignore[assignment]
+    msrun.msrun_of = lambda: launcher  # type: ignore[attr-defined]
     recipe = load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml")
     recipe["checkpoint"] = {**recipe["checkpoint"], "save_path": str(run_dir / "checkpoint")}
     recipe["train_dataset"]["data_loader"]["sizes"] = [SMALL.steps * View(recipe).global_batch, 0, 0]

@@ -4,7 +4,7 @@ each step.
     index = build_gpt_index(lengths, 131072, samples, seed)         # or the arrays that MindFormers cached
     costs = Cost(per_pair, per_token).of_dataset(index)             # one a sample, no token read
     layout = Layout(ranks, micro_batches, slots, objective_of(...))
-    plan = epoch_plan(costs, layout, step, 1)[0]                    # [ranks, micro_batches, slots] items of the dataset
+    plan = epoch_plan(costs, layout)[step]                          # [ranks, micro_batches, slots] items of the dataset
 
 A global batch is `layout.batch` consecutive items of the dataset, as without the plugin; the plan only says who trains
 which of them. It follows only from the costs of that batch: the dataset's order comes from its seed, so any step's

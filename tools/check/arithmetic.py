@@ -411,7 +411,9 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
         if groups < heads:
             wrong = f"{groups} has no effect, because latent attention has a key and a value of each of {heads} heads"
             right = f"write {heads}, or multi_latent_attention: False for a model without latent attention"
-            found.error((*MODEL, "num_key_value_heads"), wrong, right)
+            # a recipe of latent attention may repeat a number that does nothing; one of grouped queries is another model
+            tell = found.warning if view.get((*MODEL, "multi_latent_attention")) else found.error
+            tell((*MODEL, "num_key_value_heads"), wrong, right)
     else:
         groups = built.number("num_query_groups")
         if groups and heads % groups:

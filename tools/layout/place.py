@@ -136,10 +136,11 @@ class Placement:
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
-    bound_s: float  # no placement is faster (what is outside of the pipeline taken as it is in this one)
+    # no placement with room for recomputation on every stage is faster (what is outside of the pipeline taken as here)
+    bound_s: float
     peak_bytes: tuple[float, ...] = ()  # of each stage
     why: str = ""  # without a configuration what is missing
-    least_s: float = 0.0  # no placement is faster, whatever is outside of the pipeline
+    least_s: float = 0.0  # no such placement is faster, whatever is outside of the pipeline
     cut: bool = False  # a deadline ended the search before its effort was spent
     spent: float = 0.0  # effort
     outside_s: float = 0.0  # of `least_s` what gradients, weights and optimizer take at least
@@ -287,7 +288,8 @@ def floor_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> float:
     """Return a lower bound on the seconds of a step for all placements of `config`; computing this bound takes only
-    milliseconds. The bound holds for everything that `place` and `screen` return for `config` and that is under `beat`;
+    milliseconds. The bound holds for placements under `beat` that have room for recomputation on every stage, if any
+    stage may recompute;
     the bound is 0 if no layer can move, and infinite if no placement fits.
     """
     every = all_ways(config, model, groups)

@@ -367,7 +367,7 @@ class Typing:
         return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
 
     def axes_of(self, node: Node) -> tuple[str, ...]:
-        """Return the mesh axes of a collective's group. Neighbouring ranks of the group differ in the last of these axes."""
+        """Return the mesh axes of a collective's group; neighbouring ranks of the group differ in the last one."""
         group = str(attributes_of(node.text).get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
         if ranks is None:

@@ -162,6 +162,8 @@ def test_groups_of_heads_that_latent_attention_does_not_have_are_refused():
     assert found.wrong.startswith("8 has no effect") and "write 32, or multi_latent_attention: False" in found.right
     assert path not in findings(recipe_of(MOE, {**MIXTRAL_8X7B, "num_key_value_heads": 32}))
     assert path not in findings(recipe_of(MOE, MIXTRAL_8X7B, **NO_LATENT))
+    latent = recipe_of(MOE, MIXTRAL_8X7B, multi_latent_attention=True)
+    assert path not in findings(latent) and path in findings(latent, "warning")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def run(*arguments):
     ("change", "key"),
     [
         ("model.model_config.offset=[1, 1, 1, 1, 1, 2, 2, -3]", "model.model_config.offset"),
-        ("model.model_config.num_attention_heads=36", "model.model_config.num_key_value_heads"),
+        ("model.model_config.num_attention_heads=36", "parallel_config.model_parallel"),
         ("parallel_config.expert_parallel=384", "parallel_config.expert_parallel"),
         ("model.model_config.moe_token_dispatcher_type=alltoal", "model.model_config.moe_token_dispatcher_type"),
         ("parallel.pipeline_config.pipeline_scheduler=seqvpp", "parallel.pipeline_config.pipeline_scheduler"),

@@ -5,8 +5,8 @@
 What is known (a name is matched by a part of its class or function, in lower case):
 
     matrix products   of a cell, forward: the last axis of the input; gradient of the input: the last axis of the
-                      gradient that arrives; gradient of the weight: the rows of all calls. Of a function or kernel, which
-                      may transpose: sqrt(values of a x values of b / values of the product), per matrix of a batch
+                      gradient that arrives; gradient of the weight: the rows of all calls. Of a function or kernel,
+                      which may transpose: sqrt(values of a x values of b / values of the product), by matrix of a batch
     norms             the last axis; gradients of scale and shift: the rows
     softmax           the last axis
     attention         the longest axis of its inputs (a sum over keys)
