@@ -411,7 +411,7 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
         if groups < heads:
             wrong = f"{groups} has no effect, because latent attention has a key and a value of each of {heads} heads"
             right = f"write {heads}, or multi_latent_attention: False for a model without latent attention"
-            # a recipe of latent attention may repeat a number that does nothing; one of grouped queries is another model
+            # it does nothing in a recipe that asks for latent attention; without that, the user means grouped queries
             tell = found.warning if view.get((*MODEL, "multi_latent_attention")) else found.error
             tell((*MODEL, "num_key_value_heads"), wrong, right)
     else:
