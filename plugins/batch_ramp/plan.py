@@ -233,8 +233,8 @@ def check(recipe: Mapping[str, Any]) -> Settings:
             )
         if made < division.least:
             raise RecipeError(
-                f"the {batch} samples of a step until step {end} make one micro-batch, and from a single one MindSpore "
-                f"accumulates wrong gradients (in one process they are zero); {division.advice(2)}, or "
+                f"the {batch} samples of a step until step {end} make one micro-batch. With a single micro-batch "
+                f"MindSpore accumulates wrong gradients (in one process they are zero); {division.advice(2)}, or "
                 "halve runner_config.batch_size and double runner_config.gradient_accumulation_steps",
                 key,
             )

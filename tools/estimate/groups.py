@@ -92,7 +92,9 @@ class Noted(TimeModel):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """List the exchange of the experts' tokens, with the bytes that a rank sends in the step that takes longest."""
+        """Add the exchange of the experts' tokens to the list, with the bytes that a rank sends in the slowest part of
+        the exchange.
+        """
         if config.ep == 1 or not config.model.experts:
             return
         step = max(self.exchanges(self.dispatched(config)), key=lambda one: self._step(one, 1.0))

@@ -118,7 +118,7 @@ class Instance:
     @cached_property
     def received(self) -> np.ndarray:
         """Return for each stage the part of the times `ends` in which the stage receives from another stage, [stages].
-        This part is not counted when stages are compared.
+        A comparison of stages leaves the time of receiving out.
         """
         return np.zeros(self.stages)
 

@@ -1,5 +1,5 @@
-"""This module computes a lower bound for an instance from whole layers in every chunk of every stage; often it also
-finds the best plan.
+"""This module computes a step time that no plan of a pipeline can beat if every chunk of a stage holds whole layers;
+often it also finds the best plan.
 
 A stage's pattern says how many layers of each type each of its chunks holds, and what these recompute. Only patterns
 count that keep the stage's memory, that recompute nothing in vain and whose work leaves the step under a goal. Stages

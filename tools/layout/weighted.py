@@ -157,7 +157,9 @@ class _Chains:
             self.sums[number] = np.vstack([self.sums[number], own])
 
     def least(self, case: _Case, enough: float, budget: Budget) -> float:
-        """Return a lower bound in ms on the pipeline of every plan of `case`; weights improve up to `enough`."""
+        """Return a time in ms which the pipeline of no plan of `case` can beat. The weights of the chains are improved
+        until this bound reaches `enough`.
+        """
         able = [work <= case.slowest * (1 + _EQUAL) for work in self.works]
         best, kept, weights, plans = 0.0, self.weights, self.weights, list[list[int]]()
         for _ in range(_ROUNDS):

@@ -103,8 +103,8 @@ def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread
 
 
 def scattered(x: Spread, axes: Sequence[str]) -> Spread | None:
-    """Return how rows lie on the ranks after a sum over the ranks that had gathered them, of which each rank keeps its
-    own rows; return None if dimension 0 has no dispatched rows.
+    """Return how rows lie on the ranks after a ReduceScatter over the ranks that had gathered the rows. Return None if
+    dimension 0 has no dispatched rows.
     """
     if not x.dims or dispatched(x.dims[0]) is None:
         return None
