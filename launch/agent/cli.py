@@ -240,7 +240,7 @@ def agent(**given: Any) -> None:
         outcome = Agent(job, probing, start.prepare).run(first_number(run_dir))
     report(name, outcome)
     begin = ["tc3", "agent", str(recipe), "--nodes", str(nodes), *["--spares", str(asked.spares)] * bool(asked.spares)]
-    conclude(job, outcome, partial(words_to_go_on, begin, asked.overrides, folder, bool(asked.run_dir)), steps)
+    conclude(job, outcome, partial(words_to_go_on, begin, asked.overrides, folder, bool(asked.run_dir), flat), steps)
     sys.exit(outcome.code)
 
 

@@ -329,7 +329,8 @@ def first_number(run_dir: Path) -> int:
     ended.
     """
     newest = newest_attempt(run_dir)
-    return newest.number if newest and not newest.verdict else next_number(run_dir)
+    # not by a second look at the folder: another agent may have begun the next attempt since the first one
+    return newest.number + bool(newest.verdict) if newest else next_number(run_dir)
 
 
 def under_way(run_dir: Path) -> bool:

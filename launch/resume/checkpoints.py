@@ -453,9 +453,10 @@ def _refuse_other_base(recipe: Recipe, folder: Path) -> None:
 
 def check_save_path(root: Path, resume: bool, force: bool) -> None:
     """Raise CheckpointError if a new run would save among the checkpoints of another run."""
-    # one that is not in its place yet, too: `--resume auto` would put it there
+    # also one that is not in its place yet, or that a killed launch was setting aside: `adopt` would put it there
     whole = (folder for folder in unfinished(root) if fault(folder, checksums=False) is None)
-    found = next(chain(filter(is_sealed, iterations(root)), whole), None)
+    moved = filter(is_sealed, root.glob(f"{MOVING}*/iteration_*"))
+    found = next(chain(filter(is_sealed, iterations(root)), whole, moved), None)
     if found and not (resume or force):
         raise CheckpointError(
             f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), and --resume auto would "

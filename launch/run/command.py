@@ -298,7 +298,7 @@ def _run(job: Job, as_json: bool) -> Outcome:
 def _report(asked: Asked, job: Job, outcome: Outcome) -> None:
     """Print how it went: the result on stdout (JSON or lines), a failure's details on stderr."""
     begin, usual = ["tc3", "train", str(asked.recipe), *asked.size.words()], asked.size.run_dir(asked.recipe).absolute()
-    resume_command = partial(words_to_go_on, begin, asked.overrides, job.run_dir, job.run_dir != usual)
+    resume_command = partial(words_to_go_on, begin, asked.overrides, job.run_dir, job.run_dir != usual, job.recipe)
     summary = summarize(job.run_dir, job.recipe, outcome, resume_command, asked.steps)
     if outcome.code:
         print_failure(job.run_dir, outcome, summary)

@@ -4,7 +4,7 @@ overrides, and replaces each `auto` by a value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.mini_strategy import WORKERS
-from tools.recipe.override import also_changed, apart, apply_overrides, dotted, get_path, shared_paths
+from tools.recipe.override import also_changed, apart, apply_overrides, dotted, get_path, shared_paths, with_part
 from tools.recipe.view import RUNNER, View
 
 _WARMUP = "lr_schedule.warmup_steps"
@@ -142,32 +142,65 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
     if steps is None:
         return []
     view = View(recipe)
-    if not (view.samples_key and view.samples and view.has((*RUNNER, "batch_size"))):
+    if not _takes_steps(view):
         raise RecipeError(
             f"{recipe.source}: --steps cannot work, because the recipe lacks a key that it needs: add "
             "runner_config.batch_size and train_dataset.data_loader.sizes (for HFDataLoader: a last handler of type "
             "`take`), or leave --steps out"
         )
-    found = [f"{dotted(view.samples_key)}={view.ramp.samples_until(steps)}"]  # stays the first
-    if view.number((*RUNNER, "epochs"), 1) > 1:
-        found.append("runner_config.epochs=1")
+    found = _number_of_steps(recipe, view, steps)
     if view.number(("lr_schedule", "total_steps"), 0):
-        scheduled = batch_ramp.scheduled(recipe, view.ramp, steps)
-        found.append(f"lr_schedule.total_steps={scheduled}")
-        found += _shorter_warmup(view, scheduled, given)
+        found += _shorter_warmup(view, batch_ramp.scheduled(recipe, view.ramp, steps), given)
     for each in found:
         _refuse_other(recipe, each, steps, given)
     return found
 
 
+def _takes_steps(view: View) -> bool:
+    return bool(view.samples_key and view.samples and view.has((*RUNNER, "batch_size")))
+
+
+def _number_of_steps(recipe: Recipe, view: View, steps: int) -> list[str]:
+    """Return the overrides of the keys that say how many steps a run has; the samples are the first."""
+    found = [f"{dotted(view.samples_key or ())}={view.ramp.samples_until(steps)}"]
+    if view.number((*RUNNER, "epochs"), 1) > 1:
+        found.append("runner_config.epochs=1")
+    if view.number(("lr_schedule", "total_steps"), 0):
+        found.append(f"lr_schedule.total_steps={batch_ramp.scheduled(recipe, view.ramp, steps)}")
+    return found
+
+
+def beside_steps(recipe: Recipe, steps: int | None, given: Sequence[str]) -> list[str]:
+    """Return the user's overrides such that they do not contradict `--steps`: without the keys that it sets. In the
+    list of an override, which may hold more than such a key, the value becomes that of `--steps`.
+
+    Args:
+        recipe: the recipe that has these overrides.
+    """
+    view, kept = View(recipe), list(given)
+    if steps is None or not _takes_steps(view):
+        return kept
+    for wanted in _number_of_steps(recipe, view, steps):
+        name, _, value = wanted.partition("=")
+        places = _places(recipe, name)
+        others = [each for each in apart(kept, *places) if each.partition("=")[0].strip() not in places]
+        kept = [with_part(each, places, int(value)) for each in others]
+    return kept
+
+
+def _places(recipe: Recipe, name: str) -> list[str]:
+    """Return the dotted names of the values that are one with that of `name` through anchors, its own included."""
+    path = tuple(int(word) if word.isdigit() else word for word in name.split("."))
+    wholes = [(path[:end], path[end:]) for end in range(1, len(path) + 1)]
+    return [dotted((*place, *rest)) for whole, rest in wholes for place in shared_paths(recipe, whole)]
+
+
 def _refuse_other(recipe: Recipe, wanted: str, steps: int, given: tuple[str, ...]) -> None:
     """Raise RecipeError if one of the user's overrides has given the key of the override `wanted` another value."""
     name, _, value = wanted.partition("=")
-    path = tuple(int(word) if word.isdigit() else word for word in name.split("."))
-    if str(get_path(recipe, path)) == value:
+    if str(get_path(recipe, tuple(int(word) if word.isdigit() else word for word in name.split(".")))) == value:
         return
-    wholes = [(path[:end], path[end:]) for end in range(1, len(path) + 1)]
-    places = [dotted((*place, *rest)) for whole, rest in wholes for place in shared_paths(recipe, whole)]
+    places = _places(recipe, name)
     for override in apart(given, *places):
         key = override.partition("=")[0].strip()
         if any(place == key or place.startswith(f"{key}.") for place in places):

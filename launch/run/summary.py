@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from launch.resume.checkpoints import say_reading
 from launch.resume.data import all_steps, most_steps
+from launch.run.effective import beside_steps
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from tools.checkpoint.scan import iterations, newest_saved, scan_checkpoints
@@ -40,7 +41,7 @@ COMPILING = "compiling…"  # until the first step is done
 LOAD_PATH = "checkpoint.load_path"  # the key of the weights that a run begins with
 SAVE_PATH = "checkpoint.save_path"
 QUIET = 60.0  # seconds without a line, at most
-ResumeCommand = Callable[[Path | None, str], list[str]]
+ResumeCommand = Callable[[Path | None, str, int | None], list[str]]
 
 
 class TrainingProgress:
@@ -167,7 +168,7 @@ def summarize(
     is not the last step where an evaluation was interrupted), held_out_corpora (name -> the same losses of each corpus
     of a list), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
     Absent things are None, and losses that are not finite. `resume_command` gives the command that resumes, or that
-    starts a new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
+    starts a new run from a checkpoint's weights; it takes one more override and a number of steps. See `_next_command`.
     `checksums`: read the newest checkpoint as a whole, to see whether it is one.
     """
     readings = read_metrics(run_dir / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
@@ -179,7 +180,7 @@ def summarize(
     steps, points = sorted(readings.steps), [held_out[step] for step in sorted(held_out)]
     failure = outcome.failure
     if outcome.code:
-        more = _resuming(resume_command, wanted, gentler(recipe) if failure and failure.stopped else "")
+        more = resume_command(None, gentler(recipe) if failure and failure.stopped else "", wanted)
     elif best:
         more = _next_command(recipe, readings.total_steps or all_steps(recipe), best.path, resume_command)
     else:
@@ -222,15 +223,24 @@ def _finite(value: float | None) -> float | None:
 
 
 def words_to_go_on(
-    begin: Sequence[str], overrides: tuple[str, ...], run_dir: Path, named: bool, weights: Path | None, change: str
+    begin: Sequence[str],
+    overrides: tuple[str, ...],
+    run_dir: Path,
+    named: bool,
+    recipe: Recipe,
+    weights: Path | None,
+    change: str,
+    steps: int | None = None,
 ) -> list[str]:
-    """Return the command that continues a run, or that starts a new run from `weights`, without `--steps`.
+    """Return the command that continues a run, or that starts a new run from `weights`, with `--steps` if `steps` is
+    not None; it has no override that contradicts this option.
 
     Args:
         begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.
+        recipe: the run's effective recipe.
         change: an override that takes the place of what stands for its key; may be empty.
     """
-    overrides = tuple(apart(overrides, change.partition("=")[0], LOAD_PATH, SAVE_PATH))
+    overrides = tuple(apart(beside_steps(recipe, steps, overrides), change.partition("=")[0], LOAD_PATH, SAVE_PATH))
     if change:
         key = change.partition("=")[0]
         overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
@@ -238,7 +248,8 @@ def words_to_go_on(
     if weights:
         own = (_saving_elsewhere(each) for each in overrides if each.partition("=")[0].strip() != LOAD_PATH)
         place, overrides = ["--run-dir", f"{run_dir}-next"], (*own, f"{LOAD_PATH}={weights}")
-    return [*begin, *place, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
+    sets = (word for override in overrides for word in ("--set", override))
+    return [*begin, *place, *sets, *unverified_words(), *(["--steps", str(steps)] if steps else [])]
 
 
 def _saving_elsewhere(override: str) -> str:
@@ -259,12 +270,8 @@ def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: Res
     """
     most = most_steps(recipe, 2 * total)
     if most is not None and most <= total:
-        return [*resume_command(weights, ""), "--steps", str(total)] if total else resume_command(weights, "")
-    return _resuming(resume_command, 2 * total if most is None else most)
-
-
-def _resuming(resume_command: ResumeCommand, steps: int | None, change: str = "") -> list[str]:
-    return [*resume_command(None, change), "--steps", str(steps)] if steps else resume_command(None, change)
+        return resume_command(weights, "", total or None)
+    return resume_command(None, "", (2 * total if most is None else most) or None)
 
 
 def gentler(recipe: Recipe) -> str:

@@ -97,6 +97,32 @@ def test_kernels_that_do_not_compile_do_not_stop_the_installation(checkout):
     assert done.returncode == 0 and "error: of g++\n== they do not compile here" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ([], ["--steps", "30"]),
+        (["--steps", "60"], ["--steps", "30"]),  # the last one counts
+        (["--set", "train_dataset.data_loader.sizes.0=400"], []),
+        (["--set", "plugins.held_out_loss=False"], ["--steps", "30"]),
+    ],
+)
+def test_the_sharded_quickstart_has_no_number_of_steps_beside_the_users_own(checkout, given, first):
+    """`tc3 train` refuses `--steps` beside a setting that asks for another number."""
+    shutil.copy(ROOT / "launch/quickstart", checkout / "launch")
+    (checkout / "launch/environment.sh").write_text(
+        "ensure_environment() { :; }\nsay() { :; }\nROOT=$PWD\nVENV=$PWD/.venv\n"
+    )
+    stand_in(checkout, "tc3", '[ "$1" != train ] || printf "%s\\n" "$@"')
+    done = subprocess.run(
+        [shutil.which("bash"), "launch/quickstart", "--parallel", *given],
+        cwd=checkout, env={"PATH": str(checkout / "bin")}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = done.stdout.split()
+    assert words[:2] == ["train", "recipes/mini/pretrain_tp2.yaml"]
+    own = [word for word in words[2:] if word not in ("--run-dir", "output/quickstart-parallel", "--force")]
+    assert own == [*first, *given]
+
+
 @pytest.mark.parametrize("minutes", ["0", "nan", "-1", "1.5"])
 def test_exploring_wants_whole_minutes(minutes):
     done = subprocess.run([ROOT / "tests/explore", minutes], capture_output=True, text=True)

@@ -4,6 +4,7 @@ Text in a page is escaped wherever it stands, and its elements are nested as the
 """
 
 import errno
+import fcntl
 import os
 from contextlib import nullcontext
 from html.parser import HTMLParser
@@ -25,6 +26,7 @@ from tools.files.atomic import (
     write_atomically,
 )
 from tools.files.figure import new_figure, save_figure
+from tools.files.locks import LOCK, only_process_in
 from tools.files.page import Cell, bullets, counted, folded, legend, page, table, text
 
 
@@ -268,3 +270,12 @@ def test_a_row_has_its_class_and_a_wide_cell_its_columns():
     made = table(["a", "b"], [["1", "2"], [Cell("all", "group", 2)]], "numbers", [1], ["alike", ""])
     assert '<table class="numbers">' in made and '<tr class="alike"><td>1</td><td class="word">2</td></tr>' in made
     assert '<tr><td class="group" colspan=2>all</td></tr>' in made
+
+
+def test_a_command_whose_number_is_not_written_yet_is_not_named(tmp_path):
+    """It was "at work in this folder ()": the other command had locked the file, and not written into it yet."""
+    with (tmp_path / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        words = "another tc3 x is at work in this folder; wait for its end"
+        with pytest.raises(DataError, match=words), only_process_in(tmp_path, "tc3 x", "--work"):
+            pass

@@ -60,8 +60,8 @@ def only_process_in(folder: Path, command: str, option: str) -> AbstractContextM
 
     def busy(_: Path, who: str) -> DataError:
         return DataError(
-            f"{folder}: another {command} is at work in this folder ({who}); wait for its end, or choose another "
-            f"{option}"
+            f"{folder}: another {command} is at work in this folder{who and f' ({who})'}; wait for its end, or "
+            f"choose another {option}"
         )
 
     return only_command_in([folder], busy)

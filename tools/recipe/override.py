@@ -22,7 +22,7 @@ from plugins.settings import settings_of
 from tools.files.small_yaml import SmallLoader
 from tools.recipe.load import EXPONENT, KeyPath, Recipe, bad_devices, bad_leaves, dotted, place_of
 
-__all__ = ["also_changed", "apart", "apply_overrides", "dotted", "get_path", "shared_paths"]
+__all__ = ["also_changed", "apart", "apply_overrides", "dotted", "get_path", "shared_paths", "with_part"]
 
 # keys for which MindFormers takes a number, a flag or a list per stage, whichever stands in the recipe
 _SCALAR_OR_LIST = {
@@ -113,6 +113,18 @@ def apart(overrides: Sequence[str], *keys: str) -> list[str]:
         else:
             found.append(override)
     return found
+
+
+def with_part(override: str, places: Sequence[str], value: Any) -> str:
+    """Return an override whose list holds `value` at each of the dotted names `places` that it sets."""
+    name, _, text = override.partition("=")
+    begin = f"{name.strip()}."
+    inside = [place.removeprefix(begin).split(".") for place in places if place.startswith(begin)]
+    whole = _parse(text, override) if inside else None
+    for words in inside:
+        *path, last = (int(word) if word.isdigit() else word for word in words)
+        get_path(whole, tuple(path))[last] = value
+    return f"{name.strip()}={_as_text(whole)}" if inside else override
 
 
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import DataError
+from plugins.errors import CheckpointError, DataError
 from plugins.lines import Span
 from plugins.robust import deviation
 from plugins.spike_guard.ledger import Entry, read_ledger
 from plugins.spike_guard.plan import Settings
-from tools.checkpoint.scan import newest_saved
+from tools.checkpoint.scan import iterations, newest_saved
 from tools.files.atomic import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
@@ -345,10 +345,17 @@ def _between(steps: list[int]) -> int | None:
 
 
 def _newest(run: Run, view: View | None) -> int | None:
-    """Return the step of the newest complete checkpoint that is there, or was when it was sealed."""
+    """Return the step of the newest complete checkpoint that is there; if the folder of checkpoints holds none at all,
+    as on another machine, that of the newest one that was sealed. None if there is none, or if it cannot be read.
+    """
     place = view.get(("checkpoint", "save_path")) if view else None
-    there = newest_saved(Path(place)) if isinstance(place, str) else None
-    return there.step if there else max((span.step for span in run.spans if span.sealed), default=None)
+    if isinstance(place, str) and iterations(Path(place)):
+        try:
+            there = newest_saved(Path(place))
+        except CheckpointError:  # which of them a resume would take is unknown, and no reason to report nothing else
+            return None
+        return there.step if there else None
+    return max((span.step for span in run.spans if span.sealed), default=None)
 
 
 def _why_unknown(seconds: float | None, every: float | None, found: Mtbf | None, best: Saving | None) -> str:

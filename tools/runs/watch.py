@@ -239,7 +239,7 @@ class Watch:
     def __init__(self, folder: Path, sink: Sink = lambda record: None, routers: Sink | None = None):
         check_folder(folder)
         self.folder, self.sinks = folder, (sink, routers)
-        recipe = recipe_of(folder)
+        self.recipe = recipe = recipe_of(folder)
         self.kept = Kept(metrics_of(folder, recipe), sink)
         self.probes = Probes(folder, recipe)
         self.ramp = View(recipe).ramp if recipe else None
@@ -282,11 +282,17 @@ class Watch:
         return self._status()
 
     def _is_another_run(self) -> bool:
-        if self.attempt is None or self.attempt.plan is None:
+        """Return whether what was read is of another run than that in the folder, or of this one without its recipe."""
+        if not (self.folder / "recipe.yaml").exists():  # it is written after the plan, and says which rank has the loss
+            self.recipe = None  # a run that is started over has another one, which may come after a look at its plan
+            return False
+        if self.recipe is None and recipe_of(self.folder):
+            return True
+        if self.attempt is None:
             return False
         plan = read(self.attempt.folder / PLAN, Plan)  # which never changes in a run
         gone = not self.attempt.folder.exists() and bool(numbers(self.folder))
-        return plan != self.attempt.plan if plan else gone
+        return plan != self.attempt.plan if plan and self.attempt.plan else gone
 
     def _attempts(self) -> None:
         """Read the newest attempt, and read older attempts once more after they have ended."""

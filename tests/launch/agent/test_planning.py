@@ -12,7 +12,7 @@ from launch.agent import planning
 from launch.agent.cli import Start
 from launch.agent.decide import Smaller
 from launch.agent.part import command_of
-from launch.agent.planning import Job, Planning, follow
+from launch.agent.planning import Job, Planning, first_number, follow
 from launch.resume import data
 from launch.train import build_config
 from plugins.errors import CheckpointError
@@ -195,6 +195,23 @@ def test_what_a_planner_finds_wrong_that_was_held_up_says_nothing_about_the_run(
     monkeypatch.setattr(planning, "read_skipped", lambda job: None)
     with pytest.raises(CheckpointError, match="going on from step 16 would repeat some samples"):
         late(mine=True)
+
+
+def test_an_agent_joins_the_attempt_that_another_one_begins_while_it_looks(tmp_path, monkeypatch):
+    """It joined the attempt after that one, in which it was alone."""
+    real = planning.newest_attempt
+
+    def held_up(folder):
+        newest = real(folder)
+        folder_of(tmp_path, 4).mkdir()
+        return newest
+
+    assert first_number(tmp_path) == 0
+    folder_of(tmp_path, 3).mkdir(parents=True)
+    assert first_number(tmp_path) == 3
+    write(folder_of(tmp_path, 3) / planning.VERDICT, Verdict(1.0, "done", "trained"))
+    monkeypatch.setattr(planning, "newest_attempt", held_up)
+    assert first_number(tmp_path) == 4
 
 
 def test_a_host_that_was_held_up_leaves_the_recipe_of_a_later_attempt(run):

@@ -234,6 +234,20 @@ def test_a_new_run_does_not_save_beside_a_save_of_another_run_that_is_not_in_its
     assert list(root.iterdir()) == []
 
 
+def test_a_new_run_does_not_save_beside_a_checkpoint_that_another_launch_was_setting_aside(tmp_path, whole):
+    """The launch was killed; the next attempt would have given the checkpoint its name back, and gone on from it."""
+    root = tmp_path / "saves"
+    (root / "moving_abc").mkdir(parents=True)
+    moved = whole.rename(root / "moving_abc" / whole.name)
+    checkpoints.check_save_path(root, resume=False, force=False)
+    for rank in range(2):
+        write_seal(moved, rank, 2, 4)
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of another run \(iteration_00000004\)"):
+        checkpoints.check_save_path(root, resume=False, force=False)
+    checkpoints.check_save_path(root, resume=True, force=False)
+    checkpoints.check_save_path(root, resume=False, force=True)
+
+
 def test_what_force_removes_is_not_named_by_the_tracker(tmp_path, whole):
     for rank in range(2):
         write_seal(whole, rank, 2, 4)

@@ -1,17 +1,21 @@
 """These tests check which keys `--steps` changes, and how the number of conversations limits the steps of a run."""
 
 import json
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from launch.run import effective
-from launch.run.effective import fitted_to_conversations, steps_overrides
+from launch.run.effective import effective_recipe, fitted_to_conversations, steps_overrides
+from launch.run.summary import words_to_go_on
 from plugins.errors import DataError, RecipeError
 from plugins.packed_labels.plan import pack
 from tools.check.check import check_recipe
 from tools.data import instructions as conversations
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
 
 
 def test_steps_of_instructions_are_what_the_last_handler_takes():
@@ -56,6 +60,39 @@ def test_a_warm_up_that_the_user_sets_stays():
     assert not any("warmup" in each for each in steps_overrides(recipe, 20, given))
     given = ("lr_schedule={warmup_steps: 50}",)
     assert not any("warmup" in each for each in steps_overrides(recipe, 20, given))
+
+
+DATA = "train_dataset.data_loader"
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "after"),
+    [
+        ("pretrain", [f"{DATA}.sizes.0=400"], []),
+        ("pretrain", [f"{DATA}.sizes=[400, 8, 8]"], [f"{DATA}.sizes=[800, 8, 8]"]),
+        ("pretrain", ["lr_schedule.total_steps=50"], []),
+        ("pretrain", ["lr_schedule={total_steps: 50, warmup_steps: 7}"], ["lr_schedule.warmup_steps=7"]),
+        ("pretrain", ["runner_config.epochs=2", "runner_config.batch_size=4"], ["runner_config.batch_size=4"]),
+        ("pretrain_ramp", [f"{DATA}.sizes.0=140"], []),
+        ("finetune", [f"{DATA}.handler.2.n=40"], []),
+        ("finetune", [f"{DATA}.handler.2={{n: 40}}"], []),
+    ],
+)
+def test_the_command_that_goes_on_contradicts_no_override_of_the_user(name, own, after):
+    """It named both `--steps` and the user's own number of samples, and was refused."""
+    file = Path(f"recipes/mini/{name}.yaml")
+    recipe = effective_recipe(file, tuple(own), None, Path("RUN"))
+    words = words_to_go_on(["tc3", "train", str(file)], tuple(own), Path("RUN"), False, recipe, None, "", 100)
+    sets = [value for option, value in pairwise(words) if option == "--set"]
+    assert words[-2:] == ["--steps", "100"] and sets == after
+    longer = effective_recipe(file, tuple(sets), 100, Path("RUN"))
+    assert View(longer).ramp.steps_of(View(longer).samples) == 100
+
+
+def test_the_command_that_goes_on_keeps_the_overrides_where_it_names_no_steps():
+    own = (f"{DATA}.sizes.0=400", "lr_schedule={total_steps: 50}")
+    recipe = effective_recipe(Path("recipes/mini/pretrain.yaml"), own, None, Path("RUN"))
+    assert words_to_go_on(["tc3"], own, Path("RUN"), False, recipe, None, "")[3:] == ["--set", own[0], "--set", own[1]]
 
 
 WORDS = ["send", "gather", "reduce", "drop", "keep", "the", "tensor", "token", "expert", "rank", "of", "every", "stage"]

@@ -130,7 +130,7 @@ def test_each_held_out_corpus_has_a_line_in_the_loss_curve(tmp_path, metrics):
 
 def test_a_new_run_from_the_weights_does_not_save_among_the_checkpoints_of_this_one():
     """The command named the same folder of checkpoints, and was refused."""
-    given = (["tc3", "train", "r.yaml"], ("checkpoint.save_path='/big/x/'", "a.b=1"), Path("RUN"), True)
+    given = (["tc3", "train", "r.yaml"], ("checkpoint.save_path='/big/x/'", "a.b=1"), Path("RUN"), True, Recipe({}))
     words = words_to_go_on(*given, Path("/big/x/iteration_4"), "")
     assert words[3:9] == ["--run-dir", "RUN-next", "--set", "checkpoint.save_path=/big/x-next", "--set", "a.b=1"]
     assert "checkpoint.save_path='/big/x/'" in words_to_go_on(*given, None, ""), "a resume saves where it did"
@@ -141,7 +141,7 @@ def test_a_new_run_from_the_weights_does_not_save_among_the_checkpoints_of_this_
 
 def test_the_next_command_does_not_set_a_key_beside_a_mapping_that_sets_it():
     given = ("lr_schedule={learning_rate: 1.e-3, warmup_steps: 4}", "checkpoint={load_path: /old, save_path: /big/x}")
-    command = (["tc3", "train", "r.yaml"], given, Path("RUN"), True)
+    command = (["tc3", "train", "r.yaml"], given, Path("RUN"), True, Recipe({}))
     words = words_to_go_on(*command, None, "lr_schedule.learning_rate=0.0005")
     found = [word for word in words if "lr_schedule" in word]
     assert found == ["lr_schedule.warmup_steps=4", "lr_schedule.learning_rate=0.0005"]

@@ -14,7 +14,7 @@ from scipy.stats import chi2
 
 from plugins.errors import DataError
 from plugins.lines import Span
-from plugins.sealed_checkpoint.plan import write_refusal, write_seal
+from plugins.sealed_checkpoint.plan import seal_file, write_refusal, write_seal
 from plugins.straggler_probe.record import append, probe_file
 from tests.plugins.straggler_probe.histories import history
 from tests.tools.runs.builders import Builder
@@ -101,6 +101,13 @@ def test_the_newest_checkpoint_is_one_that_a_resume_would_take(tmp_path):
     write_refusal(saves / "iteration_00000008", 0, "weights are not finite")
     (found,) = told(tmp_path / "run")
     assert (found["checkpoints"]["newest"], found["checkpoints"]["at_risk"]) == (4, 8)
+    write_refusal(saves / "iteration_00000004", 0, "weights are not finite")
+    (found,) = told(tmp_path / "run")
+    assert found["checkpoints"]["newest"] is None, "what was sealed once is refused now"
+    seal_file(saves / "iteration_00000004", 0).unlink()
+    seal_file(saves / "iteration_00000004", 0).mkdir()  # it cannot be read, and is not missing
+    (found,) = told(tmp_path / "run")
+    assert found["checkpoints"]["newest"] is None
 
 
 def test_the_text_says_what_the_json_does(done):

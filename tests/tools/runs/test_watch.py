@@ -27,7 +27,7 @@ from plugins.straggler_probe.record import append as corrupted_append
 from tests.corrupted import corrupted, places
 from tests.tools.runs.builders import Builder, append, random_run
 from tools.runs import cli, readings
-from tools.runs.attempts import END, End, write
+from tools.runs.attempts import END, End, folder_of, write
 from tools.runs.cli import runs
 from tools.runs.goodput import ledger
 from tools.runs.readings import load_run
@@ -82,16 +82,26 @@ def test_a_run_that_goes_on(tmp_path):
     assert status.goodput == pytest.approx(ledger(load_run(tmp_path / "run")).goodput)
 
 
+def write_recipe(folder, stages):
+    """Of a run whose loss is on its last worker."""
+    kept = {"data_parallel": 1, "pipeline_stage": stages}
+    (folder / "recipe.yaml").write_text(json.dumps({"use_parallel": True, "parallel_config": kept}))
+
+
+@pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("attempts_before", [1, 3])
-def test_a_run_that_was_started_over_in_the_folder_is_read_from_its_beginning(tmp_path, attempts_before):
-    """It showed the old run, whatever the new one did."""
+def test_a_run_that_was_started_over_in_the_folder_is_read_from_its_beginning(tmp_path, attempts_before, planned):
+    """It showed the old run, whatever the new one did; likewise where the old run's last attempt has no plan."""
     folder = tmp_path / "run"
     old = Builder(folder, 100)
+    write_recipe(folder, 1)
     for _ in range(attempts_before):
         old.plan()
         old.train(20)
     told = []
     watch = Watch(folder, told.append)
+    if not planned:
+        folder_of(folder, attempts_before).mkdir()
     assert watch.look().step == 20
     for name in ("metrics", "attempts"):
         shutil.rmtree(folder / name)
@@ -105,6 +115,32 @@ def test_a_run_that_was_started_over_in_the_folder_is_read_from_its_beginning(tm
     assert status == replace(Watch(folder).look(), quiet=status.quiet) and [one["step"] for one in told] == [
         *range(1, 8)
     ]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["started over", "at first"])
+def test_a_look_before_the_recipe_is_there_does_not_follow_the_wrong_worker(tmp_path, before):
+    """The recipe is written after the plan. The metrics of worker 0, which has no loss, were followed for ever."""
+    folder = tmp_path / "run"
+    if before:
+        old = Builder(folder, 100)
+        write_recipe(folder, 1)
+        old.plan()
+        old.train(20)
+        watch = Watch(folder)
+        assert watch.look().step == 20
+        for name in ("metrics", "attempts"):
+            shutil.rmtree(folder / name)
+        (folder / "recipe.yaml").unlink()
+    new = Builder(folder, 50)
+    new.spend(999, "start")
+    new.plan()
+    watch = watch if before else Watch(folder)
+    watch.look()
+    write_recipe(folder, 2)
+    new.train(7)
+    (folder / "metrics" / "rank_0.jsonl").rename(folder / "metrics" / "rank_1.jsonl")
+    status = watch.look()
+    assert (status.step, status.total_steps) == (7, 50)
 
 
 def test_the_newest_held_out_losses_are_shown(tmp_path):
