@@ -141,8 +141,8 @@ def _proposal(
 ) -> Proposal | None:
     """Return a change as keys, predicted anew from them; None where MindFormers has no keys for it.
 
-    The keys are those to change in the recipe as it is written: where its layout is `auto`, which is for the run
-    without the change, they hold the layout, too.
+    A user changes these keys in the recipe's file. If the file says `offset: auto`, the keys contain the layout, too,
+    because the layout file beside the recipe was made for the run without the change.
     """
     try:
         child = changed(recipe, change.config)

@@ -151,8 +151,9 @@ def _ahead(since: float, seconds: float, every: float) -> int:
 
 
 def _newest(metrics: Path, began: float, number: int) -> tuple[int, float, float, float] | None:
-    """Return (newest step, when it was made, seconds of the shortest of the last ones, steps from a record to the next
-    or infinity); None where the attempt of this number has none.
+    """Return four numbers about the steps that an attempt has recorded: the newest step, the time at which it was made,
+    the seconds of the shortest of the last steps, and how many steps lie between two records (or infinity). Return None
+    if the attempt of this number has recorded no step.
     """
     made = metrics.stat().st_mtime if metrics.exists() else 0.0
     if made <= began:

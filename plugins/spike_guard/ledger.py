@@ -152,9 +152,9 @@ def add_entry(run_dir: str | Path, entry: Entry) -> None:
     """Add `entry` to the current entries, unless another rank has added it. A rank that writes later than others does
     not remove their entries.
 
-    Ranks of two hosts may add at once, for which there is no lock. The ranks of one attempt all add the same entry, so
-    that nothing is lost; if a late rank of an earlier attempt replaces a newer list by an older one, the next attempt
-    still leaves out what the attempts before it have left out (`launch.resume.data.apply_ledger`).
+    No lock keeps ranks of two hosts apart. The ranks of one attempt all add the same entry, so that nothing is lost. If
+    a late rank of an earlier attempt replaces a newer list by an older one, the next attempt still leaves out what the
+    attempts before it have left out (`launch.resume.data.apply_ledger`).
     """
     with locked(Path(run_dir)):
         entries = read_ledger(run_dir)

@@ -104,7 +104,7 @@ def test_each_proposal_is_what_its_keys_give(times):
 
 
 def test_proposals_for_a_recipe_that_leaves_its_layout_open_hold_the_layout(times, tmp_path):
-    """The layout file is for the run without the change, and overrules the recipe's own tables of recomputation."""
+    """The layout file was made for the run without the change. A launch takes the tables of recomputation from it."""
     path = tmp_path / "recipe.yaml"
     base = os.path.abspath("recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml")
     flags = "recompute_config: {select_recompute: False, select_comm_recompute: False}"

@@ -191,7 +191,7 @@ recompute_config: {recompute: False, select_recompute: False, select_comm_recomp
 @settings(max_examples=24)
 @given(st.data())
 def test_a_search_from_the_recipe_of_a_search_keeps_nothing_of_it(tmp_path_factory, data):
-    """The second configuration is read back as it is: no number of layers of the first one's stages is left."""
+    """The written recipe has the tables of the second configuration only, and none of the first one's."""
     folder = tmp_path_factory.mktemp("chain")
     path = folder / "recipe0.yaml"
     swapped = data.draw(st.booleans())

@@ -264,7 +264,7 @@ def _by_itself(line: Line) -> Iterator[str]:
 
 
 def _of_update(told: Line, updates: int | None) -> Iterator[str]:
-    """Yield the keys that the recorded update of a weight lacks.
+    """Yield each key that is missing in what a run recorded of one weight's update.
 
     Args:
         updates: the number of updates that the optimizer has made; None if it is not recorded, or the step was skipped.

@@ -130,8 +130,8 @@ def baseline_variant(name: str) -> Variant:
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe in `path` (for Ascend its mini recipe), changed to train on one CPU worker with the whole
-    global batch and only with the plugins that belong to its model.
+    """Return the recipe in `path`, or its mini recipe if it is for Ascend. The returned recipe trains on one CPU worker
+    with the whole global batch, and only with the plugins that belong to its model.
 
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk, or lacks something without which no training starts.
