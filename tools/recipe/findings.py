@@ -130,9 +130,12 @@ class Findings:
 
 
 def refused(errors: Sequence[Finding]) -> RecipeError:
-    """Return the first of `errors`, which `tc3 check` found, as the error of a tool that cannot go on."""
+    """Return the first of `errors`, which `tc3 check` found, as the error of a tool that cannot go on. An error about
+    the model's type comes first, because with a wrong type every other key of the model seems wrong.
+    """
+    first = next((error for error in errors if error.key.endswith(".model_type")), errors[0])
     more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
-    return RecipeError(f"{errors[0].place}{errors[0].words}{more}")
+    return RecipeError(f"{first.place}{first.words}{more}")
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:

@@ -11,10 +11,10 @@ from plugins.errors import RecipeError
 from tests.tools.check.mutations import MODEL
 from tests.tools.check.test_mutations import ROOT, plain
 from tests.tools.check.test_rules import findings
-from tools.check.check import check_recipe
+from tools.check.check import check_recipe, require_sound
 from tools.estimate.from_recipe import from_recipe
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.override import dotted
+from tools.recipe.override import apply_overrides, dotted
 
 DENSE, MOE = ("telechat3", "TeleChat3ForCausalLM"), ("telechat3_moe", "TeleChat3MoeForCausalLM")
 NO_LATENT = {"multi_latent_attention": False, "num_nextn_predict_layers": 0, "n_group": 1, "topk_group": 1}
@@ -125,6 +125,14 @@ def test_a_planner_needs_the_model_in_the_recipe_itself():
     assert dotted((*MODEL, "model_type")) not in findings(recipe)
     with pytest.raises(RecipeError, match=r"does not read in the config\.json of pretrained_model_dir; write it"):
         from_recipe(recipe)
+
+
+def test_a_command_that_cannot_go_on_names_the_models_type_before_its_keys():
+    """The keys stand in another file, above the type, and are no keys of a model of that type."""
+    recipe = load_recipe(ROOT / "recipes" / "telechat3_105b" / "pretrain_4k.yaml")
+    recipe = apply_overrides(recipe, [f"{dotted(MODEL)}.model_type=qwen2"])
+    with pytest.raises(RecipeError, match=r"model_config\.model_type: MindFormers only runs inference with qwen2"):
+        require_sound(recipe)
 
 
 def test_the_training_class_of_qwen3_moe_may_be_named():
