@@ -60,6 +60,7 @@ from tools.recipe.load import KeyPath, Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, MODE, OFFSET, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
+from tools.schema.stages import fewer_than_chunks
 
 SECTION = ("plugins", "attention_balance")
 
@@ -143,8 +144,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
             wrong = f"{_KEY}: auto: the step time of training with adapters cannot be predicted, so no layout is found"
             raise RecipeError(f"{wrong}; write the number of layers of each stage, or 0 for even stages")
         if base.model.layers < base.pp * base.chunks:  # `tc3 check` refuses each layout
-            where = f"{base.model.layers} layers on {base.pp} stages" + f" x {base.chunks} chunks" * (base.chunks > 1)
-            raise RecipeError(f"{_KEY}: auto: {where} are fewer layers than chunks; use fewer stages or chunks")
+            raise RecipeError(f"{_KEY}: auto: {'; '.join(fewer_than_chunks(base.model.layers, base.pp, base.chunks))}")
     except RecipeError as error:
         raise in_file(recipe, error) from None
     require_ulysses(recipe, base.model, View(recipe).number(DEGREE, 1))

@@ -107,14 +107,22 @@ def swaps(view: View) -> bool:
     return view.get((*MODEL, "swap"), False) is True
 
 
+def _place(layers: int, stages: int, chunks: int) -> str:
+    return f"{layers} layers on {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+
+
+def fewer_than_chunks(layers: int, stages: int, chunks: int) -> tuple[str, str]:
+    """Return what is wrong with a recipe that has fewer layers than chunks on its stages, and what would be right."""
+    return f"{_place(layers, stages, chunks)} are fewer layers than chunks", "use fewer stages or chunks"
+
+
 def _offset(view: View, total: int, found: Findings) -> None:
     stages, chunks = view.pp, view.chunks
     offset = view.get(OFFSET, 0)
     shape = f"[{chunks}][{stages}]" if chunks > 1 else f"[{stages}]"
     base, rest = divmod(total, stages * chunks)
-    place = f"{total} layers on {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
     if total < stages * chunks:
-        found.error(OFFSET, f"{place} are fewer layers than chunks", "use fewer stages or chunks", rule="offset_middle")
+        found.error(OFFSET, *fewer_than_chunks(total, stages, chunks), rule="offset_middle")
         return
     rows = _broadcast(offset, chunks, stages)
     right = f"write for example offset: {_spread(rest, stages, chunks)}"
@@ -125,7 +133,7 @@ def _offset(view: View, total: int, found: Findings) -> None:
         return
     written = sum(map(sum, rows))
     if written != rest:
-        wrong = f"{place} leave {rest} over, but the offsets add up to {written}"
+        wrong = f"{_place(total, stages, chunks)} leave {rest} over, but the offsets add up to {written}"
         found.error(OFFSET, wrong, right, rule="offset_sum")
         return
     counts = [base + extra for row in rows for extra in row]
