@@ -136,11 +136,10 @@ class Placement:
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
-    # no placement with room for recomputation on every stage is faster (what is outside of the pipeline taken as here)
-    bound_s: float
+    bound_s: float  # no placement is faster (what is outside of the pipeline taken as it is in this one)
     peak_bytes: tuple[float, ...] = ()  # of each stage
     why: str = ""  # without a configuration what is missing
-    least_s: float = 0.0  # no such placement is faster, whatever is outside of the pipeline
+    least_s: float = 0.0  # no placement is faster, whatever is outside of the pipeline
     cut: bool = False  # a deadline ended the search before its effort was spent
     spent: float = 0.0  # effort
     outside_s: float = 0.0  # of `least_s` what gradients, weights and optimizer take at least
@@ -176,6 +175,7 @@ def place(
         none = replace(config.recompute, full=None, select=None, communication=None, operators=())
         config = replace(config, layers=((config.model.layers,),), recompute=none)
     outcomes: list[Outcome] = []
+    floors: list[float] = []
     first = start.configuration if start else None
     own = [config, *([] if ways(config) else recomputing_least(config, model, cap_bytes))]
     candidates = own if first is None else [*own, first]
@@ -183,6 +183,9 @@ def place(
     def optimised(way: Way, part: Budget) -> list[Configuration]:
         """Optimise one instance, and add the outcome to the results."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
+        if way.full or way.groups:  # the solver's bound is only one of plans with room for recomputation on every stage
+            every_plan = pipeline_instance(config, model, cap_bytes, *way, room=False)
+            floors.append(_floor(config, model, every_plan, math.inf)[0])
         outcomes.append(optimise(instance, part, seed, start=plan_of(first, instance) if first else None))
         plan = outcomes[-1].plan
         return [] if plan is None else [configuration_of(config, instance, plan)]
@@ -197,7 +200,7 @@ def place(
         candidates += [eased(found, model, cap_bytes) for found in optimised(way, part)]
     best: Placement | None = None
     dropped: list[str] = []
-    bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
+    bound = min([*map(_bound, outcomes), *floors], default=0.0)
     bound = 0.0 if pairs_up(config.schedule) else bound
     for candidate in candidates:
         peaks = tuple(memory.peak for memory in all_stages(candidate))
@@ -234,16 +237,19 @@ def screen(
     spent = 0.0
     for way in every:
         instance = pipeline_instance(config, model, cap_bytes, *way)
-        bound, rest = _floor(config, model, instance, beat)
+        every_plan = pipeline_instance(config, model, cap_bytes, *way, room=False)
+        bound, rest = _floor(config, model, every_plan, beat)
         total, plans = bound + rest + model.fixed, list[np.ndarray]()
         if total < beat < math.inf and not pairs_up(config.schedule):
             budget = Budget(effort / len(every))
-            closer, plans = _closer(config, model, instance, rest, beat, budget)
+            closer, plans = _closer(config, model, every_plan, rest, beat, budget)
             total, spent = max(total, closer), spent + budget.spent
         low, outside = min(low, total), min(outside, rest)
         if total < beat:
             plan = place_fast(instance, 1000 * (beat - rest - model.fixed))
-            laid = [configuration_of(config, instance, plan) for plan in [plan, *plans] if plan is not None]
+            laid = [configuration_of(config, instance, plan)] if plan is not None else []
+            closest = [configuration_of(config, instance, each) for each in plans]
+            laid += [each for each in closest if way.groups or peak_memory(each) <= cap_bytes]
             candidates += [eased(one, model, cap_bytes) for one in laid] if way.groups else laid
     dropped = []
     for candidate in [*candidates, *([] if _at_least(config, model) >= min(beat, low) else [config])]:
@@ -288,14 +294,13 @@ def floor_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> float:
     """Return a lower bound on the seconds of a step for all placements of `config`; computing this bound takes only
-    milliseconds. The bound holds for placements under `beat` that have room for recomputation on every stage, if any
-    stage may recompute;
+    milliseconds. The bound holds for everything that `place` and `screen` return for `config` and that is under `beat`;
     the bound is 0 if no layer can move, and infinite if no placement fits.
     """
     every = all_ways(config, model, groups)
     if not every or pairs_up(config.schedule):
         return 0.0
-    instances = (pipeline_instance(config, model, cap_bytes, *way) for way in every)
+    instances = (pipeline_instance(config, model, cap_bytes, *way, room=False) for way in every)
     least = min(sum(_floor(config, model, instance, beat)) for instance in instances) + model.fixed
     own = _at_least(config, model)  # the placements try the configuration's own tables, too
     return own if own < least and peak_memory(config) <= cap_bytes else least

@@ -79,17 +79,24 @@ class PlacedInstance(Instance):
 
 
 def pipeline_instance(
-    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
+    config: Configuration,
+    model: TimeModel,
+    cap_bytes: float,
+    full: bool,
+    mtp: bool = False,
+    groups: Sequence[str] = (),
+    room: bool = True,
 ) -> PlacedInstance:
     """Return the problem of finding a new placement of `config`'s layers. The present placement and recomputation of
     the layers in `config` have no effect.
 
     Args:
-        full: layers may recompute everything. Every stage then has the working memory of a whole layer's repetition,
-            whether it uses it or not, which is more than the estimator counts.
+        full: layers may recompute everything.
         mtp: MTP layers recompute everything, which holds for plans whose last layer does.
-        groups: layers may recompute these, one more after the other (`by_price`); every stage then has the working
-            memory of all of them.
+        groups: layers may recompute these, one more after the other (`by_price`).
+        room: every stage keeps the working memory to run again what layers may recompute, whether its own layers do or
+            not, so that the estimator accepts every plan. Without it, no plan that the estimator accepts is left out,
+            so that a bound holds for all plans.
     """
     kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
@@ -128,7 +135,7 @@ def pipeline_instance(
         micro_batches=config.micro_batches,
         schedule=config.schedule if config.pp > 1 else "1f1b",
         cap=cap_bytes / GIB - 2 * CAP_TOLERANCE,  # the solver may go over by its tolerance
-        static=(static + _once(probe, kinds, "full" if full else joined(groups))) / GIB,
+        static=(static + _once(probe, kinds, ("full" if full else joined(groups)) if room else "none")) / GIB,
         head=_both(ends),
         tail=_both(tail),
         types=types,

@@ -148,10 +148,6 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
     return lines
 
 
-# the bounds take the memory of recomputation on every stage if any stage may recompute (tools/layout/problem.py)
-EXCLUDED = "layouts that have no memory left for recomputation on some stage are not counted"
-
-
 def placed_words(found: Found) -> str:
     """Return lines that say for how many candidates the layers were placed, and what the bounds prove about all other
     candidates.
@@ -167,10 +163,10 @@ def placed_words(found: Found) -> str:
     if not found.least:
         return f"{placed}; the others were ranked by balanced layers only, and could be faster than {best:.2f} s"
     if not found.open:
-        return f"proven within the estimator's model: no strategy is under {best:.2f} s ({placed}); {EXCLUDED}"
+        return f"proven within the estimator's model: no strategy is under {best:.2f} s ({placed})"
     proven = (
         f"proven within the estimator's model: no strategy is under {found.least:.2f} s, which is "
-        f"{100 * found.gap:.1f} % less than {whose} {best:.2f} s ({placed}); {EXCLUDED}"
+        f"{100 * found.gap:.1f} % less than {whose} {best:.2f} s ({placed})"
     )
     if found.unplaced:
         return f"{proven}; {found.unplaced:,} that were not placed could be faster by their bounds"
@@ -278,7 +274,7 @@ def notes(found: Found) -> list[str]:
                 f"Under {one.loads.words}: {one.seconds:.2f} s per step, out of memory at {one.cells[5]} steps."
             )
     if best.bound:
-        lines.append(f"No placement of this strategy's layers is under {best.bound:.2f} s; {EXCLUDED}.")
+        lines.append(f"No placement of this strategy's layers is under {best.bound:.2f} s.")
     if found.unverified:
         lines.append(f"NOT VERIFIED: {found.unverified}.")
     elif found.passed:

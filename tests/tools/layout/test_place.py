@@ -251,7 +251,9 @@ def test_a_plan_over_the_cap_by_the_memory_model_is_named(monkeypatch):
     config = configuration(pp=2, chunks=1, recompute=Recompute())
     cap = 0.95 * peak_memory(config)
     monkeypatch.setattr(
-        layout_place, "pipeline_instance", lambda *rest: pipeline_instance(*rest[:2], 64 * GIB, *rest[3:])
+        layout_place,
+        "pipeline_instance",
+        lambda *rest, **more: pipeline_instance(*rest[:2], 64 * GIB, *rest[3:], **more),
     )
     found = place(config, TIMES, cap, Budget(0.1))
     assert found.configuration is None and len(found.dropped) == 2

@@ -89,7 +89,7 @@ def test_what_is_left_open_is_bounded_with_more_effort_before_the_solver(monkeyp
     monkeypatch.setattr(run, "WHOLE_EFFORT", little)
     monkeypatch.setattr(run, "screen_one", lambda *job: screen_one(*job, *[little] * (len(job) == 4)))
     monkeypatch.setattr(run._Placing, "_close", lambda *_: None)
-    model = replace(MODEL, pattern=pattern_of(11, 8, 1), experts=8)
+    model = replace(MODEL, pattern=pattern_of(12, 8, 1), experts=8)
     limits = ["pp=4", "vpp=2", "tp=1", "cp=1", "mbs=1", "shard=optimizer", "mode=global"]
     asked = request(8, 16, limits, model)
     asked = replace(asked, cap=1.2 * rank(asked).least.peak)
