@@ -7,6 +7,7 @@ took, in seconds.
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -162,6 +163,7 @@ def work(job):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream, path in enumerate(job["outputs"], 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)  # may be one file
+        faulthandler.enable()  # on the job's own stderr: a crash says where it was
         os.chdir(job["cwd"])
         os.environ.update(job["environment"])
         how, *arguments = job["arguments"]

@@ -122,7 +122,7 @@ def test_a_rank_knows_its_group_and_its_place(rank):
         ({"mode": "auto", "hardwere": "x"}, 16, 32, "did you mean 'hardware'"),
         ({}, 16, 32, "write `mode:`"),
         (True, 16, 32, "write `mode:`"),
-        ({"mode": "global"}, 12, 32, "use 8 or 16"),
+        ({"mode": "global"}, 12, 32, "write 8 or 16"),
         ({"mode": "global"}, 16, 40, "does not divide the 40 routed experts"),
     ],
 )
