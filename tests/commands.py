@@ -101,7 +101,7 @@ _WORDS = {
     "--probe": START,
     "firsthour.zip": Way("by", "tests/launch/firsthour/test_cli.py"),
     "--bind-file": Way("by", "tests/tools/affinity"),  # wants NPUs
-    "executed": Way("by", "tests/training/test_executed_equivalence.py"),
+    "executed": Way("by", "tests/training/test_executed.py"),
     "output/mine": Way("by", "tests/launch/run/test_effective.py"),  # wants enough conversations
     "output/profile": Way("by", "tests/tools/search/test_cli.py"),
     "imbalance.svg": Way("by", "tests/tools/data/imbalance"),  # samples of 131,072 tokens

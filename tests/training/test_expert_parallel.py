@@ -3,7 +3,7 @@
 Four workers, two nodes of two, where the mode tells nodes apart: a MoE layer in deduplicated mode and in chunks,
 against two workers in global mode. Global dispatch does not tell nodes apart, so two workers suffice there: they are
 compared with one, steps and tensors, in test_expert_balance.py. Every mode on four workers is compared with a dense
-reference, with gradients and bytes, in tests/plugins/hierarchical_ep/test_dispatcher.py.
+reference, with gradients and bytes, in tests/plugins/hierarchical_ep/test_adapter.py.
 """
 
 import json

@@ -1,11 +1,7 @@
-"""These tests check which operators are computed in Python, which recipes the plugin runs, and which groups of ranks
-it knows.
-
-Which recipes run as the sharded graph on CPU.
-
-What a rank has to hold of a weight, by MindSpore's layout of it.
-
-Which ranks a group has whose name is all that MindSpore's C++ tells, and which place a rank has in it.
+"""These tests check which recipes run as the sharded graph on CPU and which operators are computed in Python; what a
+rank holds of a weight by MindSpore's layout of the weight; which ranks a group has of which MindSpore's C++ tells the
+name only, and the place of a rank in its group; and that layers that are recomputed one by one share nothing in the
+sharded graph of a step of one stage (docs/memory.md).
 """
 
 from itertools import chain, combinations, product
@@ -15,7 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mindformers.parallel_core.training_graph.transformer import utils
+from mindformers.parallel_core.training_graph.transformer.transformer_layer import TransformerLayer
+from mindspore.context import ParallelMode
 
+from plugins import telechat3_moe
+from plugins.cpu_backend.model import on_cpu
 from plugins.errors import ClusterError
 from plugins.semi_auto_cpu import adapter
 from plugins.semi_auto_cpu.chosen import chosen, splits_model
@@ -23,6 +24,7 @@ from plugins.semi_auto_cpu.communication import CollectiveManager
 from plugins.semi_auto_cpu.compile import refuse_wrong_slices, slice_of
 from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
 from plugins.semi_auto_cpu.ranks import Ranks, made_up_name, members_of
+from tests.plugins.test_output_biases import config
 
 
 def test_what_mindspores_backend_adds_itself_is_python_s_from_the_start(monkeypatch):
@@ -190,3 +192,15 @@ def test_a_rank_of_many_devices_is_found():
     devices, rank = 6144, 3000
     group = tuple(range(rank % 8, devices, 8))
     assert members_of(made_up_name(group), devices, rank) == group
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("mode", [ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.STAND_ALONE])
+def test_a_graph_with_all_layers_in_one_has_layers_that_share_nothing(monkeypatch, whole, mode):
+    monkeypatch.setattr(utils, "is_legacy_model", lambda: False)
+    plain = config()
+    plain.disable_lazy_inline = whole
+    monkeypatch.setattr(telechat3_moe, "_get_parallel_mode", lambda: mode)
+    layers = telechat3_moe.gpt_model(plain, on_cpu).decoder.layers
+    shares_nothing = whole and mode == ParallelMode.SEMI_AUTO_PARALLEL
+    assert {type(layer) for layer in layers} == {telechat3_moe.InTurn if shares_nothing else TransformerLayer}

@@ -1,19 +1,38 @@
-"""Faults of a layout, each in an executed run of two processes: caught, and placed.
+"""These tests execute a layout that splits the model on two processes, and compare it with one process: without a
+fault, and with faults that are put in, which must be found and placed.
 
-One in the forward pass and one that only gradients show; the others are in benchmarks/executed_faults.py, and how each
-is placed in tests/tools/accuracy/equivalence/test_executed.py.
+One fault is in the forward pass, and only the gradients show the other one; further faults are in
+benchmarks/executed_faults.py, and tests/tools/accuracy/equivalence/test_executed.py checks where each one is placed.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks.executed_faults import FAULTS, Bench, errors_of
 from plugins.semi_auto_cpu.collectives import VARIABLE
 from tests.training import forked, runs
+from tools.accuracy.cli import accuracy
 from tools.accuracy.equivalence.strategies import one_worker
 from tools.recipe.dump import dump_recipe
+
+NAME = "executed_tp2_sp"
+WORDS = ["equivalence", str(runs.TINY), "--only", NAME, "--steps", "3", "--json"]
+
+
+@pytest.mark.slow
+def test_tensor_and_sequence_parallelism_equal_one_process(workers, tmp_path):
+    with forked.launches(workers):
+        done = CliRunner(catch_exceptions=False).invoke(accuracy, [*WORDS, "--work", str(tmp_path)])
+    assert done.exit_code == 0, done.output[-4000:]
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["how"], row["status"]) == ("executed", "pass"), row
+    assert row["tensors"] > 100 and row["used"] < 1 and row["findings"] == []
+    assert not list(tmp_path.rglob("*.safetensors")), "checkpoints are deleted when they were read"
+
 
 STEPS = 2
 
