@@ -24,6 +24,7 @@ from launch.workers.lifetime import die_with_parent
 
 LISTENS = "0A"  # state of a socket in /proc/net/tcp
 known_sources: set[str] = set()  # digests of those that are in MindSpore's cache of parsed sources
+CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 GRACE = 30  # seconds that processes may outlast one of them that has failed
 # All that MindFormers imports from elsewhere. Backends of the CPU replace functions that MindFormers copies when it is
 # imported, so that each fork imports MindFormers itself, which takes a fifth of a second then.
@@ -131,7 +132,7 @@ def fork_all(within, port, jobs):
             wait_for_listener(pid, port)
     while running:
         pid, status, used = os.wait4(-1, 0)
-        code = codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+        code = codes[running.pop(pid)] = ended_work(pid, os.waitstatus_to_exitcode(status))
         seconds += used.ru_utime + used.ru_stime
         if code and running:
             signal.alarm(GRACE)
@@ -142,6 +143,28 @@ def fork_all(within, port, jobs):
             del running[scheduler]
     signal.alarm(0)
     return codes, seconds
+
+
+def ended_work(pid, code):
+    """Return the exit code of a fork's work, which it tells before its exit functions run.
+
+    MindSpore's own exit functions crash once in some thousands of workers, when all work is done and has been told; a
+    worker that crashes before, or that is killed, keeps the code of its process.
+    """
+    told = ended_file(pid)
+    try:
+        before = int(told.read_text())
+    except FileNotFoundError:
+        return code
+    told.unlink()
+    if code in CRASHES:
+        print(f"process {pid} ended its work with {before}, then crashed in an exit function ({code})", file=sys.stderr)
+        return before
+    return code
+
+
+def ended_file(pid):
+    return Path(os.environ["LOCAL_DEFAULT_PATH"], f"ended.{pid}")
 
 
 def wait_for_listener(pid, port):
@@ -183,6 +206,8 @@ def work(job):
         with contextlib.suppress(OSError):  # later forks then parse for themselves
             tell_parsed(os.environ["LOCAL_DEFAULT_PATH"])
         if job["arguments"][0] not in ("-c", "-m"):
+            with contextlib.suppress(OSError):
+                ended_file(os.getpid()).write_text(str(code))
             atexit._run_exitfuncs()  # of a worker: it leaves its cluster
         sys.stdout.flush()
         sys.stderr.flush()

@@ -271,6 +271,24 @@ def test_what_one_fork_has_parsed_the_next_need_not(workers, tmp_path):
     assert said == [["[2.]", "True"], ["[2.]", "False"]]
 
 
+CRASH = "os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (f"atexit.register(lambda: {CRASH})", 0),
+        (f"atexit.register(lambda: {CRASH}); sys.exit(3)", 3),
+        (f"atexit.register(lambda: {CRASH.replace('SEGV', 'KILL')})", -9),
+        (CRASH, -11),
+    ],
+)
+def test_a_fork_that_crashes_when_its_work_is_over_has_the_exit_code_of_its_work(workers, tmp_path, text, code):
+    file = tmp_path / "crashes.py"
+    file.write_text(f"import atexit, os, signal, sys\n{text}\n")
+    assert workers.python(file).returncode == code
+
+
 def drawn():
     found = []
 
