@@ -1,5 +1,5 @@
-"""This module tells callbacks, outside the graph, whether a rank computes the loss, and computes the sum of a value
-over all ranks of the run.
+"""This module answers two questions outside the graph: whether a rank computes the loss, and what the sum of a value
+over all ranks of the run is. Callbacks use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def stage_of_loss(stages: int, scheduler: str | None) -> int:
 
 
 def has_loss(rank: int, ranks: int, stages: int, scheduler: str | None) -> bool:
-    """Return whether a rank of `ranks` ranks is on the stage that computes the loss."""
+    """Return whether a given rank, of `ranks` ranks in the run, is on the pipeline stage that computes the loss."""
     return rank * stages // ranks == stage_of_loss(stages, scheduler)
 
 
@@ -49,7 +49,7 @@ def sum_over_ranks(value: float) -> float:
 
 
 def use(way: Callable[[float], float]) -> None:
-    """Let `sum_over_ranks` call `way` from now on, for runs in which MindSpore's own communication cannot compute the
-    sum.
+    """Let `sum_over_ranks` compute its sums by the function `way` from now on, for runs in which MindSpore's own
+    communication cannot compute them.
     """
     _way[0] = way

@@ -1,4 +1,4 @@
-"""This module lets MindFormers' PackingHandler pack conversations by `plugins.packed_labels.plan.pack`."""
+"""This module replaces the packing of MindFormers' PackingHandler by `plugins.packed_labels.plan.pack`."""
 
 from __future__ import annotations
 
