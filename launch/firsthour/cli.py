@@ -4,8 +4,8 @@ The exit code is 0 for go and go with, 1 for no go, 2 for a wrong input, 130 if 
 interrupted, the same command continues where it stopped.
 
 `write_claim` writes what a bundle measured into the card of a recipe, as the claim `measured-DEVICE-N`. The claim is
-added as text below the recipe's `status:`, so that the comments and the order of the card stay. A claim of the same
-device and number replaces nothing: an older one has another date.
+added as text below the key `status:` in the model card, so that the comments and the order of the card are unchanged. A
+new claim does not replace an older claim of the same device and number, because the older claim has another date.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def firsthour_command(
 ) -> None:
     """Check and measure a new cluster before RECIPE's first training, and write what was measured into one bundle.
 
-    The checks go from single hosts to a calibrated search; each has a part of the budget, a limit that it judges by,
-    and a remedy (docs/first-hour.md). A check that cannot be judged is unknown, never ok. On a host without NPUs the
-    command is a rehearsal, in which the CPU is the device.
+    The checks go from single hosts to a calibrated search; each check has a part of the budget, a limit by which it
+    judges, and a remedy (docs/first-hour.md). An item that cannot be judged is unknown, never ok. On a host without
+    NPUs the command is a rehearsal, in which the CPU is the device.
 
     Exit codes: 0 go, or go with remedies; 1 no go; 2 a wrong input; 130 interrupted, to be resumed by the same command.
     """

@@ -1,9 +1,9 @@
-"""This module prepares MindSpore and MindFormers for the device target of a recipe; launch/train.py calls the steps in
-this order.
+"""This module prepares MindSpore and MindFormers for the device target of a recipe; launch/train.py calls the methods
+in the order in which they are defined.
 
-An Ascend device needs nothing. A CPU process takes operators without a CPU kernel from `plugins.cpu_backend`. A CPU
-process that runs its part of a sharded graph (`parallel.parallel_mode: 1`) joins the other processes before MindFormers
-is imported, and keeps MindFormers' own classes (`plugins.semi_auto_cpu`).
+An Ascend device needs no preparation. A CPU process without a sharded graph uses `plugins.cpu_backend`, which replaces
+operators that have no CPU kernel. A CPU process that runs its part of a sharded graph (`parallel.parallel_mode: 1`)
+joins the other processes before MindFormers is imported, and keeps MindFormers' own classes (`plugins.semi_auto_cpu`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ascend:
         """Point the MindFormerConfig at the classes of this backend."""
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return the context in which to train; it turns errors of the backend into understandable ones."""
+        """Return the context manager in which to train; it replaces errors of the backend by understandable ones."""
         return nullcontext()
 
 
@@ -49,7 +49,7 @@ class Cpu(Ascend):
         adapter.before_mindformers(distributed=recipe.get("use_parallel", False))
 
     def enable(self, config: Any) -> None:
-        """Point the config at classes whose operators have CPU kernels."""
+        """Change the config so that it names classes whose operators have CPU kernels."""
         from plugins.cpu_backend import adapter
 
         adapter.enable(config)
@@ -59,14 +59,14 @@ class ShardedCpu(Ascend):
     """This backend is for a CPU process that runs its part of MindSpore's sharded graph."""
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
-        """Connect to the other processes, and make every graph of this process run on CPU."""
+        """Connect to the other processes, and make all graphs of this process run on CPU."""
         from plugins.semi_auto_cpu import adapter
 
         self._adapter, self._host = adapter, adapter.before_mindformers(recipe)
         self.collectives = self._host.collectives
 
     def after_import(self) -> None:
-        """Replace the lines of MindFormers that ask for a device."""
+        """Replace the functions of MindFormers that need a device."""
         self._adapter.after_import()
 
     def after_context(self) -> None:
@@ -74,7 +74,9 @@ class ShardedCpu(Ascend):
         self._adapter.after_context()
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return a context that raises the errors of this backend instead of MindSpore's consequential errors."""
+        """Return a context manager that raises the errors of this backend instead of MindSpore's consequential
+        errors.
+        """
         return self._host.own_errors()
 
 
