@@ -1,8 +1,8 @@
 """This module reads a dump of tensors: steps, ranks, the calls of each step, and the inputs and outputs of each call.
 
-msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. At L1 and L2, where it shows no weights, `tc3 accuracy
-dump` adds `weights/stepN/rankM/` of the same layout: the weights before step N. At L2 MindSpore itself writes the
-kernels of compiled graphs, `rank_R/Net/GRAPH/STEP/*.npy`, with names
+msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. L1 and L2 do not show weights, so `tc3 accuracy dump`
+adds `weights/stepN/rankM/` in the same layout: the weights before step N. At L2 MindSpore itself writes the kernels of
+compiled graphs, `rank_R/Net/GRAPH/STEP/*.npy`, with names
 TYPE.SCOPE.TASK.STREAM.MICROSECONDS.input|output.N.FORMAT.DTYPE.npy; names that are too long for the file system are in
 mapping.csv. Operators below `Gradients` are the backward pass; those below `optimizer` count as weights, because they
 compute the update.
@@ -103,7 +103,7 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """A `NpyFile` is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. The open array is a
+    """A `NpyFile` is one open array with `dtype`, `shape` and `size`; `chunks` yields its values. The open array is a
     context manager.
 
     Raises:
@@ -204,7 +204,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` is one call of a cell or function, with its inputs and outputs."""
+    """An `Entry` is one call of a cell or function in a dump, with its inputs and outputs."""
 
     name: Name
     items: tuple[Item, ...]

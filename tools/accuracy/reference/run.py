@@ -2,8 +2,9 @@
 OUT.npz`. The process needs torch, transformers and NumPy.
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
-[steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>`, the other side's, for
-`train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). Exit code 3: torch or transformers is missing.
+[steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>` of the MindFormers
+training, for `train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). The exit code is 3 if torch or
+transformers is missing.
 """
 
 from __future__ import annotations
