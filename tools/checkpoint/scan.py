@@ -1,5 +1,5 @@
-"""This module finds the newest complete checkpoint of a run, and renames checkpoints that the run no longer continues
-from.
+"""This module finds the newest complete checkpoint of a run, and renames checkpoints from which the run no longer
+continues.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def newest_saved(root: Path) -> CheckpointInfo | None:
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the training step after which a checkpoint was saved, as its seals or else its common.json say; return
-    None if neither says it.
+    """Return the training step after which a checkpoint was saved, which the seals or, without seals, common.json say;
+    return None if neither says it.
     """
     try:
         if is_sealed(folder):
@@ -91,8 +91,9 @@ def later_than(root: Path, taken: Path) -> list[Path]:
     """Return the checkpoints under `root` that a run abandons when it continues from the checkpoint `taken`, newest
     first.
 
-    Those after it, if it is one of them; else all, for they are another run's. Of a checkpoint that was renamed, its
-    files say the step.
+    If `taken` is one of the checkpoints under `root`, these are the checkpoints after it; otherwise these are all
+    checkpoints under `root`, because they belong to another run. If the folder of `taken` was renamed, the step is read
+    from its files.
     """
     own, number = real_path(taken).parent == real_path(root), iteration(taken)
     step = saved_step(taken) if number < 0 else number
@@ -103,9 +104,10 @@ def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -
     """Rename the folder of a checkpoint so that no run finds it any more, and return its new path. The function deletes
     nothing.
 
-    None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it
-    and was held up since may have found the next attempt's under its name. That one gets its name back. Until it is
-    judged it is in a folder of its own, from which `plan.adopt` takes it back if this process is killed in between.
+    The result is None if the checkpoint no longer exists, or if the renamed checkpoint is not the one that was meant,
+    which `sure` decides: if the caller was delayed, the next attempt may have saved another checkpoint under the same
+    name. In the second case the checkpoint gets its name back. Until `sure` has decided, the checkpoint is in a folder
+    of its own, from which `plan.adopt` moves it back if this process is killed in between.
     """
     own = folder.with_name(f"{plan.MOVING}{uuid.uuid4().hex}")
     name = ASIDE + folder.name
