@@ -23,7 +23,7 @@ WATCHES = ("nothing", "watches, does not train")  # what a change means for trai
 
 
 def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
-    """Return the dataclass field that defines a key.
+    """Return the dataclass field that defines one key of a plugin's settings.
 
     Args:
         default: the value if the key is not written; `MISSING` for a required key.
@@ -85,7 +85,9 @@ class Section:
         return ours, []
 
     def agree(self) -> None:
-        """Raise RecipeError for settings that contradict each other; a plugin's class overrides this."""
+        """Raise RecipeError for settings that contradict each other; the class of a plugin's settings overrides this
+        method.
+        """
 
     @classmethod
     def kinds(cls, name: str) -> list[type]:

@@ -100,7 +100,7 @@ def apply_edits(model) -> None:
 
 
 def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any], None]]]) -> None:
-    """Build models from now on inside the context manager `around(TransformerConfig)`. The context manager yields a
+    """From now on, build models inside the context manager `around(TransformerConfig)`. The context manager yields a
     function, which is then called with each GPTModel that was built.
     """
     _positions[:] = [around]
@@ -273,7 +273,9 @@ class EditedTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class EditedTeleChat3ForCausalLM:
-    """This is the class that `architectures:` names on Ascend when a plugin edits the dense model (train only)."""
+    """On Ascend, `architectures:` names this class if a plugin edits the dense model; the class supports only
+    training.
+    """
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""
@@ -282,7 +284,9 @@ class EditedTeleChat3ForCausalLM:
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class EditedTeleChat3MoeForCausalLM:
-    """This is the class that `architectures:` names on Ascend when a plugin edits the model (train only)."""
+    """On Ascend, `architectures:` names this class if a plugin edits the model TeleChat3-MoE; the class supports only
+    training.
+    """
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""

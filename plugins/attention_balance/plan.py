@@ -90,7 +90,8 @@ class Layout:
 
 
 def epoch_plan(costs: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots]: items of the dataset.
+    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots], which hold the numbers of items
+    of the dataset.
 
     A step's plan follows only from the samples of its window. Windows begin at multiples of their size, counted from
     step 0, so a resumed run has the same windows as an uninterrupted run.
@@ -126,7 +127,7 @@ def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Balance:
-    """Return the step times divided by the time of an evenly loaded step, float64 [steps]; 1 is perfect.
+    """A `Balance` holds step times, float64 [steps], each divided by the time of an evenly loaded step; 1 is perfect.
 
     before: the times without the plugin; after: the times with the plan; bound: no assignment of these samples to the
     same steps is shorter (with a window the samples change steps, so a step may lie below the bound of its old

@@ -41,8 +41,8 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """A `GPTIndex` holds the position of every sample of one dataset in the corpus. The arrays may be memory-mapped
-    files.
+    """A `GPTIndex` holds the position of every sample of one dataset in the corpus. The arrays of a `GPTIndex` may be
+    memory-mapped files.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;
@@ -149,7 +149,8 @@ def _sample_starts(lengths: np.ndarray, document_index: np.ndarray, sequence_len
 
 @dataclass(frozen=True)
 class Segments:
-    """These are the lengths of the documents (segments) in several samples, in CSR form.
+    """A `Segments` holds the lengths of the documents (segments) in several samples, in CSR form (compressed sparse
+    rows).
 
     values: int64 [segments], tokens of each, sample after sample; all at least 1;
     offsets: int64 [samples + 1]: sample i has values[offsets[i] : offsets[i + 1]].
@@ -286,7 +287,8 @@ def documents_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool
 
 
 def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse a recipe in which documents of one sample attend to each other; arguments: `documents_apart`.
+    """Refuse a recipe in which documents of one sample attend to each other; the arguments are those of
+    `documents_apart`.
 
     Raises:
         RecipeError: documents attend to each other, so every sample costs the same and there is nothing to balance.

@@ -62,7 +62,7 @@ def enable(config, settings) -> None:
 
 
 class Steps:
-    """This is a random-access dataset whose items are the batches of a data-parallel rank, one for each step.
+    """A `Steps` is a random-access dataset whose items are the batches of a data-parallel rank, one for each step.
 
     Args:
         source: the samples of all ranks by number, each a tuple of arrays. rank, ranks: the data-parallel rank and the
@@ -191,7 +191,8 @@ def _ramping(monitor: type[MFLossMonitor], ramp: Ramp, stage: Stage):
 
 
 class BySamples(LearningRateSchedule):
-    """This learning-rate schedule counts the trained samples, in units of the full batch, instead of the steps.
+    """A `BySamples` is a learning-rate schedule that counts the trained samples, in units of the full batch, instead of
+    the steps.
 
     Args:
         schedule: MindFormers' schedule of the recipe. ramp: the ramp of the run.

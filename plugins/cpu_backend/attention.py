@@ -119,8 +119,8 @@ def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scal
 
 
 def follow_documents(follows: bool) -> None:
-    """Set whether models that are built later compute attention document by document; this is only for data with
-    `reset_attention_mask`.
+    """Set whether models that are built later compute attention document by document; this is correct only for data
+    with `reset_attention_mask`.
     """
     global _follows_documents
     _follows_documents = follows

@@ -231,8 +231,8 @@ class Rows(nn.Cell):
 
 
 class SparseGroupedMatmul(nn.Cell):
-    """This operator multiplies rows [C, h], sorted by expert, by weights [E, h, H]; it computes only the used rows of
-    [C, H].
+    """A `SparseGroupedMatmul` multiplies rows [C, h], sorted by expert, by weights [E, h, H]; it computes only the used
+    rows of the result [C, H].
     """
 
     def __init__(self):

@@ -70,13 +70,13 @@ class Frame:
 
 
 def pack(tag: int, number: int, part: np.ndarray, note: str = "") -> Frame:
-    """Return a frame of `part`, which is copied only if it is not contiguous."""
+    """Return a `Frame` that holds the array `part`; the array is copied only if it is not contiguous."""
     assert part.ndim <= MAX_AXES and part.dtype.isnative and not part.dtype.hasobject
     return Frame(tag, number, part.dtype.name, part.shape, np.ascontiguousarray(part).reshape(-1).view(np.uint8), note)
 
 
 def send(connection: socket.socket, frame: Frame) -> None:
-    """Write one frame; this blocks until the kernel has taken the whole frame.
+    """Write one frame to the connection; the call blocks until the kernel has taken the whole frame.
 
     Raises:
         OSError: the connection is lost.
@@ -91,7 +91,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive(connection: socket.socket) -> Frame:
-    """Read one frame into its own buffer; this blocks until the frame is complete.
+    """Read one frame from the connection into a buffer of its own; the call blocks until the frame is complete.
 
     Raises:
         Disconnected: the other side closed the connection, or the bytes are not a frame;
@@ -192,8 +192,8 @@ class Mailbox:
             self.changed.notify_all()
 
     def sent(self, peer: int, call: Call | None) -> None:
-        """Record that a frame for this peer was written to the peer's socket; the frame belongs to `call`, or (None) to
-        a buffered send.
+        """Record that a frame for this peer was written to the peer's socket; the frame belongs to `call` or, if `call`
+        is None, to a buffered send.
         """
         with self.changed:
             if call is None:

@@ -172,7 +172,9 @@ class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class CpuTeleChat3MoeForCausalLM:
-    """This is the class that `architectures:` names on CPU for TeleChat3-MoE (train only)."""
+    """The CPU backend writes the name of this class into `architectures:` for TeleChat3-MoE; the class supports only
+    training.
+    """
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""
@@ -181,7 +183,9 @@ class CpuTeleChat3MoeForCausalLM:
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class CpuTeleChat3ForCausalLM:
-    """This is the class that `architectures:` names on CPU for TeleChat3 and TeleChat2 (train only)."""
+    """The CPU backend writes the name of this class into `architectures:` for TeleChat3 and TeleChat2; the class
+    supports only training.
+    """
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""

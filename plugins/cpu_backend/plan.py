@@ -49,7 +49,7 @@ def block_count(rows: int, experts: int, block: int) -> int:
 
 
 def default_block(rows: int, experts: int) -> int:
-    """Return a block size near half of an expert's mean rows: a power of two in [8, 128].
+    """Return a block size near half of the mean number of rows of an expert: a power of two in [8, 128].
 
     Smaller blocks need less padding, and larger blocks read each weight matrix less often. The function is written for
     MindSpore's graph parser, which also calls it.

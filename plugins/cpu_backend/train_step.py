@@ -140,8 +140,8 @@ class AllReduceMean(nn.Cell):
 
 
 class ClipSplitGradNorm(nn.Cell):
-    """This is `ClipGradNorm` for models of which some weights (experts) are split over the ranks: it adds up the
-    squared gradients of those weights over the ranks.
+    """This is MindFormers' `ClipGradNorm` for models of which some weights (experts) are split over the ranks: it adds
+    up the squared gradients of those weights over the ranks.
 
     Args:
         max_norm: the norm to which gradients are clipped; split: for each gradient, whether its weight is split over

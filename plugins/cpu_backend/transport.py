@@ -35,7 +35,7 @@ _open: list[Mesh] = []
 
 
 class Mesh:
-    """A `Mesh` holds the connections of one rank to all others.
+    """A `Mesh` holds the connections of one rank to all other ranks.
 
     The order of calls is: `listen`, tell every rank every address (the caller does this), `connect`, exchange, `close`.
     A `Mesh` is also a context manager that calls `close` at the end. Its threads are daemon threads, so a process that
@@ -76,8 +76,8 @@ class Mesh:
         return self._listener.getsockname()[:2]
 
     def connect(self, addresses: Sequence[Address], timeout: float = 60.0) -> None:
-        """Connect to every other rank: this rank opens the connections to lower ranks and accepts those of higher
-        ranks.
+        """Connect to every other rank: this rank opens the connections to lower ranks and accepts the connections from
+        higher ranks.
 
         Args:
             addresses: [size] the results of `listen`, by rank.
@@ -198,7 +198,7 @@ class Mesh:
 
     def tell(self, text: str) -> None:
         """Tell all other ranks in which call this rank waits, so that their error messages can name the call; "" means
-        that it waits in none.
+        that this rank waits in no call.
         """
         for peer, outbox in self._outboxes.items():
             with self._mail.changed:
@@ -311,7 +311,7 @@ def mesh() -> Mesh:
 
 
 def connect(timeout: float = SLOWEST) -> None:
-    """Connect all ranks to each other, once; every rank must call it.
+    """Connect all ranks to each other, once; every rank must call this function.
 
     Args:
         timeout: the seconds that one exchange may take; this also limits how much longer one rank may compile than

@@ -47,7 +47,7 @@ def _chunks(written: Any) -> Chunks | str:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say into how many chunks a micro-batch is cut, and how its tokens are divided over them."""
+    """A `Settings` says into how many chunks a micro-batch is cut, and how its tokens are divided over the chunks."""
 
     KEY = KEY
     RIGHT = "write `chunks:` under it, auto or [parts of the batch, parts of the sequence]"

@@ -120,7 +120,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self._record(step, tokens, slots, copies, batches, self._move(step, slots) if due(step, every) else None)
 
     def connect(self):
-        """Return the ranks object that connects all ranks of the run."""
+        """Return the object (see `executor.Ranks`) that connects all ranks of the run."""
         from plugins.cpu_backend import transport
 
         return transport.mesh() if get_real_group_size() > 1 else Alone()
@@ -263,7 +263,7 @@ def take_copies(cell, slots, copies):
 
 
 def assign(parameter, value):
-    """Overwrite the values of a parameter between two steps, by a function that works in every case.
+    """Overwrite the values of a parameter between two steps, so that the compiled graph uses the new values.
 
     `Parameter.set_data` does not work: after it the compiled graph silently continues with the old values of an Adam
     moment. `ops.assign` does not work either: it has no kernel for bfloat16 on CPU.

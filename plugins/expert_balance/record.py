@@ -128,7 +128,8 @@ def as_json(record: Record) -> dict[str, Any]:
 
 
 def read(path: Path, until: int | None = None, say: Callable[[str], None] | None = None) -> list[Record]:
-    """Return the records in a file, as a dictionary by step. A resumed run replaces the steps that it repeats.
+    """Return the records in a file, as a dictionary by step. The steps that a resumed run repeats replace the earlier
+    records of these steps.
 
     Args:
         until: the last step to read, such as the one from which a run is resumed; None: all.

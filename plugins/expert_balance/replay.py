@@ -99,7 +99,7 @@ def _replayed(
 
 
 def differences(records: Sequence[Record], found: Replay) -> list[int]:
-    """Return the steps after which a replay's placement or copies differ from the recorded ones."""
+    """Return the steps after which a replay's placement or copies differ from those that the run recorded."""
     rows = zip(records, found.slots, found.copies, strict=True)
     return [
         record.step

@@ -45,7 +45,7 @@ _DIGITS = 4
 
 
 def routers_file(run_dir: str | Path) -> Path:
-    """Return where a run records the measures of its routers."""
+    """Return the file in which a run records the measures of its routers."""
     return Path(run_dir) / "metrics" / "routers.jsonl"
 
 

@@ -132,8 +132,8 @@ def end(saver, step, wrong):
 
 
 def way_on(saver):
-    """Return the end of the error message: the checkpoint from which to resume (or that the run has to start over), and
-    what to change first.
+    """Return the end of the message of the error that ends a run: the checkpoint from which to resume (or that the run
+    has to start over), and what to change first.
     """
     change = "with a lower learning rate or other data: as it was, it would come to the same"
     newest = newest_of_rank(Path(saver.directory), get_real_rank()) if saver and not saver.use_legacy_format else None

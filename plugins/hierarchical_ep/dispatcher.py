@@ -102,8 +102,8 @@ class InTurn(nn.Cell):
 
 
 class InTurnOnce(nn.Cell):
-    """This is a collective without gradient: it starts only after the collective before it in the forward pass, and has
-    no backward pass.
+    """An `InTurnOnce` wraps a collective that has no gradient: in the forward pass the collective starts only after the
+    collective before it, and it has no backward pass.
     """
 
     def __init__(self, collective):

@@ -91,18 +91,22 @@ class Transfer:
         return replace(self, kind=kinds[self.kind], rows=self.rows.T)
 
     def returning(self) -> Transfer:
-        """Return the combine step that undoes this dispatch step."""
+        """Return the step of the combine that sends the rows of this dispatch step back."""
         return replace(self.adjoint(), step=self.step.replace("dispatch", "combine"))
 
 
 def row_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
-    """Return step 1 of the hierarchical and deduplicated modes, with `rows` [ep, ep]."""
+    """Return the first step of the dispatch in the hierarchical and deduplicated modes; `rows` [ep, ep] holds the
+    numbers of token rows from each rank to each rank.
+    """
     kind = "all_gather" if mode == "hierarchical" else "all_to_all_v"
     return Transfer("dispatch.inter", kind, topology.inter_groups, rows, "token")
 
 
 def copy_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
-    """Return step 2 (the only step of the global mode), with `rows` [ep, ep]."""
+    """Return the second step of the dispatch (in the global mode the only step); `rows` [ep, ep] holds the numbers of
+    copies from each rank to each rank.
+    """
     if mode == "global":
         return Transfer("dispatch", "all_to_all_v", (topology.ep_group,), rows, "copy")
     return Transfer("dispatch.intra", "all_to_all_v", topology.intra_groups, rows, "copy")

@@ -50,7 +50,7 @@ class Part:
 
 
 def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Part:
-    """Return `plugins.hierarchical_ep` of a recipe for the global rank `rank`.
+    """Return the settings of `plugins.hierarchical_ep` in a recipe, as a `Part` for the global rank `rank`.
 
     Raises:
         RecipeError: a key or mode is unknown, or the EP groups do not fit the nodes.

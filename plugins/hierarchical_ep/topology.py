@@ -77,11 +77,13 @@ class Topology:
         return np.asarray(ranks) % self.devices_per_node
 
     def inter_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with the same local index on every node, in node order (MindFormers' oep group)."""
+        """Return the ranks that have the same local index as `rank` on every node, in the order of the nodes
+        (MindFormers' oep group).
+        """
         return tuple(range(rank % self.devices_per_node, self.ep, self.devices_per_node))
 
     def intra_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of this rank's node (MindFormers' iep group)."""
+        """Return the ranks on the same node as `rank` (MindFormers' iep group)."""
         first = rank // self.devices_per_node * self.devices_per_node
         return tuple(range(first, first + self.devices_per_node))
 

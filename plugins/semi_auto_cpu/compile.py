@@ -70,7 +70,9 @@ class FrontEnd:
         self._back_to_cpu()
 
     def around_compiles(self) -> None:
-        """Patch MindSpore so that every compile of this process begins with `begin` and ends with the target CPU."""
+        """Patch MindSpore so that every compilation in this process begins with a call of `begin` and ends with the
+        target set to CPU.
+        """
         executor = api._CellGraphExecutor
         compile_graph, before_compile = executor.compile, executor._set_compile_cache_dep_files
 

@@ -140,7 +140,8 @@ class Meeting:
 
 
 def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write into `outputs` the sum (max, ...) of each input tensor over all members.
+    """Write into `outputs` the sum of each input tensor over all members (or the maximum, minimum or product, as the
+    operator says).
 
     Small tensors, and tensors of groups with two members, are sent whole to every member. For other tensors each member
     adds up one piece and sends the sum to all members: the result has the same bits, and a member sends 2 (n - 1) / n
@@ -173,8 +174,8 @@ def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write into `outputs` this member's part, along axis 0, of the sum (max, ...) of each input tensor over all
-    members.
+    """Write into `outputs` this member's part, along axis 0, of the sum of each input tensor over all members (or of
+    the maximum, minimum or product).
     """
     operation = attrs.get("op", "sum")
     for x, out in zip(inputs, outputs, strict=True):

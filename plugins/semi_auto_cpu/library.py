@@ -255,8 +255,8 @@ class Library:
             )
 
     def set_cluster(self, ranks: Ranks) -> None:
-        """Set in MindSpore's C++ code the number of ranks of each group, and this process's rank in it, for the time in
-        which MindSpore compiles for Ascend.
+        """Set in MindSpore's C++ code the number of ranks of each group, and this process's rank in each group, for the
+        time in which MindSpore compiles for Ascend.
 
         Without this call, MindSpore takes 2,048 as the size of every group. MindSpore replaces an AllReduce of a
         constant by a product with the size of the group, so the gradient of a mean over n data-parallel ranks would be

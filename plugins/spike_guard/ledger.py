@@ -41,7 +41,7 @@ def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 def count(skipped: Ranges) -> int:
-    """Return the number of samples in `ranges`, which are left out."""
+    """Return the number of samples in `ranges`, the samples that are left out."""
     return sum(stop - first for first, stop in skipped)
 
 
@@ -107,9 +107,8 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. In an entry, `step` is the step
-    of the spike, `first` is the first step whose samples are left out, and `samples` are the ranges that `skip`
-    returns.
+    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. The field `step` is the step of
+    the spike, `first` is the first step whose samples are left out, and `samples` are the ranges of these samples.
     """
 
     step: int

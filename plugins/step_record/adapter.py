@@ -49,8 +49,8 @@ def enable(config, settings) -> None:
 
 
 class Record:
-    """A `Record` is a callback that writes the step record of one rank. The file has a line for the start of the run
-    and a line for each recorded step.
+    """A `Record` is a callback that writes the step record of one rank. The file of a rank has a line for the start of
+    the run and a line for each recorded step.
 
     Args:
         config: the config of the run. steps: the number of recorded steps of this part of the run.

@@ -29,7 +29,7 @@ relies_on(model.Model._train_dataset_sink_process, "for inputs in dataset_helper
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class StragglerProbe(Callback):
-    """This callback records probes of this rank (see `watch.Watch`).
+    """A `StragglerProbe` is a callback that records probes of this rank (see `watch.Watch`).
 
     Args:
         settings: `plugins.straggler_probe.watch.Settings`. device: the type of the device. run_dir: the run's folder.

@@ -292,9 +292,9 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Compute steps 1 to 4 of the module's test. Return how far each of `values` [K, N] lies above the values of the
-    other ranks, the lowest limit of the test, and for each probe whether the evidence that a rank is slow is
-    sufficient.
+    """Compute steps 1 to 4 of the test that the module describes. Return how far each of `values` [K, N] lies above the
+    values of the other ranks, the lowest limit of the test, and for each probe whether the evidence that a rank is slow
+    is sufficient.
 
     Args:
         floor: the smallest limit. enough: see `threshold`.

@@ -97,7 +97,7 @@ def ReduceSum(
 
 @kernel()
 def RmsNorm(attrs: Attrs, x: np.ndarray, gamma: np.ndarray, epsilon: float = 1e-6) -> tuple[np.ndarray, np.ndarray]:
-    """Return x / sqrt(mean(x^2) + epsilon) * gamma, and the reciprocal of that root.
+    """Return x / sqrt(mean(x^2) + epsilon) * gamma, and the reciprocal of this square root.
 
     Args:
         x: [..., *gamma.shape].
@@ -131,7 +131,7 @@ def RotaryPositionEmbedding(attrs: Attrs, x: np.ndarray, cos: np.ndarray, sin: n
 def RotaryPositionEmbeddingGrad(
     attrs: Attrs, dy: np.ndarray, cos: np.ndarray, sin: np.ndarray, x: np.ndarray | None = None, mode: int = 0
 ) -> tuple[np.ndarray | None, ...]:
-    """Return the gradients of x, cos and sin; the gradients of cos and sin are None unless x is given."""
+    """Return the gradients with respect to x, cos and sin; the gradients of cos and sin are None unless x is given."""
     name = "RotaryPositionEmbeddingGrad"
     dx = dy * cos - _rotated(name, dy * sin, mode)  # a quarter turn back is the negative of one forward
     if x is None:

@@ -110,8 +110,8 @@ class Call:
         return np.empty(shape, np.float32)
 
     def statistics_view(self, x: np.ndarray) -> np.ndarray:
-        """Return a view of a softmax statistic, which has one value (repeated) for each query, as [B, heads, S1,
-        repeated].
+        """Return a view of a softmax statistic as [B, heads, S1, repeated]; the statistic has one value for each query,
+        which is repeated.
         """
         return x.transpose(1, 0, 2)[None] if self.layout == "TND" else x
 

@@ -40,7 +40,7 @@ def GroupedMatmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> np.ndarray:
-    """Return the products of all groups' rows with their weights, as one tensor.
+    """Return the products of the rows of each group with the weights of this group, as one tensor.
 
     Args:
         x: a tensor of shape [m, k] after `transpose_a`.
@@ -79,7 +79,8 @@ def GroupedMatmul(
 def InplaceGroupedMatmulAdd(
     attrs: Attrs, x: np.ndarray, weight: np.ndarray, group_list: np.ndarray, out: np.ndarray
 ) -> np.ndarray:
-    """Return `out` plus the products of each group's rows, without rounding the products to the type of the rows.
+    """Return `out` plus the product of x^T and the weight for the rows of each group, without rounding the products to
+    the type of the rows.
 
     Args:
         x: [m, k]; weight: [m, n]. group_list: the cumulative ends of the groups' rows.
@@ -131,7 +132,9 @@ def MoeTokenPermute(
 def MoeTokenPermuteGrad(
     attrs: Attrs, grad: np.ndarray, sorted_indices: np.ndarray, num_topk: int = 1, padded_mode: bool = False
 ) -> np.ndarray:
-    """Return for each token the sum over its copies, [tokens, hidden], added in their order."""
+    """Return for each token the sum of the gradients of its copies, [tokens, hidden], added in the order of the
+    copies.
+    """
     _refuse_padding("MoeTokenPermuteGrad", padded_mode)
     return _copies(grad, sorted_indices, num_topk).sum(1)
 

@@ -103,7 +103,7 @@ def InplaceIndexAddExt(
 
 @kernel(widen=False, updates=0)
 def InplaceScatterSrc(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """Set x[..., index, ...] = source; only as many slices of `source` as `index` has are used."""
+    """Set x[..., index, ...] = source; of `source` only as many slices are used as `index` has elements."""
     place: list[Any] = list(np.ogrid[tuple(slice(0, size) for size in index.shape)])
     place[dim] = _within("InplaceScatterSrc", index, x.shape[dim])
     x[tuple(place)] = source[tuple(slice(0, size) for size in index.shape)]
@@ -206,7 +206,7 @@ def _order(x: np.ndarray, dim: int, descending: bool) -> np.ndarray:
 def SortExt(
     attrs: Attrs, x: np.ndarray, dim: int = -1, descending: bool = False, stable: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values sorted along a dimension, and their original indices."""
+    """Return the values sorted along a dimension, and the original index of each value."""
     order = _order(x, dim, descending)
     return np.take_along_axis(x, order, dim), order
 
@@ -215,7 +215,7 @@ def SortExt(
 def TopkExt(
     attrs: Attrs, x: np.ndarray, k: int, dim: int = -1, largest: bool = True, is_sorted: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the k largest (or smallest) values in order, and their indices."""
+    """Return the k largest (or smallest) values in order, and the index of each value."""
     order = np.take(_order(x, dim, largest), np.arange(k), dim)
     return np.take_along_axis(x, order, dim), order
 
