@@ -67,7 +67,7 @@ class Allocation:
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes that train; the nodes of `spares` wait in addition."""
+        """Return the number of nodes that train; the spare nodes, which only wait, are not counted."""
         return self.workers // self.slots
 
     @property

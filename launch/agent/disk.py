@@ -281,7 +281,7 @@ class Holder:
     process: str
 
     def text(self) -> str:
-        """Return the identity as it is written into a file."""
+        """Return the holder's identity in the form in which the files of claims store it."""
         return json.dumps({"host": self.host, "process": self.process}) + "\n"
 
     @staticmethod
@@ -334,5 +334,7 @@ class Claim:
                 self.turn += 1
 
     def lost(self) -> bool:
-        """Return whether another agent has taken this claim since this agent last looked at it; this opens one file."""
+        """Return whether another agent has taken this claim since this agent last looked at the claim; this call opens
+        one file.
+        """
         return self.disk.read(self.folder / f"claim-{self.what}-{self.turn + 1}") is not None

@@ -141,8 +141,8 @@ def logs_of(run_dir: Path, number: int, rank: int | None = None) -> Path:
 
 
 def link_logs(run_dir: Path, number: int) -> None:
-    """Make RUN/logs a link to the logs of attempt `number`; a real folder of that name is moved into the attempt
-    before.
+    """Make RUN/logs a link to the logs of attempt `number`; if RUN/logs is a real folder, it becomes the folder of logs
+    of the attempt before.
     """
     link, logs = run_dir / LOGS, logs_of(run_dir, number)
     logs.mkdir(parents=True, exist_ok=True)

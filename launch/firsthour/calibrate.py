@@ -46,7 +46,9 @@ def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, floa
 
 
 def fit_memory(rows: Sequence[Mapping[str, float]]) -> MemoryTerms | None:
-    """Return the terms of memory that fit measured peaks best; return None if the runs do not determine them."""
+    """Return the terms of the memory model that fit the measured peaks best; return None if the runs do not determine
+    them.
+    """
     if len(rows) < 3:
         return None
     known = np.array([[row["activations"], row["buffers"], GIB] for row in rows])

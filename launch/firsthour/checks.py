@@ -142,13 +142,15 @@ class Outcome:
 
 
 def outcome_of(content: Mapping[str, Any]) -> Outcome:
-    """Return the outcome whose plain values `Outcome.as_json` returned."""
+    """Return the outcome that the plain values describe; `Outcome.as_json` makes such values."""
     findings = tuple(Finding(**one) for one in content["findings"])
     return Outcome(**{**content, "findings": findings})
 
 
 def judged(check: str, findings: Sequence[Finding], evidence: dict[str, Any], seconds: float = 0.0) -> Outcome:
-    """Return the outcome of a check whose verdict is that of its worst finding; without findings it is unknown."""
+    """Return the outcome of a check, whose verdict is that of its worst finding; an outcome without findings is
+    unknown.
+    """
     verdict: Verdict = next((one for one in WORST if any(item.verdict == one for item in findings)), "unknown")
     return Outcome(check, verdict, tuple(findings), evidence, seconds)
 

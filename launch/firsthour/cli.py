@@ -133,7 +133,7 @@ def firsthour_command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Check and measure a new cluster before RECIPE's first training, and write what was measured into one bundle.
+    """Check and measure a new cluster before RECIPE's first training, and write the measurements into one bundle.
 
     The checks go from single hosts to a calibrated search; each check has a part of the budget, a limit by which it
     judges, and a remedy (docs/first-hour.md). An item that cannot be judged is unknown, never ok. On a host without
@@ -254,7 +254,7 @@ def _shown(recipe: Path) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) -> None:
-    """Check BUNDLE, and show what it holds.
+    """Check BUNDLE, and show its contents.
 
     Exit codes: 0 go, or go with remedies; 1 no go; 2 a bundle that cannot be trusted.
     """
@@ -338,7 +338,7 @@ def _write_claim(bundle: Bundle, recipe: Path, card: Path, dry_run: bool) -> str
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Print the entry that the card would get, and write nothing.")
 def card(bundle: Path, recipe: Path, dry_run: bool) -> None:
-    """Add what BUNDLE measured to the card of RECIPE's folder, as a claim.
+    """Add the measurements in BUNDLE to the model card of RECIPE's folder, as a claim.
 
     Exit codes: 0 written; 2 a bundle that may not be claimed: of another recipe, simulated, or without a go.
     """

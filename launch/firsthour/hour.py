@@ -253,12 +253,12 @@ class Hour:
         return self.work / "corpus"
 
     def write_corpus(self, vocabulary: int) -> None:
-        """Write a learnable corpus for a vocabulary."""
+        """Write a corpus of token ids below `vocabulary`, from which a small model can learn."""
         self.work.mkdir(parents=True, exist_ok=True)
         write_learnable(self.corpus, vocabulary)
 
     def point(self, flat: dict[str, Any]) -> None:
-        """Change a recipe that a check trains in place, so that it reads the corpus and saves checkpoints often."""
+        """Change the recipe of a check in place, so that it reads the corpus and saves checkpoints often."""
         loader = flat
         for key in LOADER:
             loader = loader[key]

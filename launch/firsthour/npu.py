@@ -198,14 +198,16 @@ class NpuHour(Hour):
         self.write_hosts(View(flat).devices)
 
     def variants(self) -> list[Variant]:
-        """Return the variants of the recipe of one stage; the list is empty if the devices are too few for a stage."""
+        """Return the variants of the recipe that trains one pipeline stage; the list is empty if the devices are too
+        few for a stage.
+        """
         try:
             return variants_of(View(self.cut), on_cpu=False)
         except RecipeError:
             return []
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
-        """Run a training on this node; a training of the stage runs on as many nodes as it needs."""
+        """Run a training on this node; the training of a pipeline stage runs on as many nodes as it needs."""
         devices = View(load_recipe(Path(words[1]))).devices
         if devices <= self.each:
             super().start(words, run, seconds)

@@ -244,8 +244,8 @@ class Shuffle(NamedTuple):
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and one last
-    label).
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens if it is asked for `samples` samples (and one more
+    token for the last label).
     """
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:

@@ -107,8 +107,8 @@ def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE
 def checked_recipe(
     file: Path, overrides: tuple[str, ...], steps: int | None, resume: str | None, run_dir: Path | None
 ) -> tuple[Recipe, list[str]]:
-    """Return the resolved recipe that other hosts are to train, and the overrides that together set what `overrides`
-    and `steps` ask for.
+    """Return the resolved recipe that other hosts are to train, and the overrides that together have the same effect as
+    `overrides` and `steps`.
 
     This function checks the recipe. Notes on stderr say which paths of the recipe lie outside the checkout.
     """
@@ -174,8 +174,8 @@ def _number_of_steps(recipe: Recipe, view: View, steps: int) -> list[str]:
 
 
 def beside_steps(recipe: Recipe, steps: int | None, given: Sequence[str]) -> list[str]:
-    """Return the user's overrides without the keys that `--steps` sets, so that they do not contradict `--steps`. In an
-    override with a list of several values, the value of such a key becomes that of `--steps`.
+    """Return the user's overrides without the keys that `--steps` sets, so that they do not contradict `--steps`. If an
+    override sets a list, the value in this list that `--steps` determines is replaced by the value of `--steps`.
 
     Args:
         recipe: the recipe that has these overrides.

@@ -212,7 +212,8 @@ def check_disk(folder: Path) -> None:
 
 
 def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path | None = None) -> None:
-    """Raise CheckpointError if `run_dir` holds another run (and neither flag is given) or other files.
+    """Raise CheckpointError if `run_dir` holds another run (unless `resume` or `force` is true) or files that are not
+    those of a run.
 
     `force` is None if the command has no option --force. `saves`: the folder of that run's checkpoints.
 

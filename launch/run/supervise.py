@@ -98,7 +98,7 @@ class Family:
         return ended
 
     def workers(self) -> list[Member]:
-        """Return the workers of msrun that were seen so far."""
+        """Return the workers of msrun that this object has found so far."""
         return [member for member in self.members.values() if member.rank is not None]
 
     def alive(self) -> list[psutil.Process]:

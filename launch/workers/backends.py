@@ -21,7 +21,7 @@ class Ascend:
     collectives: Any = None  # the record of executed collectives, for the metrics of a sharded run on CPU
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
-        """Do what this backend needs before MindFormers is imported."""
+        """Make the preparations of this backend that are needed before MindFormers is imported."""
 
     def after_import(self) -> None:
         """Replace parts of MindFormers before its context is built."""
@@ -30,7 +30,7 @@ class Ascend:
         """Finish the preparation after MindFormers has built MindSpore's context."""
 
     def enable(self, config: Any) -> None:
-        """Point the MindFormerConfig at the classes of this backend."""
+        """Change the MindFormerConfig so that it names the classes of this backend."""
 
     def own_errors(self) -> AbstractContextManager[Any]:
         """Return the context manager in which to train; it replaces errors of the backend by understandable ones."""
@@ -70,7 +70,7 @@ class ShardedCpu(Ascend):
         self._adapter.after_import()
 
     def after_context(self) -> None:
-        """Set the rank of this process, because MindSpore would ask only a communication library for it."""
+        """Set the rank of this process, because MindSpore would otherwise ask a communication library for the rank."""
         self._adapter.after_context()
 
     def own_errors(self) -> AbstractContextManager[Any]:
