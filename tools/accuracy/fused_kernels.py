@@ -86,7 +86,8 @@ class Kernel:
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the nodes at `places` as one kernel; the results at `outputs` are used outside the kernel.
+    """Return the nodes at `places` in a graph as one kernel; the results of the nodes at `outputs` are used outside the
+    kernel.
 
     Raises:
         UnreadableError: the text does not show a constant, or an input is not a tensor.

@@ -69,7 +69,7 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """Return what `tools.accuracy.reference.run` computed as a `Record`, together with the initial weights and the
+    """Return the results of `tools.accuracy.reference.run` as a `Record`, together with the initial weights and the
     batches that it was given.
     """
     parts: dict[str, Any] = {
@@ -81,8 +81,8 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 
 
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
-    """Return what a MindFormers training recorded (its `AlignRecorder` and its metrics file) as a `Record` whose
-    weights have MindFormers' names.
+    """Return the values that a MindFormers training recorded (by its `AlignRecorder` and in its metrics file) as a
+    `Record` whose weights have MindFormers' names.
 
     Gradients are computed from Adam's first moments after one step, which are (1 - beta1) times the clipped gradient.
     These are the gradients that the trainer used, and no second graph has to be compiled.
@@ -169,7 +169,7 @@ def is_mini(path: Path) -> bool:
 
 
 def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return a copy of the recipe for one worker that trains `steps` steps with the same global batch.
+    """Return a copy of the recipe that trains `steps` steps on one worker with the same global batch.
 
     Raises:
         RecipeError: a plugin changes the computation, or the recipe reads other data than a Megatron corpus.

@@ -201,8 +201,8 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """An `Updates` counts the weight updates that were judged, from which data, and the updates that could not be
-    judged, by reason.
+    """An `Updates` counts the weight updates that were judged, by the data from which they were judged, and the updates
+    that could not be judged, by the reason.
     """
 
     judged: int = 0  # the number of judged updates

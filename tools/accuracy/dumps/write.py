@@ -67,8 +67,8 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same steps or ranks would look
-    equal.
+    """Raise DataError if a dump has lost steps or ranks, because two dumps that lack the same steps or ranks would seem
+    to be equal.
     """
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):

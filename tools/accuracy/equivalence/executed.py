@@ -284,7 +284,7 @@ def _in_order(folder: Path) -> Whole:
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
-    """Return the copies of each router's bias, by rank: ``{name of the bias: {rank: its copy}}``.
+    """Return the copies of each router's bias as a dictionary ``{name of the bias: {rank: its copy}}``.
 
     Only ranks that have the router are listed. The weight of a router shows which ranks have it, because a checkpoint's
     metadata do not list biases.

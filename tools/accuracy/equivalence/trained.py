@@ -87,7 +87,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a number or tensor of a training that differs from that of the reference training."""
+    """A `Finding` is a number or tensor of a training that differs from the same number or tensor of the reference
+    training.
+    """
 
     step: int  # the number of the step, counted from 1
     phase: str  # FORWARD, BACKWARD or OPTIMIZER

@@ -65,16 +65,16 @@ class Forward:
         return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
 
     def read(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the attention sublayer's output for an input [B, S, h], to which the norm and then attention are
-        applied.
+        """Return the output of the attention sublayer for an input [B, S, h]: the norm is applied first, and then
+        attention.
         """
         where = f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the feed-forward sublayer's output for an input [B, S, h], to which the norm and then the MLP or the
-        experts are applied.
+        """Return the output of the feed-forward sublayer for an input [B, S, h]: the norm is applied first, and then
+        the MLP or the experts.
         """
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))

@@ -22,7 +22,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def main(job_file: str, out_file: str) -> int:
-    """Train the reference model as the file `job_file` says, and write what it computed into `out_file`."""
+    """Train the reference model as the file `job_file` says, and write the results into `out_file`."""
     try:
         import torch
         import transformers
@@ -54,7 +54,7 @@ def read(file: str | Path) -> Arrays:
 
 
 def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
-    """Return the arrays whose names begin with a prefix, by their names without the prefix."""
+    """Return the arrays whose names begin with a prefix, as a dictionary by their names without the prefix."""
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
 
 

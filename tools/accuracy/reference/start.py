@@ -37,8 +37,8 @@ def initial_weights(sizes: Sizes, seed: int) -> Arrays:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return the initial values of the weight with this Hugging Face name, as float32; they depend only on the name,
-    the shape and the seed.
+    """Return the initial values of the weight with this Hugging Face name, as float32; the values depend only on the
+    name, the shape and the seed.
     """
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("e_score_correction_bias"):

@@ -185,7 +185,7 @@ class Reference:
 
 
 def masked_mean(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of the tokens in the loss mask."""
+    """Return the mean cross-entropy of the tokens that the loss mask includes."""
     each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return (each * mask.flatten()).sum() / mask.sum()
 
