@@ -87,7 +87,7 @@ class Host:
 
 
 def read_host(root: Root) -> Host:
-    """Return the host whose files are below `root`.
+    """Return the cores, NUMA nodes and NPUs of the host whose files (such as `sys/`) are below the folder `root`.
 
     Raises:
         ClusterError: no file below `root` says which cores the host has, or such a file cannot be read.
