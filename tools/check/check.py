@@ -92,7 +92,7 @@ def check_recipe(
 
 
 def require_sound(recipe: Recipe, own_data: bool = True) -> None:
-    """Refuse a recipe that MindFormers would refuse or change, because results about it would be wrong.
+    """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong.
 
     Args:
         own_data: whether the files of the recipe's data are looked at, too; a command that trains on made-up data does
