@@ -62,7 +62,9 @@ def scan_checkpoints(
 
 
 def newest_saved(root: Path) -> CheckpointInfo | None:
-    """Return the newest checkpoint whose files all exist with their sizes; their content is not read."""
+    """Return the newest checkpoint of which all files exist with their recorded sizes; the content of the files is not
+    read.
+    """
     whole = (folder for folder in iterations(root) if plan.fault(folder, checksums=False) is None)
     return next((CheckpointInfo(folder, plan.step_of(folder)) for folder in whole), None)
 
@@ -80,9 +82,9 @@ def saved_step(folder: Path) -> int | None:
 
 
 def carried(folder: Path) -> dict[str, Any]:
-    """Return the facts of a checkpoint's seals that also hold for a copy of it in another layout: the samples that its
-    run had left out. (The number of the attempt that saved the checkpoint does not hold for the copy, because another
-    run numbers its own attempts.)
+    """Return the facts in a checkpoint's seals that also hold for a copy of the checkpoint in another layout: the
+    samples that its run had left out. (The number of the attempt that saved the checkpoint does not hold for the copy,
+    because another run numbers its own attempts.)
     """
     return {key: value for key, value in plan.made(folder).items() if key == "skipped"}
 

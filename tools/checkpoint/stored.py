@@ -59,7 +59,7 @@ _OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", *MUON, BUFFERS)  # of names
 
 @dataclass(frozen=True)
 class Tensor:
-    """A `Tensor` describes one tensor of a checkpoint and the files that hold its slices.
+    """A `Tensor` describes one tensor of a checkpoint and the files that hold the slices of this tensor.
 
     Args:
         dtype: the type of the tensor as safetensors writes it.
@@ -184,7 +184,7 @@ class Stored:
             raise _gone(path, error) from None
 
     def others(self, *names: str) -> dict[str, bytes]:
-        """Return the contents of the named files; files that the checkpoint's folder does not have are left out. A
+        """Return the contents of the named files in the checkpoint's folder; files that do not exist are left out. A
         command that writes a checkpoint reads these files before it begins, because a training run may remove the
         folder in the meantime.
 

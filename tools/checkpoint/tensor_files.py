@@ -134,8 +134,8 @@ def in_order(tensors: Mapping[str, Made]) -> list[str]:
 
 
 def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, str]) -> str:
-    """Write tensors to the safetensors file `path`, and return its SHA-256 in hexadecimal. The file is completely on
-    the disk when this function returns.
+    """Write tensors to the safetensors file `path`, and return its SHA-256 in hexadecimal. The whole file is on the
+    disk when this function returns.
 
     Raises:
         OSError: it cannot be written.
