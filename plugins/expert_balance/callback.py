@@ -64,8 +64,8 @@ class Alone:
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ExpertBalance(ExpertMigrateCallback):
-    """This callback records the experts' loads of every step, and plans a new placement of experts every
-    `settings.every` steps.
+    """An `ExpertBalance` is a callback that records the experts' loads of every step, and plans a new placement of
+    experts every `settings.every` steps.
 
     The class inherits from a callback of MindFormers only for its place in the order of callbacks: MindFormers runs its
     ExpertMigrateCallback before CheckpointMonitor and before TopkBiasBalanceCallback, which clears the loads; callbacks

@@ -52,8 +52,8 @@ _LOSS = "lm_loss"
 
 
 class SwitchedStep(MFPipelineWithLossScaleCell):
-    """This is MindFormers' train step for micro-batches with a switch; when it is set, the step updates neither weights
-    nor optimizer.
+    """This is MindFormers' train step for micro-batches with an additional switch; when the switch is set, the step
+    updates neither weights nor optimizer.
     """
 
     def __init__(self, *args, **kwargs):

@@ -49,8 +49,8 @@ class Halves(ConcatConvertOp):
 
 
 class TeleChat3MoeTemplate(WeightTemplate):
-    """This template says for each parameter of one model, by its full name, from which Hugging Face tensors it is
-    made.
+    """This weight template says for each parameter of one model, by its full name, from which Hugging Face tensors the
+    parameter is made.
     """
 
     def __init__(self, config: Any):

@@ -382,7 +382,7 @@ class RefusedError(Exception):
 def _read_seal(folder: Path, rank: int) -> dict:
     seal = json.loads(seal_file(folder, rank).read_text(encoding="utf-8"))
     if not isinstance(seal, dict):
-        raise ValueError("it holds no object")
+        raise ValueError("the file holds no JSON object")
     if "refused" in seal:
         raise RefusedError(seal["refused"])
     return seal
