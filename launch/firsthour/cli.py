@@ -195,7 +195,9 @@ def _cluster_of(hour: Hour, simulate: Path | None) -> dict[str, str]:
 
 
 class RecipeOrFirsthourCommand(RecipeOrCommand):
-    """This command group calls `tc3 firsthour RECIPE` if its first argument is a recipe."""
+    """This click group runs `tc3 firsthour RECIPE` if the first argument is a recipe and not one of the group's
+    commands.
+    """
 
     of_recipe = firsthour_command
 
