@@ -1,7 +1,7 @@
 """This module is `tc3`, the only command of this repository.
 
 Commands are imported only when they are called, so that `tc3 --help` is instant. Standard output fails as shells
-expect: if its reader has left, `tc3` ends quietly; if the disk is full, it ends with one line.
+expect: if the reader of the output has left, `tc3` ends without a message; if the disk is full, it ends with one line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SIGPIPE_EXIT = 141  # what a shell reports of a program that SIGPIPE ended
 
 
 class OutputFailed(BaseException):
-    """The output of the command can no longer be written. This is not an `Exception`, so that no caller catches it as
-    an error of its own.
+    """The output of the command can no longer be written. This class is not an `Exception`, so that no caller handles
+    it as an error of the command.
     """
 
     def __init__(self, reason: OSError) -> None:
@@ -53,7 +53,8 @@ class Output:
 def exit_code_of(failed: OutputFailed) -> int:
     """Return the exit code of a run whose output failed; print a line first, unless the reader of the output has left.
 
-    Buffered output is discarded, because the interpreter would try to write it again at its end, and fail.
+    Output in the buffer is discarded, because the interpreter would otherwise try to write it again at its end, and
+    fail.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -112,7 +113,7 @@ STACK = {"MindSpore": "mindspore", "MindFormers": "mindformers", "mindstudio-pro
 
 
 class LazyGroup(click.Group):
-    """This is a click group of the commands that `COMMANDS` lists."""
+    """A `LazyGroup` is the click group of the commands that `COMMANDS` lists."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the sorted names of all commands."""
@@ -194,8 +195,8 @@ def tc3() -> None:
 
 
 def main() -> None:
-    """Run `tc3`: a user error prints one line and gives exit code 2, an interrupt gives 130, a reader that left gives
-    141.
+    """Run `tc3`: a user error prints one line and gives exit code 2, an interrupt gives 130, and output whose reader
+    has left gives 141.
     """
     if sys.stdout is not None:
         sys.stdout = cast(TextIO, Output(sys.stdout))

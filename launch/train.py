@@ -1,7 +1,7 @@
 """This module is the program that msrun starts on every worker: it reads the recipe, makes MindFormers' config, enables
 plugins and runs MindFormers' Trainer.
 
-The equivalent of MindFormers' run_mindformer.py, which its wheel does not ship. Run by hand:
+It replaces MindFormers' run_mindformer.py, which MindFormers' wheel does not contain. A user can start it by hand:
     msrun --worker_num=1 --local_worker_num=1 --join=True launch/train.py --config recipes/mini/pretrain.yaml
 """
 

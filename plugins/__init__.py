@@ -1,4 +1,4 @@
-"""The plugins add functions that MindFormers lacks, or change functions of MindFormers. A recipe switches a plugin on
+"""A plugin adds a function that MindFormers lacks, or changes a function of MindFormers. A recipe switches a plugin on
 under its `plugins:` key.
 """
 
@@ -40,8 +40,8 @@ REPLACED = {"finite_loss": "spike_guard"}  # what is off where another one is on
 
 
 def of_the_model(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those entries of a recipe's `plugins` section that are on and change what the model computes
-    (`OF_THE_MODEL`).
+    """Return the entries of a recipe's `plugins` section that are switched on and belong to `OF_THE_MODEL`: the plugins
+    that change what the model computes.
     """
     chosen = recipe.get("plugins") or {}
     return {name: chosen[name] for name in OF_THE_MODEL if chosen.get(name, False) is not False}
@@ -57,7 +57,8 @@ def enable_plugins(config) -> None:
     """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Also enable seals (recorded
     checksums of checkpoints) and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them.
 
-    `name: False` leaves a plugin off, for a recipe that inherits it from its base, or that wants none of `UNWRITTEN`.
+    An entry `name: False` switches a plugin off, for a recipe that inherits the plugin from its base, or that does not
+    want a plugin of `UNWRITTEN`.
 
     Raises:
         RecipeError: the recipe names a plugin that does not exist.

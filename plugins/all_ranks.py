@@ -1,5 +1,5 @@
-"""This module tells callbacks, outside the graph, whether a rank computes the loss, and computes the sum of a value
-over all ranks of the run.
+"""This module answers two questions for callbacks, outside the graph: whether a rank computes the loss, and what the
+sum of a value over all ranks of the run is.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ def pipeline_of(recipe: Mapping[str, Any]) -> tuple[int, Any]:
 
 
 def stage_of_loss(stages: int, scheduler: str | None) -> int:
-    """Return the stage that computes the loss: the last one, or with zero_bubble_v, whose second chunk runs back up the
-    pipeline, the first one.
+    """Return the pipeline stage that computes the loss: the last stage, or the first stage with the schedule
+    zero_bubble_v, whose second chunk passes through the stages in reverse order.
     """
     return 0 if scheduler == "zero_bubble_v" else stages - 1
 
 
 def has_loss(rank: int, ranks: int, stages: int, scheduler: str | None) -> bool:
-    """Return whether a rank of `ranks` ranks is on the stage that computes the loss."""
+    """Return whether a given rank, of `ranks` ranks in the run, is on the pipeline stage that computes the loss."""
     return rank * stages // ranks == stage_of_loss(stages, scheduler)
 
 
 def by_all_reduce(value: float) -> float:
-    """Return a sum over all ranks through MindSpore's communication."""
+    """Return the sum of a value over all ranks, computed by MindSpore's AllReduce."""
     from mindspore import Tensor, ops
     from mindspore.common import dtype as mstype
 
@@ -44,12 +44,12 @@ _way: list[Callable[[float], float]] = [by_all_reduce]
 
 
 def sum_over_ranks(value: float) -> float:
-    """Return the sum of every rank's `value`, in float32; all ranks must call it."""
+    """Return the sum of every rank's `value`, in float32; all ranks must call this function."""
     return _way[0](value)
 
 
 def use(way: Callable[[float], float]) -> None:
-    """Let `sum_over_ranks` call `way` from now on, for runs in which MindSpore's own communication cannot compute the
-    sum.
+    """Let `sum_over_ranks` compute its sums by the function `way` from now on, for runs in which MindSpore's own
+    communication cannot compute them.
     """
     _way[0] = way

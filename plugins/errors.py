@@ -1,7 +1,8 @@
 """This module defines every error that a user can cause. The message of an error names the place, the fault, and a
 right value.
 
-The command line turns each of these into one message and exit code 2; a traceback means a bug of ours.
+The command line turns each of these errors into one message and exit code 2; a traceback means that this repository has
+a bug.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class RecipeError(TC3Error):
 
 
 class DataError(TC3Error):
-    """A corpus, a tokenizer or a Megatron index is missing, broken or does not fit."""
+    """A corpus, a tokenizer or a Megatron index is missing, is broken, or does not fit the recipe."""
 
 
 class CheckpointError(TC3Error):
@@ -50,7 +51,7 @@ class ClusterError(TC3Error):
 
 
 class VersionError(TC3Error):
-    """Another MindSpore or MindFormers is installed than the ones that were verified."""
+    """The installed MindSpore or MindFormers is not one of the verified versions."""
 
 
 class StoppedError(Exception):
@@ -60,7 +61,7 @@ class StoppedError(Exception):
 
 
 def did_you_mean(word: object, known: list[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the closest of `known`, or an empty string."""
+    """Return ``" (did you mean 'x'?)"`` for the nearest name in `known`, or an empty string if no name is similar."""
     close = get_close_matches(str(word), known, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -68,7 +69,7 @@ def did_you_mean(word: object, known: list[str]) -> str:
 def refuse_unknown(
     place: str, keys: Iterable[object], known: Iterable[str], error: type[TC3Error] = RecipeError, what: str = "key"
 ) -> None:
-    """Refuse the first of `keys` that is not `known`, because a misspelt key would silently have no effect.
+    """Refuse the first of `keys` that is not in `known`, because a misspelt key would silently have no effect.
 
     Args:
         place: the text before the key in the message, such as ``"rows.yaml: rows[3].config."``.
@@ -85,8 +86,8 @@ def refuse_unknown(
 
 
 def not_json(error: Exception) -> str:
-    """Return the end of an error message that says why a text is not JSON, from the exception of `json.loads`; the
-    caller begins the message with the file.
+    """Return the end of an error message that says why a text is not JSON, made from the exception of `json.loads`; the
+    caller writes the file's name before it.
     """
     if isinstance(error, json.JSONDecodeError):
         if not error.doc.strip():

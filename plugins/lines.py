@@ -1,12 +1,13 @@
-"""This module writes and reads the JSON files of a run: appended lines, whole files, and the spans in which training
-stood still.
+"""This module writes and reads the JSON files of a run: files to which lines are appended, files that are written as a
+whole, and the record of the times in which training stood still.
 
-A worker of a host that was cut off may append a line when the next attempt has begun already. So each line names the
-attempt that wrote it, and readers leave out the lines that come too late (`Newest`).
+A worker on a host that was cut off from the others may append a line when the next attempt of the run has already
+begun. So each line names the attempt that wrote it, and readers leave out lines of an attempt that come after lines of
+a later attempt (`Newest`).
 
-Every plugin that writes such a file uses the first half. The second half is `RUN/metrics/spans.jsonl`, with one line
-for each time that a run's training stood still for a save or an evaluation. On rank 0 the plugins that save and
-evaluate write this file; `tc3 runs` reads it.
+Every plugin that writes such a file uses the functions in the first half of this module. The functions in the second
+half write and read `RUN/metrics/spans.jsonl`, with one line for each time in which training stood still for a save or
+an evaluation. On rank 0 the plugins that save and evaluate write this file; `tc3 runs` reads the file.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ Record = TypeVar("Record", bound=Stepped)
 
 
 def number_of(attempt: object) -> int:
-    """Return the attempt's number from its name, NUMBER-TOKEN; return -1 if the name has no number."""
+    """Return the number of an attempt from its name, which has the form NUMBER-TOKEN; return -1 if the name has no
+    number.
+    """
     number = attempt.partition("-")[0] if isinstance(attempt, str) else ""
     return int(number) if number.isdecimal() else -1
 
 
 class Newest:
-    """A `Newest` follows the lines of one file, and tells which of them an attempt has written that another attempt had
-    followed before. Attempts are numbered in the order of their starts.
+    """A `Newest` reads the lines of one file, and finds the lines that an attempt wrote after a later attempt had begun
+    to write. Attempts are numbered in the order of their starts.
 
-    Lines that name no attempt are never late: they are of workers without one (msrun by hand), or of an older version.
+    A line that names no attempt is never late: it comes from a worker without an attempt (msrun by hand), or from an
+    older version.
     """
 
     number = -1
@@ -69,8 +73,9 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record to a JSON-lines file, with the name of this worker's attempt. If a killed run left an incomplete
     line, that line is ended first.
 
-    Everything that a run appends to goes through here (tests/plugins/test_lines.py): a record that is glued to half of
-    another one is lost with it, and where it is the header of a resumed part, the steps before it count as this part's.
+    Every append of a run must use this function (tests/plugins/test_lines.py): a record that is joined to an incomplete
+    line is lost with it, and if this record is the header of a resumed run, the steps before the header are counted as
+    steps of the resumed run.
     """
     attempt = os.environ.get(ATTEMPT)
     text = json.dumps({**record, OF: attempt} if attempt else record)
@@ -88,7 +93,8 @@ def flush(path: Path) -> None:
     rename may leave an empty file under its final name.
 
     Raises:
-        OSError: the disk has an error, or is full. File systems that cannot flush a folder are left at that.
+        OSError: the disk has an error, or is full. On a file system that cannot flush a folder, the function continues
+            without an error.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -102,11 +108,11 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let the processes of one host that change a file in `folder` do so one after another; the system lifts the lock
-    of a process that is killed.
+    """Let the processes of one host that change a file in `folder` do so one after another; if a process is killed, the
+    system releases its lock.
 
-    Other hosts are not kept out: NFS locks no folders between hosts, and some network file systems have no such locks
-    at all. There the block runs without one.
+    Processes of other hosts are not kept out: NFS does not lock folders between hosts, and some network file systems
+    have no such locks at all. On such file systems the block runs without a lock.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -118,7 +124,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: Any) -> None:
-    """Write a file of JSON atomically: readers see the old file or the complete new one, also after a power cut. Ranks
+    """Write a JSON file atomically: readers find the old file or the complete new file, even after a power cut. Ranks
     on several hosts may write the same file at the same time.
     """
     # not tempfile: the file is for whoever may read the folder, as the umask says
@@ -135,7 +141,8 @@ def read_steps(
     follow: Callable[[Record, Record, str], None] = lambda before, record, place: None,
     say: Callable[[str], None] | None = None,
 ) -> list[Record]:
-    """Return the records of a file by step; a resumed run replaces the steps that it repeats.
+    """Return the records of a file as a dictionary by step; the records of a resumed run replace those of the steps
+    that it repeats.
 
     Args:
         parse: a function from a line's content, without its attempt, and its position (for errors) to a record.
@@ -203,7 +210,7 @@ def note(run_dir: str | Path, span: Span) -> None:
 
 
 def as_span(record: dict[str, Any]) -> Span | None:
-    """Return the span of one line; None for a line of another form."""
+    """Return the span that one line describes; return None for a line that has another form."""
     numbers = [record.get(name, math.nan) for name in ("step", "begin", "end")]
     good = all(type(number) in (int, float) and 0 <= number < 1e15 for number in numbers)
     if record.get("kind") not in get_args(Kind) or not good or record["end"] < record["begin"]:

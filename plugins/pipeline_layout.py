@@ -1,18 +1,18 @@
-"""This module converts Megatron-Core's pipeline layout strings to MindFormers' `offset` and back, and gives the order
-of work in a 1F1B stage.
+"""This module converts Megatron-Core's pipeline layout strings to MindFormers' `offset` and back, and computes the
+order of forward and backward passes in a 1F1B stage.
 
-A layout string names what each chunk of each stage holds: E embedding, t decoder layer, m MTP layer, L loss. `|` ends
-a chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindFormers). `x*n` repeats a letter,
-`(...)*n` a group, commas are decoration: "Et*3|(t*4|)*6,t*3,mL" is 3 + 6 x 4 + 3 layers in 8 chunks, MTP and loss
-last.
+A layout string says what each chunk of each stage holds: E is the embedding, t a decoder layer, m an MTP layer, L the
+loss. `|` ends a chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindFormers). `x*n` repeats a
+letter, `(...)*n` repeats a group, and commas have no meaning: "Et*3|(t*4|)*6,t*3,mL" is 3 + 6 x 4 + 3 layers in 8
+chunks, with MTP and loss at the end.
 
 MindFormers' offset says how many decoder layers chunk v of stage p holds: num_layers // (stages * chunks) +
-offset[v][p]. Embedding and loss do not move; MTP layers run where the last decoder layer runs (MindFormers 1.9.0,
-multi_token_prediction.py, `_build_layers`).
+offset[v][p]. Embedding and loss always stay on their stages; MTP layers run where the last decoder layer runs
+(MindFormers 1.9.0, multi_token_prediction.py, `_build_layers`).
 
-The order of work in a stage is 1F1B, that of PipeDream-flush (arXiv 2006.09503, figure 2, with a flush at the end of
-the step), as in Megatron-LM: here for 3 stages and 4 micro-batches, a column for each time, forwards as 0 1 2 3 and
-backwards as a b c d. NumPy only.
+The order of passes in a stage is 1F1B, that of PipeDream-flush (arXiv 2006.09503, figure 2, with a flush at the end of
+the step), as in Megatron-LM; the table shows it for 3 stages and 4 micro-batches, with a column for each point in time,
+forward passes as 0 1 2 3 and backward passes as a b c d. The module needs only NumPy.
 
     stage 0   0 1 2     a 3 b   c   d
     stage 1     0 1   a 2 b 3 c   d
@@ -45,8 +45,8 @@ def fewest_to_fill(stages: int, schedule: str = "") -> int:
 
 
 def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndarray:
-    """Return the operations of a 1F1B stage in order: `warm_up` forwards, then alternately one forward and one
-    backward, then the remaining backwards.
+    """Return the operations of a 1F1B stage in order: first `warm_up` forward passes, then alternately one forward and
+    one backward pass, then the remaining backward passes.
 
     Args:
         forward, backward: [operations, columns], each in its own order, with the same number of operations.
@@ -102,7 +102,7 @@ def parse(text: str) -> list[str]:
 
 
 def is_layout(value: object) -> bool:
-    """Return whether an `offset` is a layout string (and not `auto`)."""
+    """Return whether a value of `offset` is a layout string (the word `auto` is not)."""
     return isinstance(value, str) and value != "auto"
 
 
@@ -151,8 +151,8 @@ def text_count(chunks: list[str], letter: str) -> int:
 
 
 def offset_of(counts: Counts) -> int | list[int] | Counts:
-    """Return MindFormers' `offset` for numbers of decoder layers [chunks][stages]: one list if each stage has one
-    chunk, and 0 if there is only one chunk in all.
+    """Return MindFormers' `offset` for the given numbers of decoder layers [chunks][stages]: one list if each stage has
+    one chunk, and 0 if there is only one chunk in total.
     """
     size = len(counts) * len(counts[0])
     if size == 1:

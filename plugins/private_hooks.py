@@ -1,10 +1,10 @@
 """This module replaces private code of MindSpore, MindFormers and msprobe; no other code in this repository patches
 them.
 
-A patch replaces a line of their source, and a subclass may rely on a line that calls the overridden method. The caller
-names this line, and if it no longer exists the patch refuses to work: another version may not need the patch any more,
-or may need it elsewhere, and a patch that is never called fails silently. `docs/upgrade-mindformers.md` lists every
-use.
+A patch replaces a function that contains a certain line of their source, and a subclass may rely on a line that calls
+the overridden method. The caller names this line, and if the line no longer exists the patch raises an error: another
+version may not need the patch any more, or may need it elsewhere, and a patch that is never called fails silently.
+`docs/upgrade-mindformers.md` lists every use.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def relies_on(function: Any, line: str) -> None:
 
 
 def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> None:
-    """Set `owner.name` (of a module or a class) to `replacement` permanently; a second call keeps the first
-    replacement.
+    """Set the attribute `name` of `owner` (a module or a class) to `replacement` permanently; a second call keeps the
+    first replacement.
 
     Raises:
         OutdatedHookError: the source of the original does not hold `line`.
@@ -71,8 +71,8 @@ def train_step(params: Any) -> Any:
     """Return the train step (the cell with optimizer and loss scale) from `params`, which `run_context.original_args()`
     gives to a callback.
 
-    In sink mode, which recipes for Ascend have, MindSpore puts a cell around it after `on_train_begin`. That one
-    fetches a batch by itself, and has neither an optimizer nor a loss scale; its `network` is the train step.
+    In sink mode, which recipes for Ascend use, MindSpore wraps the train step in another cell after `on_train_begin`.
+    This wrapper fetches batches, and has neither an optimizer nor a loss scale; its `network` is the train step.
     """
     from mindspore.train.dataset_helper import _DataWrapper
 

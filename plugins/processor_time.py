@@ -1,7 +1,7 @@
 """This module reads from the kernel's counters how long this process ran, waited for a core, and was stopped by a CPU
-limit. Pure.
+limit. The module is pure Python.
 
-A file that is not there, as in some containers, counts as 0.
+If a file of a counter does not exist, as in some containers, the counter is 0.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _THREADS, _THREAD = "/proc/self/task", "/proc/thread-self/schedstat"
 
 
 def scheduled() -> tuple[float, float]:
-    """Return two sums over this process's threads: the seconds in which they ran, and those in which they were ready
-    but waited for a core.
+    """Return two sums over this process's threads: the seconds in which they ran, and the seconds in which they were
+    ready to run but waited for a core.
     """
     ran = waited = 0.0
     for thread in os.listdir(_THREADS) if os.path.isdir(_THREADS) else ():
@@ -78,6 +78,6 @@ def groups(text: str) -> list[tuple[str, str]]:
 
 
 def upwards(path: str) -> list[str]:
-    """Return the prefixes of a path from the longest to the shortest: ``/a/b`` -> ["/a/b/", "/a/", "/"]."""
+    """Return a path and all its parent folders, from the longest to the shortest: ``/a/b`` -> ["/a/b/", "/a/", "/"]."""
     parts = [part for part in path.split("/") if part]
     return ["/" + "".join(f"{part}/" for part in parts[:depth]) for depth in range(len(parts), -1, -1)]

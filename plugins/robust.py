@@ -1,8 +1,9 @@
-"""This module measures the spread of values in a way that outliers do not change; every rule for outliers is based on
-it.
+"""This module measures the spread of values in a way that outliers do not change; every rule for outliers in this
+repository uses it.
 
-The median of the absolute deviations from a centre (MAD), times 1.4826, is the standard deviation of normal noise, and
-up to half of the numbers may be outliers (Rousseeuw and Croux, 1993, "Alternatives to the median absolute deviation").
+The median of the absolute deviations from a centre (MAD), times 1.4826, equals the standard deviation of normal noise,
+even if up to half of the values are outliers (Rousseeuw and Croux, 1993, "Alternatives to the median absolute
+deviation").
 
 | rule | of what | how it decides |
 |---|---|---|
@@ -10,7 +11,7 @@ up to half of the numbers may be outliers (Rousseeuw and Croux, 1993, "Alternati
 | `plugins.straggler_probe.plan.slow_ranks` | ranks of a run | evidence summed over probes, against peers |
 | `plugins.spike_guard.plan`, `tools.runs.study.spikes` | losses and norms | above a limit, against the steps before |
 
-Pure.
+The module is pure Python and NumPy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,6 @@ TO_SIGMA = 1.4826  # of normal noise: standard deviation over median absolute de
 def deviation(values: np.ndarray, centre: float | np.ndarray = 0.0, axis: int | None = None) -> np.ndarray:
     """Return the robust standard deviation of `values` around `centre`, over all values or along `axis`.
 
-    NaN counts as missing; of no value at all it is NaN.
+    NaN counts as a missing value; the result is NaN if there are no values.
     """
     return np.asarray(TO_SIGMA * np.nanmedian(np.abs(values - centre), axis))

@@ -1,9 +1,9 @@
 """This module describes a plugin's settings as a dataclass: type, default, range and meaning of each key are defined
-once, at its field. Pure.
+once, at the field of the key. The module is pure Python.
 
-These follow from the class: what a recipe may write (`Section.read`, which `tc3 check` and the plugin itself call), the
-editors' schema (`tools/schema`), what a change of a key means (`tc3 recipe diff`), and the tables of docs/, which
-tests/plugins/test_settings.py compares with the class.
+The class defines four things: which values a recipe may write (`Section.read`, which `tc3 check` and the plugin itself
+call), the schema for editors (`tools/schema`), the meaning of a change of a key (`tc3 recipe diff`), and the tables of
+docs/, which tests/plugins/test_settings.py compares with the class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WATCHES = ("nothing", "watches, does not train")  # what a change means for trai
 
 
 def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
-    """Return the dataclass field that defines a key.
+    """Return the dataclass field that defines one key of a plugin's settings.
 
     Args:
         default: the value if the key is not written; `MISSING` for a required key.
@@ -37,8 +37,8 @@ def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """This is the base of a plugin's settings: `KEY` is its key path, and `RIGHT` says what to write if the section is
-    not a mapping.
+    """A `Section` is the base class of a plugin's settings: `KEY` is its key path, and `RIGHT` says what to write if
+    the section is not a mapping.
     """
 
     KEY: ClassVar[str]
@@ -85,7 +85,9 @@ class Section:
         return ours, []
 
     def agree(self) -> None:
-        """Raise RecipeError for settings that contradict each other; a plugin's class overrides this."""
+        """Raise RecipeError for settings that contradict each other; the class of a plugin's settings overrides this
+        method.
+        """
 
     @classmethod
     def kinds(cls, name: str) -> list[type]:
@@ -143,13 +145,17 @@ def value_at(recipe: Any, path: str, default: Any = None) -> Any:
 
 
 def section_at(recipe: Any, path: str) -> Mapping[str, Any]:
-    """Return the section at a dotted path of a recipe; an empty one for what `tc3 check` refuses as no mapping."""
+    """Return the section at a dotted path of a recipe; return an empty section if the value is not a mapping, which
+    `tc3 check` refuses.
+    """
     value = value_at(recipe, path)
     return value if isinstance(value, Mapping) else {}
 
 
 def count_at(recipe: Any, path: str) -> int:
-    """Return the positive integer at a dotted path; 1, as in MindFormers, for what is not written or is none."""
+    """Return the positive integer at a dotted path of a recipe; return 1, as MindFormers does, if the key is missing or
+    its value is not a positive integer.
+    """
     value = value_at(recipe, path)
     return value if type(value) is int and value > 0 else 1
 

@@ -1,8 +1,8 @@
-"""This module builds TeleChat3 and TeleChat3-MoE with parts that plugins replace: it edits the layer spec of
+"""This module builds TeleChat3 and TeleChat3-MoE with parts that plugins replace: it changes the layer spec of
 MindFormers' GPTModel before the model is built.
 
-The spec of a model without experts has dense layers only, as that of the dense TeleChat3. On Ascend only
-`plugins.yarn`, `plugins.output_biases`, `plugins.lora` and `plugins.hyper_connections` edit those.
+The spec of a model without experts, such as the dense TeleChat3, has only dense layers. On Ascend only `plugins.yarn`,
+`plugins.output_biases`, `plugins.lora` and `plugins.hyper_connections` change the specs of dense layers.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def experts():
 
 
 def edit_model(plugin: str, edit: Callable[[Any], None]) -> None:
-    """Call `edit` with each GPTModel that is built later, after all its parts are built, to edit parts that no layer
-    spec reaches.
+    """Call `edit` with each GPTModel that is built later, after all its parts are built, to change parts that no layer
+    spec describes.
     """
     _edits[plugin] = edit
 
@@ -81,7 +81,9 @@ def use_layer(module: Any, **params: Any) -> None:
 
 
 def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
-    """Call `edit` with each router of models that are built later, MTP's included, because no spec reaches routers."""
+    """Call `edit` with each router of models that are built later, including routers of MTP layers, because no layer
+    spec describes routers.
+    """
 
     def edit_all(model: Any) -> None:
         for _, cell in model.cells_and_names():
@@ -92,13 +94,13 @@ def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
 
 
 def apply_edits(model) -> None:
-    """Apply the edits that `edit_model` and `edit_routers` asked for to a built GPTModel."""
+    """Apply the changes that `edit_model` and `edit_routers` have registered to a built GPTModel."""
     for edit in _edits.values():
         edit(model)
 
 
 def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any], None]]]) -> None:
-    """Build models from now on inside the context manager `around(TransformerConfig)`. The context manager yields a
+    """From now on, build models inside the context manager `around(TransformerConfig)`. The context manager yields a
     function, which is then called with each GPTModel that was built.
     """
     _positions[:] = [around]
@@ -112,8 +114,8 @@ def use_template(make: Callable[[Any], Any]) -> None:
 
 
 def apply_template(model, config) -> None:
-    """Register the template that `use_template` asked for, where MindFormers' `register_hf_weight_template` would
-    register it.
+    """Register the template that `use_template` has set, in the way in which MindFormers' `register_hf_weight_template`
+    registers templates.
     """
     for make in _templates:
         model.template = make(config)
@@ -122,7 +124,7 @@ def apply_template(model, config) -> None:
 def use_edited_model(config, plugin: str, classes: Mapping[str, str] = ARCHITECTURES) -> None:
     """Set in `architectures` of `config` (a MindFormerConfig) the class that builds the model with plugins' edits.
 
-    The CPU backend has classes of its own, which apply the edits, too.
+    The CPU backend has its own classes, which also apply the edits.
 
     Args:
         classes: the classes that the plugin replaces: MindFormers' class -> ours.
@@ -153,13 +155,15 @@ def after_input(hidden_states, rotary_pos_emb, actual_seq_len):
 
 
 class InTurn(TransformerLayer):
-    """This is a layer that is recomputed without the layers above it, also if one graph holds all layers.
+    """An `InTurn` is a transformer layer that is recomputed separately from the layers above it, even if one graph
+    holds all layers.
 
-    MindSpore's pass `InsertRecomputedNodes` lets connected operators run again together, all after the first gradient
-    that one of them needs. Layers are connected by what each computes for itself from the same tensors, and MindSpore
-    computes once: cos and sin of positions, and the lengths of documents as a tuple. All layers would then be run again
-    before the backward of the last one. Here each layer takes these tensors after its own input, so that nothing is
-    computed for two layers at once. The values are the same.
+    MindSpore's pass `InsertRecomputedNodes` recomputes connected operators together, all of them after the first
+    gradient that one of them needs. Layers are connected if each computes the same values from the same tensors, which
+    MindSpore then computes only once: cos and sin of positions, and the lengths of documents as a tuple. All layers
+    would then be recomputed before the backward pass of the last layer. In this class each layer makes these tensors
+    depend on its own input, so that no value is computed for two layers at once. The values of the tensors are
+    unchanged.
     """
 
     def construct(
@@ -242,8 +246,8 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
 
 
 class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """This is `TrainingTeleChat3MoeForCausalLM` built from an edited spec; the built model is then edited by
-    `apply_edits`.
+    """This is MindFormers' `TrainingTeleChat3MoeForCausalLM`, built from an edited layer spec; `apply_edits` then
+    changes the built model.
     """
 
     def __init__(self, config):
@@ -269,7 +273,9 @@ class EditedTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class EditedTeleChat3ForCausalLM:
-    """This is the class that `architectures:` names on Ascend when a plugin edits the dense model (train only)."""
+    """On Ascend, `architectures:` names this class if a plugin edits the dense model; the class supports only
+    training.
+    """
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""
@@ -278,7 +284,9 @@ class EditedTeleChat3ForCausalLM:
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class EditedTeleChat3MoeForCausalLM:
-    """This is the class that `architectures:` names on Ascend when a plugin edits the model (train only)."""
+    """On Ascend, `architectures:` names this class if a plugin edits the model TeleChat3-MoE; the class supports only
+    training.
+    """
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""

@@ -1,7 +1,7 @@
 """This module is the command `tc3 agent`: it runs as one process on each node, starts the node's workers, and starts
 them again after a failure.
 
-The agents of all nodes start the workers together, and start them anew when a node or a worker fails.
+The agents of all nodes start the workers together, and start them again when a node or a worker fails.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def unfit(slots: int, folder: Path) -> list[str]:
     """Return the reasons why a run should not start on this host; the list is empty if there is no such reason, or if
     the host cannot be checked.
 
-    The host's workers are compared with each other, so a single worker is never unfit.
+    The host's workers are compared with each other, so a host with a single worker is never unfit.
     """
     from tools.doctor.probe import probe  # brings the solver of the plan
 
@@ -64,10 +64,10 @@ def unfit(slots: int, folder: Path) -> list[str]:
 
 @dataclass
 class Start:
-    """This is the run that the agents of all nodes start or join.
+    """A `Start` is the run that the agents of all nodes start or join.
 
-    `resume` is the value of --resume; `otherwise` is the folder that is given beside `auto`, from which the run begins
-    as long as it has saved nothing; `chosen` is the checkpoint that was found for it.
+    `resume` is the value of --resume; `otherwise` is the folder that the user gives in addition to `auto`, from which
+    the run begins as long as it has saved no checkpoint; `chosen` is the checkpoint that was found for `resume`.
     """
 
     recipe: Recipe
@@ -94,11 +94,12 @@ class Start:
             checkpoints.one_iteration(str(self.resume))
 
     def choose(self) -> CheckpointInfo | None:
-        """Return the checkpoint that the run begins from. Only one node reads the checkpoint, and reads it completely.
+        """Return the checkpoint that the run begins from. Only one node reads the checkpoint, and it verifies the whole
+        checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is not complete; or there is none, although the run has started from one
-                before.
+            CheckpointError: the checkpoint is not complete; or there is none, although the run has started from a
+                checkpoint before.
         """
         if not self.resume:
             return None
@@ -120,7 +121,7 @@ class Start:
         return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
 
     def prepare(self, plan: Plan) -> Recipe:
-        """Check the checkpoint that an attempt goes on from, and return the recipe of the attempt."""
+        """Check the checkpoint from which an attempt goes on, and return the recipe of the attempt."""
         checkpoint = checkpoint_of(plan)
         recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
         if checkpoint:
@@ -263,7 +264,7 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
 
 
 def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: int | None) -> None:
-    """Print, on the first host of the newest attempt, the run's results, its loss curve, and how to go on."""
+    """Print, on the first host of the newest attempt, the results of the run, its loss curve, and how to continue."""
     newest = newest_attempt(job.run_dir)
     if newest is None or newest.plan is None or newest.plan.hosts[0] != job.host:
         return
@@ -276,8 +277,8 @@ def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: i
 
 
 def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
-    """Return this node's name in the list of hosts: the given name, or the one that matches the node's name or
-    addresses.
+    """Return this node's name in the list of hosts: the name that the user gave, or the name in the list that matches
+    the node's own name or addresses.
 
     Raises:
         ClusterError: the list has no such host, or several of them.
@@ -300,7 +301,9 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
 
 
 def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, file: Path) -> int:
-    """Return how many nodes train; raise ClusterError if hosts, slots, spares and the recipe do not fit together."""
+    """Return the number of nodes that train; raise ClusterError if hosts, slots, spares and the recipe do not fit
+    together.
+    """
     count, rest = divmod(workers, slots)
     if rest:
         raise ClusterError(
@@ -318,7 +321,7 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
 
 
 def report(host: str, outcome: Outcome) -> None:
-    """Print one line on how the attempt ended on this host, with a failed worker's last lines."""
+    """Print one line that says how the attempt ended on this host, with the last log lines of a failed worker."""
     if outcome.code == 0:
         click.echo(f"tc3: {host}: the run is complete", err=True)
     elif outcome.failure:

@@ -1,12 +1,12 @@
 """This module writes the files of `tc3 agent --slurm` and `--volcano`, with which a cluster manager starts an agent on
 every node of a run.
 
-`Allocation` describes the request to either manager. `sbatch_file` writes it as a script for Slurm, `volcano_job` as a
-job of Volcano (https://volcano.sh, a batch scheduler for Kubernetes). The shell and YAML files beside this module hold
-the parts that are the same in every file.
+An `Allocation` describes the request to Slurm or to Volcano. `sbatch_file` writes it as a script for Slurm,
+`volcano_job` as a job of Volcano (https://volcano.sh, a batch scheduler for Kubernetes). The shell and YAML files
+beside this module hold the parts that are the same in every file.
 
 Agents restart a failed run inside the job. Slurm requeues the job when the agents cannot go on: no node is left, the
-job was preempted, or its time is over. Volcano brings back single pods.
+job was preempted, or its time is over. Volcano restarts single pods.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Allocation:
     """An `Allocation` describes the agents of one run. `options` are passed to each agent unchanged; the list of hosts,
     the agent's own host and the run's folder are passed separately.
 
-    `slots` are the workers of a node; relative paths start at the checkout; `made_by` is the command that wrote it.
+    `slots` is the number of workers of a node; relative paths start at the checkout; `made_by` is the command that
+    wrote the file.
     """
 
     recipe: str
@@ -66,7 +67,7 @@ class Allocation:
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes that train; `spares` wait in addition."""
+        """Return the number of nodes that train; the spare nodes, which only wait, are not counted."""
         return self.workers // self.slots
 
     @property
@@ -182,8 +183,8 @@ ELSEWHERE = ("recipe", "nodes", "host", "run_dir", "spares", "resume", "slurm", 
 
 
 def print_job(given: Mapping[str, Any]) -> None:
-    """Check the recipe of `given` and the options of `tc3 agent`, and print the file; data and devices are checked
-    where the job runs.
+    """Check the recipe and the options of `tc3 agent`, and print the file for Slurm or Volcano; data and devices are
+    checked where the job runs.
     """
     recipe, run_dir, nodes, spares = (given[name] for name in ("recipe", "run_dir", "nodes", "spares"))
     if given["slurm"] and given["volcano"]:

@@ -4,33 +4,35 @@ with a spare host, with fewer hosts, or not at all.
 The module reads no file and starts no process. `initiator` finds the host that caused the end of an attempt, `verdict`
 says what happens next, and `next_hosts` names the hosts of the next attempt.
 
-Who caused the end. One failure ends the workers of all hosts: the other hosts lose their connections, or are told to
-end. So the host that caused it is distinguished from its victims by the ends and beats that the hosts wrote. What a
-host reports about its end has this weight:
+The first part finds who caused the end. One failure ends the workers of all hosts: the other hosts lose their
+connections, or are told to end. So the module distinguishes the host that caused it from the other hosts by the ends
+and the signs of life that the hosts wrote. What a host reports about its end has this weight:
 
-* most weight, if no failure of another host can cause it: a worker killed (SIGKILL), stopped or known to hang, a
-  message of the worker that ended itself, a port taken, a disk or link gone, the whole host gone (then it was alive at
-  its last beat);
-* less weight, if it may be a consequence of another host's end: any other signal or exit code;
-* no weight against this host, if it reports a failure of others: a connection lost, a wait that was too long, a
-  collective that failed. A worker ended by SIGTERM also counts here: MindSpore's workers end themselves in this way
-  when msrun's scheduler tells them that another worker is lost.
+* A report has most weight if no failure of another host can cause it: a worker killed (SIGKILL), stopped or known to
+  hang, a message of the worker that ended itself, a port already in use, a lost disk or network link, or a whole host
+  that is gone (the time of its end is then its last sign of life);
+* A report has less weight if it may be a consequence of another host's end: any other signal or exit code;
+* A report does not count against its host if it reports a failure of other hosts: a lost connection, a wait that was
+  too long, a collective that failed. A worker ended by SIGTERM also counts here: MindSpore's workers end themselves in
+  this way when msrun's scheduler tells them that another worker is lost.
 
-The host with the earliest end by the disk's clock is blamed. A host whose link is gone, or whose worker is stopped, has
-held the others up since its last step, which may be long before any agent noticed. Agents look a few times a second, so
-ends within MARGIN of each other count as simultaneous: then the end with more weight is blamed, and among equal ends no
-host is named. A hang is blamed on the one host that knows which of its workers is stuck, whichever host noticed the
-hang first; otherwise on the one host that is behind all others, by its phase and step. The module guesses from nothing
-else.
+The host whose end is the earliest by the disk's clock is blamed. A host whose network link is gone, or whose worker is
+stopped, has made the other hosts wait since its last step, which may be long before any agent noticed it. Agents check
+for ends a few times a second, so ends within MARGIN of each other count as simultaneous: then the end with more weight
+is blamed, and among equal ends no host is named. A hang is blamed on the only host that knows which of its workers is
+stuck, whichever host noticed the hang first; otherwise on the only host that is behind all other hosts in its phase and
+step. In all other cases the module names no host.
 
-What happens next. Failures are counted since the last progress. Progress means a newer checkpoint to go on from: an
-attempt begins from a later step than the one before it (by their plans), or its run holds a checkpoint of a later step
-than it began from (`saved`). Steps that were made and not saved are not progress, because they are made again. So a run
-may fail any number of times in months, and `Rules.restarts` bounds how often it fails without progress.
+The second part decides what happens next. Failures are counted since the last progress. Progress means a newer
+checkpoint from which the run can go on: an attempt begins from a later step than the previous attempt (by their plans),
+or the run holds a checkpoint of a later step than the one from which the attempt began (`saved`). Steps that were
+trained but not saved are not progress, because they have to be trained again. So a run may fail any number of times in
+several months, and `Rules.restarts` limits how often it may fail without progress.
 
-After a user's error, or a loss that is not finite, there is no further attempt: the same weights and data give the same
-loss. A loss for which plugins.spike_guard goes back ("spike") is different: its samples are left out, and the guard
-itself counts how often this happens. So such an attempt is not a failure here, and `Rules` does not count it.
+After a user's error, or a loss that is not finite, there is no further attempt, because the same weights and data give
+the same loss. A loss after which plugins.spike_guard goes back to a checkpoint ("spike") is different: the samples of
+the spike are left out, and the plugin itself counts how often this happens. So such an attempt does not count as a
+failure here, and `Rules` does not limit it.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
-    """Return the hosts of the plan that no longer give a sign of life and have not written how their part ended."""
+    """Return the hosts of the plan that no longer give a sign of life and have not written how their part of the
+    attempt ended.
+    """
     assert attempt.plan
     hosts = [host for host in attempt.plan.hosts if host not in attempt.ends]
     return [host for host in hosts if host not in attempt.beats or now - attempt.beats[host].time > SILENT]
@@ -221,7 +225,7 @@ Can = Callable[[list[str]], Smaller | str | None]  # hosts -> how the recipe run
 
 @dataclass(frozen=True)
 class Rules:
-    """These rules say after how many failures a run is given up, and how long agents wait before the next attempt.
+    """A `Rules` says after how many failures a run is given up, and how long agents wait before the next attempt.
     `hosts` are all hosts that the run may use, in the order of use.
     """
 
@@ -233,7 +237,7 @@ class Rules:
     hosts: list[str] = field(default_factory=list)
 
     def wait(self, failures: int) -> float:
-        """Return the seconds to wait after this many failures without progress (>= 1)."""
+        """Return the seconds to wait after this number of failures without progress (at least 1)."""
         return float(min(self.most, self.first * 2.0 ** min(failures - 1, 60)))
 
 
@@ -278,10 +282,10 @@ def next_hosts(
     """Return the hosts of the next attempt by node rank: as many hosts as `attempt` had, chosen from the hosts that are
     `there`.
 
-    Hosts that took part and are not left out come first, in the same order; then the plan's spares, then other hosts.
-    Hosts that are left out because of the failures that they caused come last, if there are no others. After a smaller
-    attempt the list holds all hosts that are present, because some may be back; `launch.agent.smaller` says how many of
-    them the recipe takes.
+    Hosts that took part in the last attempt and are not left out come first, in the same order; then the plan's spare
+    hosts, then other hosts. Hosts that are left out because of the failures that they caused come last, if there are no
+    others. After a smaller attempt the list holds all hosts that are present, because some may be back;
+    `launch.agent.smaller` says how many of them the recipe takes.
     """
     plan, rules = _plan(attempt), rules or Rules()
     bad = _repeated([*earlier, replace(attempt, verdict=verdict)], rules)

@@ -1,29 +1,30 @@
-"""This module provides what agents need from their shared disk: files that are complete or absent, claims that only one
-agent wins, one clock, and operations with time limits.
+"""This module gives agents four things that they need on a shared disk: files that are either complete or absent,
+claims that only one agent can win, one clock, and operations with time limits.
 
-`Disk` reads, replaces and publishes files. It relies on the following, which holds for NFS (versions 3 and 4), Lustre,
-GPFS, CephFS and local disks:
+`Disk` reads, replaces and publishes files. `Disk` relies on the following properties, which NFS (versions 3 and 4),
+Lustre, GPFS, CephFS and local disks have:
 
 * `rename` replaces a file by another complete file; a process that opens the name reads the old file or the new one.
 * `link` fails if the name exists: of all processes that publish one name, on any hosts, exactly one succeeds. If an
-  answer of the server got lost, the link count of the writer's own file shows whether it succeeded.
+  answer of the file server got lost, the link count of the writer's own file shows whether the link was made.
 * `open` asks the server whether the cached content is still valid (close-to-open), so files are always opened, never
   only `stat`ed. NFS clients remember for up to a minute that a name was *absent*, unless they change the folder
   themselves: a process that waits for a name must write into that folder now and then, as all agents do.
-* The time of a file that was set to "now" is the server's on NFS. Lustre and GPFS take the client's time: so times of
-  different hosts order events for people, but are never used to judge whether a host is alive (see
+* If the time of a file is set to "now", NFS takes the time of the server. Lustre and GPFS take the time of the client:
+  so times of different hosts order events for readers, but are never used to judge whether a host is alive (see
   `launch.agent.meeting.Watch`).
 
 If the disk is gone, a process hangs inside a call that only SIGKILL ends. So each call is made by a thread that may
 hang, while the caller waits for a bounded time.
 
-`Claim` decides which agent does work that only one may do, and how the claim of a dead agent is taken over, each time
-by exactly one agent. A claim is a row of files `claim-WHAT-0`, `claim-WHAT-1`, ... of which each is published once and
-never changed or removed: the agent that published the newest file holds the claim. If the holder has given no sign of
-life for `lost_after` seconds, another agent takes the claim over by publishing the next file, in which only one
-succeeds. A holder that was only slow notices this at its next look. Between this look and its next action, a slow
-holder may still do the work of a claim that it has just lost: therefore the outcome must be published (`Disk.publish`),
-too, and then there is only one outcome. The claim saves work, and decides who must do it.
+A `Claim` decides which agent does work that only one agent may do, and how another agent takes over the claim of a dead
+agent; exactly one agent succeeds each time. A claim is a row of files `claim-WHAT-0`, `claim-WHAT-1`, ... of which each
+is published once and never changed or removed: the agent that published the newest file holds the claim. If the holder
+of a claim has given no sign of life for `lost_after` seconds, another agent takes the claim over by publishing the next
+file, in which only one agent succeeds. If the holder was only slow, it notices the loss of the claim when it looks at
+the files the next time. Between this look and its next action, a slow holder may still do the work of a claim that it
+has just lost: therefore the result of the work must also be published (`Disk.publish`), so that there is only one
+result. The claim itself only saves work, and decides which agent must do it.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class LostDiskError(StoppedError):
 
 @dataclass(frozen=True)
 class Found:
-    """A `Found` is the content of a file when it was read: the text, and a mark that changes as soon as anybody writes
-    the file again.
+    """A `Found` is the content of a file when it was read: the text, and a mark that changes as soon as any process
+    writes the file again.
     """
 
     text: str
@@ -70,8 +71,8 @@ class Found:
 
 
 class Disk:
-    """This object reads and writes the shared disk for one agent. `bound` is the number of seconds after which a disk
-    that does not answer counts as lost.
+    """A `Disk` reads and writes the shared disk for one agent. `bound` is the number of seconds after which a disk that
+    does not answer counts as lost.
     """
 
     def __init__(self, bound: float):
@@ -89,7 +90,7 @@ class Disk:
         """Return the file at `path`; None if it does not exist.
 
         Raises:
-            LostDiskError: the disk does not answer within the bound. All methods raise this error.
+            LostDiskError: the disk does not answer within the bound. All methods of `Disk` raise this error.
         """
         return self._bounded(path, lambda: _read(path))
 
@@ -108,8 +109,8 @@ class Disk:
         return self._bounded(path, lambda: self._publish(path, text), PATIENCE)
 
     def keep_room(self, path: Path) -> None:
-        """Reserve a few blocks in a separate file, so that this host can still publish after a checkpoint has filled
-        the disk.
+        """Reserve a few blocks on the disk in a separate file, so that this host can still publish files after a
+        checkpoint has filled the disk.
         """
         self._bounded(path, lambda: self._keep_room(path))
 
@@ -136,7 +137,7 @@ class Disk:
         return self._clock[0] + self.ticks() - self._clock[1]
 
     def ticks(self) -> float:
-        """Return seconds since an arbitrary start: use them for durations, never for times."""
+        """Return seconds since an arbitrary start; they are only for durations, never for times of day."""
         return time.monotonic()
 
     def pause(self, seconds: float) -> None:
@@ -280,12 +281,14 @@ class Holder:
     process: str
 
     def text(self) -> str:
-        """Return the identity as it is written into a file."""
+        """Return the holder's identity in the form in which the files of claims store it."""
         return json.dumps({"host": self.host, "process": self.process}) + "\n"
 
     @staticmethod
     def of(found: Found | None) -> Holder | None:
-        """Return the agent that a file names; None if the file does not exist, and nobody if it is broken."""
+        """Return the agent that a file names; None if the file does not exist; a `Holder` that matches no agent if the
+        file is broken.
+        """
         if found is None:
             return None
         try:
@@ -296,7 +299,7 @@ class Holder:
 
 
 class Claim:
-    """This is one claim (a file that only one agent can win), as one agent sees it.
+    """A `Claim` is one claim on work that only one agent may do, from the point of view of one agent.
 
     Args:
         disk: the shared disk.
@@ -331,5 +334,7 @@ class Claim:
                 self.turn += 1
 
     def lost(self) -> bool:
-        """Return whether another agent has taken this claim since this agent last looked at it; this opens one file."""
+        """Return whether another agent has taken this claim since this agent last looked at the claim; this call opens
+        one file.
+        """
         return self.disk.read(self.folder / f"claim-{self.what}-{self.turn + 1}") is not None

@@ -1,22 +1,24 @@
-"""This module watches an attempt from one node while its workers run: it gives signs of life, and notices hangs, lost
-hosts and a lost disk.
+"""This module watches an attempt from one node while the workers run: it gives signs of life for this node, and notices
+hangs, lost hosts and a lost disk.
 
-`Around` watches the other nodes: whether the attempt is over, or a neighbour is gone. Each node watches the next one by
-rank, so its work is the same among 2 and among 4,096 nodes, and a dead node always has a living one before it, as long
-as one lives. Each spare watches one node, too, because all others may die at once.
+`Around` watches the other nodes: it finds whether the attempt is over, or a neighbouring node is gone. Each node
+watches the next node by rank, so a node has the same work whether there are 2 or 4,096 nodes, and each dead node is
+noticed by a node before it, as long as one node is alive. Each spare node also watches one node, because all nodes that
+train may die at once.
 
-`Link` is the network interface by which this node reaches the others. A link that is gone stops the workers of all
-nodes: each waits for the others, and no worker can say whose link it is. The node of that link can, because its
-interface has lost its carrier. (No node can see a failed switch in between.)
+`Link` is the network interface by which this node reaches the others. A network link that is gone stops the workers of
+all nodes: each worker waits for the others, and no worker can say whose link it is. The node of the lost link can tell,
+because its network interface has lost its carrier. (No node can see a failed switch in between.)
 
-`stopped_worker` and `worker_places` find which of this node's workers holds the others up in a hang: a worker that is
-stopped, or that is not at the place where the others wait. In a hang all workers wait for one worker, and their steps
-are the same. Their places distinguish them: workers that wait are in MindSpore, which runs the graph or a collective;
-the worker for which they wait may be elsewhere: in the data, in a save, in a callback. A worker that hangs in MindSpore
-itself looks like all others, and is not named.
+`stopped_worker` and `worker_places` find which of this node's workers makes the others wait in a hang: a worker that is
+stopped, or that is not in the same call as the waiting workers. In a hang all workers wait for one worker, and their
+steps are the same. Their innermost calls distinguish them: workers that wait are in MindSpore, which runs the graph or
+a collective; the worker for which they wait may be elsewhere: reading data, saving, or in a callback. A worker that
+hangs inside MindSpore cannot be distinguished from the waiting workers, and is not named.
 
-`Lookout` combines these parts. All of them touch the shared disk, which may not answer. So a separate thread does this
-work, and the supervisor, which must be able to end the workers whatever the disk does, only reads the thread's results.
+`Lookout` combines these parts. All of these parts use the shared disk, which may not answer. So a separate thread runs
+them, and the supervisor, which must be able to end the workers even if the disk does not answer, only reads the
+thread's results.
 """
 
 from __future__ import annotations
@@ -60,10 +62,10 @@ class Around:
     finished: set[str] = field(default_factory=set)
 
     def look(self) -> str | None:
-        """Look at the other nodes of the attempt, and return a sentence that says why this node's workers have to end;
-        None if there is no reason. Call this method about once a second.
+        """Check the other nodes of the attempt, and return a sentence that says why this node's workers have to end;
+        return None if there is no reason. Call this method about once a second.
 
-        An agent that finds its neighbour lost writes the neighbour's end.
+        If this agent finds that the neighbour's agent is lost, it writes that the neighbour's part has ended.
         """
         number = self.plan.attempt
         if first := self.meeting.over(number):
@@ -80,8 +82,8 @@ class Around:
         return None
 
     def began(self) -> End | None:
-        """Return how the workers ended on the host whose failure ended the attempt; return None if no host has failed
-        yet.
+        """Return how the workers ended on the host whose failure ended the attempt; return None if no host has
+        failed.
         """
         number = self.plan.attempt
         first = self.meeting.over(number)
@@ -119,7 +121,7 @@ class Link:
 def link_to(others: Iterable[str]) -> Link:
     """Return the network link to the first of `others` whose name or address is known.
 
-    Only a few names are tried: a slow name service would hold the agent up for seconds with each.
+    Only a few names are tried, because a slow name service takes seconds for each name, in which the agent would wait.
     """
     for host in itertools.islice(others, _NAMES):
         with contextlib.suppress(OSError):
@@ -140,7 +142,7 @@ def _interface_of(address: str) -> str | None:
 
 @dataclass(frozen=True)
 class Place:
-    """This is the innermost Python call of a worker's main thread, at which the worker hangs or waits."""
+    """A `Place` is the innermost Python call of a worker's main thread, in which the worker hangs or waits."""
 
     file: str
     line: int
@@ -268,8 +270,8 @@ class Lookout(threading.Thread):
         return self._reason
 
     def run(self) -> None:
-        """Keep watching until the workers have ended, because other nodes would take a host that gives no sign of life
-        while it ends its workers for lost.
+        """Keep watching until the workers have ended, because other nodes would consider this host lost if it gave no
+        sign of life while it ends its workers.
         """
         looked = 0.0
         while not self._over.wait(POLL):

@@ -1,8 +1,8 @@
 """This module is the agent of one node, from the time when it joins a run until the run is done or this node leaves.
 
-`Agent` runs in a loop: it joins an attempt, waits for its plan, starts the workers (`launch.agent.part`) or waits as a
-spare, writes how they ended, follows the verdict, and joins the next attempt. Signals to an agent are collected while
-it waits, and raised where it may be interrupted.
+An `Agent` runs in a loop: it joins an attempt, waits for its plan, starts the workers (`launch.agent.part`) or waits as
+a spare, writes how they ended, follows the verdict, and joins the next attempt. Signals to an agent are stored while it
+waits, and handled where the agent may be interrupted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Agent:
-    """This is the agent of one node, `job.host`, in a run.
+    """An `Agent` is the agent of one node, `job.host`, in a run.
 
     Attributes:
         fit: returns why this node cannot take part now; called before every attempt except the first.

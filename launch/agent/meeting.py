@@ -1,7 +1,7 @@
 """This module lets the agents of a run communicate through files in an attempt's folder, on the disk that they share.
 
-`Meeting` is one agent's side of the meeting. Beside the files of `tools.runs.attempts` the same folder holds these
-files:
+`Meeting` is one agent's side of the meeting. In addition to the files of `tools.runs.attempts`, the folder of an
+attempt holds these files:
 
 * `there-HOST.json` says that this host's agent waits or works; the file is written anew about once a second while it
   waits;
@@ -9,15 +9,16 @@ files:
   (`launch.agent.disk.Claim`);
 * `over.json` names the host whose part was the first to end badly.
 
-Plan, verdict, ends and `over.json` are published: the first version stays, whichever other agent writes. So all agents
-follow one plan and one verdict, whichever agents die. Only an agent that holds a claim lists the folder in a loop.
+Plan, verdict, ends and `over.json` are published: the first version of each file remains, whichever other agent tries
+to write it. So all agents follow the same plan and the same verdict, even if agents die. Only an agent that holds a
+claim lists the folder in a loop.
 
 A call reads a few files, whatever the number of hosts, and returns at once; callers call it again in a loop. Each call
 may raise `LostDiskError`, after `lost_after` seconds without an answer, or `ClusterError`, if another process acts as
 this host. `launch.agent.disk` says what each kind of disk guarantees.
 
-`Watch` finds hosts that give no sign of life any more, from changes that this host has seen itself, so clocks of two
-hosts are never compared.
+A `Watch` finds hosts that no longer give a sign of life, from changes that this host has observed itself, so clocks of
+two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class Watch:
     """A `Watch` records for how long each observed value has not changed. `most` is the limit, in seconds, on the time
     that one observation can add.
 
-    A look after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says little
-    about the others: the same cause may have held them up, and they must get the time to write. So a look never adds
-    more than `most`, and adds nothing if the clock went back.
+    An observation after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says
+    little about other hosts: the same cause may have delayed them, and they must get time to write. So an observation
+    never adds more than `most` seconds, and adds nothing if the clock went back.
     """
 
     def __init__(self, most: float):
@@ -112,8 +113,8 @@ class Meeting:
         """Announce that this host is present and fit for attempt `number`.
 
         If an earlier agent had this host's name, this call waits until that agent is surely gone, at most about twice
-        `lost_after`. If the attempt includes that agent, this host's part in it has ended badly, and the call writes
-        this.
+        `lost_after`. If the attempt includes the earlier agent, this host's part in the attempt has ended badly, and
+        the call records this.
 
         Raises:
             ClusterError: an agent of this host's name is at work.
@@ -170,8 +171,8 @@ class Meeting:
         return self._form(number, PLAN, Plan)
 
     def plans(self, number: int) -> bool:
-        """Return whether this agent still plans attempt `number`: if this agent took long or was stopped, another agent
-        may have taken over the planning.
+        """Return whether this agent still plans attempt `number`: another agent may have taken over the planning if
+        this agent took long or was stopped.
         """
         return self._claim(number, "plan").hold()
 
@@ -199,12 +200,12 @@ class Meeting:
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return how a host's part of the attempt ended; None if the host has not written its end yet."""
+        """Return how a host's part of the attempt ended; None if the host has not written its end."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
     def lost(self, number: int, host: str, why: str) -> None:
-        """Write for a host that cannot write any more that its part has ended in the phase of its last sign of life."""
+        """Write, for a host that can no longer write, that its part has ended in the phase of its last sign of life."""
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         beat = (parse(found.text, Beat) if found else None) or Beat(host, 0.0, "start", 0.0)
@@ -213,7 +214,7 @@ class Meeting:
 
     def over(self, number: int) -> str | None:
         """Return the host whose part of the attempt was the first to end badly; None if no part ended badly. If the
-        file is broken, a part ended badly, and nobody knows which.
+        file is broken, the result says that a part ended badly and that its host is not known.
         """
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(_content(found.text).get("host", "an unknown host")) if found else None
@@ -222,9 +223,9 @@ class Meeting:
         """Return the verdict on attempt `number`, or None as long as there is no verdict; call this method in a loop
         after this host's part has ended.
 
-        One host calls its `decide` as soon as all hosts of the plan have written how their parts ended; if one ended
-        badly or was lost, the others get a moment to write. Hosts that give no sign of life any more are recorded as
-        lost.
+        One host calls its `decide` as soon as all hosts of the plan have written how their parts ended; if one part
+        ended badly or was lost, the other hosts get some time to write their ends. Hosts that give no sign of life any
+        more are recorded as lost.
         """
         if not self._form(number, VERDICT, Verdict) and self._chosen(number, "verdict"):
             attempt = self._attempt(number)

@@ -1,8 +1,10 @@
-"""This module runs one node's part of an attempt: it starts msrun, supervises its workers, and reports how they ended.
+"""This module runs one node's part of an attempt: it starts msrun, supervises the workers of msrun, and reports how the
+workers ended.
 
-`command_of` makes what this node starts for the plan of an attempt: the msrun command, and the environment and cores of
-its workers. `Part` runs the workers under the supervisor and the lookout. It publishes what they have compiled in a
-separate thread, because copying takes time; it lets them save when an end is announced, and writes how they ended.
+`command_of` makes the command with which this node starts an attempt: the msrun command, and the environment and cores
+of its workers. `Part` runs the workers under the supervisor and the lookout. A separate thread publishes the graphs
+that the workers have compiled, because copying takes time; a `Part` lets the workers save when an end is announced, and
+writes how they ended.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ class Part:
     lookout: Lookout | None = None
 
     def run(self) -> tuple[Outcome, End]:
-        """Start the workers and stay until they have ended."""
+        """Start the workers, and return after all of them have ended."""
         if done := self._complete():
             self.job.say(done)
             return Outcome(0), self._end(Outcome(0), None)

@@ -11,18 +11,19 @@ From then on the limit is the largest of
 A deviation from the median (such as the median absolute deviation) would add nothing: for durations, which are above 0,
 it is at most the median itself.
 
-So a false alarm takes one step that lasts 10 times the usual, 3 times the longest of the last 200, and longer than the
-floor, all at once; what it costs is a restart. How often, where steps are alike and independent: the next one is the
-longest of n + 1 with probability 1 / (n + 1); where pauses have a heavy tail (a chance to exceed t that falls as
-t**-a), it is LONGEST times the longest before with LONGEST**-a / (n + 1), in the window of 200 and with a = 3 once in
-5,400 steps; then it has to be above the other two bounds as well. A hang is seen after the limit: 10 steps, or the
-floor. benchmarks/RESULTS.md says what the rule makes of recorded steps.
+So a false alarm takes a step that lasts 10 times as long as usual, 3 times as long as the longest of the last 200
+steps, and longer than the floor, all at once; a false alarm costs a restart. If steps are alike and independent, the
+next step is the longest of n + 1 steps with probability 1 / (n + 1); if pauses have a heavy tail (a chance to exceed t
+that falls as t**-a), the next step lasts LONGEST times the longest step before it with probability LONGEST**-a / (n +
+1), which is once in 5,400 steps in the window of 200 and with a = 3; and then it has to exceed the other two bounds as
+well. A hang is noticed when the limit is over: after the time of 10 steps, or after the floor. benchmarks/RESULTS.md
+says how the rule judges recorded steps.
 
-Phases have separate limits: the first step after a start, or of a larger batch, compiles or warms up, and evaluations
-and saves stop the steps.
+Each phase has its own limit: the first step after a start, or after a growth of the batch, compiles or warms up, and
+evaluations and saves stop the steps.
 
-`Phases` finds the phase from the files that the workers write: metrics, logs, checkpoints. It only reads, and decides
-nothing.
+`Phases` finds the phase from the files that the workers write: metrics, logs, checkpoints. A `Phases` only reads, and
+decides nothing.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class Limits:
 
 
 def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
-    """Learn durations from the lines of a metrics file, except for the first step of each attempt and of each stage of
-    a batch that grows, which compiles.
+    """Add the durations of the steps in a metrics file to the limits, except for the first step of each attempt and of
+    each stage of a growing batch, which compiles.
     """
     first = True
     for record in records:
@@ -113,8 +114,7 @@ class _Rank:
 
 @dataclass
 class Phases:
-    """This object finds in which phase the local workers of one attempt are; create the object before the workers
-    start.
+    """A `Phases` finds in which phase the local workers of one attempt are; create it before the workers start.
 
     Attributes:
         phase, since: the phase of the slowest worker, and its begin by `clock`.
@@ -160,7 +160,9 @@ class Phases:
 
     @property
     def behind(self) -> int | None:
-        """Return the one worker that has made fewer steps than all others on this node; None before the first step."""
+        """Return the only worker that has made fewer steps than all other workers on this node; None before the first
+        step.
+        """
         steps = sorted((worker.step, worker.rank) for worker in self._workers)
         return steps[0][1] if len(steps) > 1 and steps[0][0] < steps[1][0] else None
 

@@ -3,7 +3,7 @@ which port.
 
 `Job` describes what a node's agent trains and how; it is the same in every attempt. `Planning` and `make_plan` make the
 decisions of the one agent that plans an attempt; `follow` prepares the run's folder for a valid plan. The other
-functions name the folders of attempts, and read the files that earlier attempts have left.
+functions name the folders of attempts, and read files of earlier attempts.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Job:
 
 
 def next_number(run_dir: Path) -> int:
-    """Return the number of the attempt that a new launch begins with; logs of a version that did not number attempts
+    """Return the number of the attempt with which a new launch begins; logs of a version that did not number attempts
     count as the first attempt.
     """
     known = numbers(run_dir)
@@ -141,8 +141,8 @@ def logs_of(run_dir: Path, number: int, rank: int | None = None) -> Path:
 
 
 def link_logs(run_dir: Path, number: int) -> None:
-    """Make RUN/logs a link to the logs of attempt `number`; a real folder of that name is moved into the attempt
-    before.
+    """Make RUN/logs a link to the logs of attempt `number`; if RUN/logs is a real folder, it becomes the folder of logs
+    of the attempt before.
     """
     link, logs = run_dir / LOGS, logs_of(run_dir, number)
     logs.mkdir(parents=True, exist_ok=True)
@@ -166,11 +166,12 @@ class Planning:
     """A `Planning` is an attempt that has no plan yet. `began` is the time when this node joined the attempt; `came`
     holds the time when it first saw each host.
 
-    Another agent may take over the planning at any moment, and this agent may learn of it late. So planning changes
-    nothing of a run: files of a plan have the plan's own name, and all other changes are made by `follow` once the plan
-    is valid.
+    Another agent may take over the planning at any moment, and this agent may notice it late. So planning changes
+    nothing in a run: files of a plan have the plan's own name, and `follow` makes all other changes once the plan is
+    valid.
 
-    `prepare` checks what a plan goes on from, and returns the recipe of the attempt (None: that of the job).
+    `prepare` checks the checkpoint from which a plan goes on, and returns the recipe of the attempt (None means the
+    recipe of the job).
     """
 
     job: Job
@@ -186,8 +187,9 @@ class Planning:
         come.
 
         Only the agent that plans the attempt calls this, because the plan's checkpoint is read completely to verify it.
-        An agent that was held up meanwhile may have read the ledger before another one planned and trained on, and the
-        checkpoints after that: what it finds wrong then says nothing about the run, and it returns None.
+        If this agent was delayed, it may have read the list of left-out samples before another agent planned and
+        trained on, and the checkpoints after that: errors that it then finds say nothing about the run, and it returns
+        None.
 
         Raises:
             TC3Error: the attempt cannot be planned.
@@ -251,7 +253,7 @@ def make_plan(
     checkpoint if one exists.
 
     Raises:
-        CheckpointError: there is none, although the run has started from one before.
+        CheckpointError: there is no checkpoint, although the run has started from a checkpoint before.
     """
     best, own = None, job.resume if job.resume and job.resume.path.exists() else None
     if again:
@@ -298,12 +300,13 @@ def follow(job: Job, plan: Plan) -> None:
     """Prepare the run's folder for a valid plan; each host of the plan calls this function before the host's workers
     start.
 
-    So no checkpoint of this attempt exists yet. A host that was delayed may find checkpoints of later attempts: the
-    seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed. If the
-    attempt is over by then, `RUN/recipe.yaml` is that of a later one and stays.
+    Therefore no checkpoint of this attempt exists at this time. A host that was delayed may find checkpoints of later
+    attempts: the seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed.
+    If the attempt is already over, `RUN/recipe.yaml` belongs to a later attempt and is not changed.
 
-    `RUN/recipe.yaml` and `RUN/data.json` say how the checkpoints in the folder read their data. They are written when
-    checkpoints that the plan leaves behind are out of the way: an end in between must not make them say it of those.
+    `RUN/recipe.yaml` and `RUN/data.json` say how the data of the checkpoints in the folder is read. The two files are
+    written after the checkpoints that the plan leaves behind were renamed; otherwise, after an interruption, the files
+    would describe those checkpoints wrongly.
     """
     recipe = recipe_of(job, plan)
     data.put_guilty_aside(recipe, job.run_dir, job.saves)
@@ -342,8 +345,8 @@ def under_way(run_dir: Path) -> bool:
 
 
 def history(job: Job, number: int) -> list[Attempt]:
-    """Return the attempts before `number` that belong to the same launch: those after the last attempt with which a
-    run ended.
+    """Return the attempts before `number` that belong to the same launch: the attempts after the last attempt at which
+    a run ended.
     """
     found: list[Attempt] = []
     for earlier in reversed([each for each in numbers(job.run_dir) if job.first <= each < number]):

@@ -1,12 +1,13 @@
 """This module lets a run go on with fewer hosts: the same recipe at a smaller data-parallel size, with the same global
 batch.
 
-Tensor, pipeline, context and expert groups stay whole: only copies of the model are given up, and the remaining copies
-take the samples of the lost ones. In a pipeline they take more micro-batches (`micro_batch_num`). Without a pipeline
-they accumulate gradients over more steps if the recipe has the key; otherwise each step's batch grows, and with it the
-memory of activations. Steps, learning rate and the order of the data do not change. As long as every token counts,
-losses equal those of the uninterrupted run up to the order in which sums are added. If a mask leaves tokens out, each
-micro-batch is averaged over its own tokens, and then micro-batches contain other samples.
+Tensor, pipeline, context and expert groups stay whole: the run gives up only copies of the model, and the remaining
+copies train the samples of the lost copies. In a pipeline the remaining copies train more micro-batches
+(`micro_batch_num`). Without a pipeline they accumulate gradients over more steps if the recipe has the key for this;
+otherwise the batch of each step grows, and with it the memory of activations. Steps, learning rate and the order of the
+data do not change. As long as every token counts, losses equal those of the uninterrupted run up to the order in which
+sums are added. If a mask excludes tokens from the loss, each micro-batch is averaged over its own tokens; the losses
+then differ, because micro-batches contain other samples than before.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
     """Return how `recipe` can continue from `step` with at most `hosts` hosts of `slots` workers each, or the reason
     why it cannot.
 
-    With as many hosts as the recipe wants, the result is the recipe itself.
+    With as many hosts as the recipe needs, the result is the recipe itself.
 
     `recipe` is the effective recipe (`auto` resolved). Apply the returned overrides to it in a separate call, after the
     user's overrides.

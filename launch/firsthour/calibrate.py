@@ -2,12 +2,12 @@
 terms to the measurement: efficiencies of operators and links, and the terms of the memory model.
 
 Efficiencies are fitted by `tools.profile.fit`, from the seconds of each term of the step. Memory is fitted by linear
-least squares. A device of stage s, in a run r, holds at its peak
+least squares. The peak of a device of stage s, in a run r, is modelled as
 
     peak = static + a * (activations + working) + b * buffers + reserve
 
-where static, activations, working and buffers are those of `tools.estimate.memory` and peak was measured. a, b and
-reserve are told only if the runs differ in more than one way (stages, and two sizes of a micro-batch).
+where static, activations, working and buffers are the values of `tools.estimate.memory`, and peak was measured. a, b
+and reserve are determined only if the runs differ in more than one way (stages, and two sizes of a micro-batch).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ALIKE = 1e-6  # of the largest singular value: columns of the fit that cannot b
 
 def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, float]:
     """Return the predicted memory of one stage of a run and the measured peak of this stage, in bytes. If memory is
-    fullest during the optimizer's update, after all passes, no activations are held, and all bytes except the buffers
-    are static.
+    fullest during the optimizer's update, after all forward and backward passes, no activations are held, and all bytes
+    except the buffers count as static.
     """
     memory = all_stages(config)[stage]
     updates = memory.in_update > memory.in_passes
@@ -46,7 +46,9 @@ def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, floa
 
 
 def fit_memory(rows: Sequence[Mapping[str, float]]) -> MemoryTerms | None:
-    """Return the terms of memory that fit measured peaks best; return None if the runs do not determine them."""
+    """Return the terms of the memory model that fit the measured peaks best; return None if the runs do not determine
+    them.
+    """
     if len(rows) < 3:
         return None
     known = np.array([[row["activations"], row["buffers"], GIB] for row in rows])

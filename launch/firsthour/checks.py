@@ -1,13 +1,13 @@
 """This module lists the checks by which `tc3 firsthour` judges a new cluster: the order of the checks, the earlier
 checks that each check needs, and the verdict that follows from their outcomes.
 
-A check relies only on the earlier checks that it needs. If one of these failed, or judged nothing, the check is not run
-and its outcome is unknown, with the reason. Checks that do not depend on each other go on. An outcome is written as
-soon as it is known, so an interrupted command resumes where it stopped: checks that failed or judged nothing are run
-again, all others are kept.
+A check relies only on the earlier checks that it needs. If a check that it needs failed, or judged nothing, the check
+is not run and its outcome is unknown, with the reason. Checks that do not depend on a failed check are still run. An
+outcome is written as soon as it is known, so an interrupted command resumes where it stopped: checks that failed or
+judged nothing are run again, and the outcomes of all other checks are kept.
 
-`verdict` gives go, go with, or no go. What could not be judged is unknown, never ok. The functions of this module start
-nothing.
+`verdict` returns "go", "go with", or "no go". An item that could not be judged is unknown, never ok. The functions of
+this module start nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An `Outcome` is the result of a check: its verdict, its findings, its evidence (JSON), and its seconds."""
+    """An `Outcome` is the result of a check: the verdict, the findings, the evidence (JSON), and the seconds that the
+    check took.
+    """
 
     check: str
     verdict: Verdict
@@ -124,29 +126,31 @@ class Outcome:
 
     @property
     def told(self) -> bool:
-        """Return whether the check has judged anything."""
+        """Return whether the check has judged at least one item."""
         return any(item.verdict != "unknown" for item in self.findings)
 
     @property
     def bears(self) -> bool:
-        """Return whether later checks that need this check may trust its outcome: nothing failed, and something was
-        judged.
+        """Return whether later checks that need this check may rely on its outcome: nothing failed, and at least one
+        item was judged.
         """
         return self.verdict != "fail" and self.told
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome as plain values; the values of the evidence are not copied."""
+        """Return the outcome as plain values for JSON; the values of the evidence are not copied."""
         return {**vars(self), "findings": [asdict(item) for item in self.findings]}
 
 
 def outcome_of(content: Mapping[str, Any]) -> Outcome:
-    """Return the outcome whose plain values `Outcome.as_json` returned."""
+    """Return the outcome that the plain values describe; `Outcome.as_json` makes such values."""
     findings = tuple(Finding(**one) for one in content["findings"])
     return Outcome(**{**content, "findings": findings})
 
 
 def judged(check: str, findings: Sequence[Finding], evidence: dict[str, Any], seconds: float = 0.0) -> Outcome:
-    """Return the outcome of a check whose verdict is that of its worst finding; without findings it is unknown."""
+    """Return the outcome of a check, whose verdict is that of its worst finding; an outcome without findings is
+    unknown.
+    """
     verdict: Verdict = next((one for one in WORST if any(item.verdict == one for item in findings)), "unknown")
     return Outcome(check, verdict, tuple(findings), evidence, seconds)
 
@@ -244,9 +248,9 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
-    """Return go, go with, or no go, and a line for each finding that is not ok, the worst first.
+    """Return "go", "go with", or "no go", and a line for each finding that is not ok, the worst finding first.
 
-    A check that failed, or an essential one that could not be judged or is not among the outcomes, means no go.
+    The verdict is "no go" if a check failed, or if an essential check could not be judged or is not among the outcomes.
     """
     wanting = [(item, one.check) for one in outcomes for item in one.findings if item.verdict != "ok"]
     absent = [check for check in HOUR_CHECKS if check.name not in {one.check for one in outcomes}]
@@ -262,7 +266,7 @@ def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
 
 
 def line_of(check: str, item: Finding) -> str:
-    """Return a finding as one line."""
+    """Return one finding as a line of text."""
     place = f"{item.where or 'all nodes'}{'' if item.device is None else f', device {item.device}'}"
     remedy = f"; remedy: {item.remedy}" if item.remedy else ""
     return f"{item.verdict:8s}{check}: {item.what} ({place}): {item.seen}{remedy}"

@@ -4,8 +4,8 @@ The exit code is 0 for go and go with, 1 for no go, 2 for a wrong input, 130 if 
 interrupted, the same command continues where it stopped.
 
 `write_claim` writes what a bundle measured into the card of a recipe, as the claim `measured-DEVICE-N`. The claim is
-added as text below the recipe's `status:`, so that the comments and the order of the card stay. A claim of the same
-device and number replaces nothing: an older one has another date.
+added as text below the key `status:` in the model card, so that the comments and the order of the card are unchanged. A
+new claim does not replace an older claim of the same device and number, because the older claim has another date.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ def firsthour_command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Check and measure a new cluster before RECIPE's first training, and write what was measured into one bundle.
+    """Check and measure a new cluster before RECIPE's first training, and write the measurements into one bundle.
 
-    The checks go from single hosts to a calibrated search; each has a part of the budget, a limit that it judges by,
-    and a remedy (docs/first-hour.md). A check that cannot be judged is unknown, never ok. On a host without NPUs the
-    command is a rehearsal, in which the CPU is the device.
+    The checks go from single hosts to a calibrated search; each check has a part of the budget, a limit by which it
+    judges, and a remedy (docs/first-hour.md). An item that cannot be judged is unknown, never ok. On a host without
+    NPUs the command is a rehearsal, in which the CPU is the device.
 
     Exit codes: 0 go, or go with remedies; 1 no go; 2 a wrong input; 130 interrupted, to be resumed by the same command.
     """
@@ -195,7 +195,9 @@ def _cluster_of(hour: Hour, simulate: Path | None) -> dict[str, str]:
 
 
 class RecipeOrFirsthourCommand(RecipeOrCommand):
-    """This command group calls `tc3 firsthour RECIPE` if its first argument is a recipe."""
+    """This click group runs `tc3 firsthour RECIPE` if the first argument is a recipe and not one of the group's
+    commands.
+    """
 
     of_recipe = firsthour_command
 
@@ -254,7 +256,7 @@ def _shown(recipe: Path) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) -> None:
-    """Check BUNDLE, and show what it holds.
+    """Check BUNDLE, and show its contents.
 
     Exit codes: 0 go, or go with remedies; 1 no go; 2 a bundle that cannot be trusted.
     """
@@ -338,7 +340,7 @@ def _write_claim(bundle: Bundle, recipe: Path, card: Path, dry_run: bool) -> str
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Print the entry that the card would get, and write nothing.")
 def card(bundle: Path, recipe: Path, dry_run: bool) -> None:
-    """Add what BUNDLE measured to the card of RECIPE's folder, as a claim.
+    """Add the measurements in BUNDLE to the model card of RECIPE's folder, as a claim.
 
     Exit codes: 0 written; 2 a bundle that may not be claimed: of another recipe, simulated, or without a go.
     """

@@ -1,13 +1,15 @@
 """This module plans, runs and judges the collectives of a recipe's own groups (tp, cp, ep, dp, pp) with the recipe's
 own sizes.
 
-`tools.estimate.groups` says which groups, bytes and seconds the estimator predicts. `launch/workers/collectives.py`
-measures them, started by msrun: on this host's CPU, or on every node with the work folder shared. A group is slow by
-the rule of `tools.doctor.outliers.slow`; a kind of group whose fastest group takes more than `FACTOR` times the
-predicted seconds contradicts the hardware file.
+`tools.estimate.groups` says which groups and bytes there are, and which seconds the estimator predicts.
+`launch/workers/collectives.py` measures the collectives under msrun: on this host's CPU, or on every node, with a work
+folder that all nodes share. A group is slow by the rule of `tools.doctor.outliers.slow`; if the fastest group of one
+kind (tp, cp, ep, dp or pp) takes more than `FACTOR` times the predicted seconds, the measurement contradicts the
+hardware file.
 
 On a CPU the groups are the same, but AllReduce is the only collective that MindSpore runs in a group there; at most
-`CPU_BYTES` are sent, and nothing is predicted. A recipe of one device is measured as two that share its data.
+`CPU_BYTES` are sent, and no seconds are predicted. A recipe for one device is measured on two devices with data
+parallelism.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ PORT = 8133  # of the scheduler on the first of several nodes
 
 
 def rows_of(config: Configuration, hardware: Hardware, devices: int, on_cpu: bool) -> list[dict[str, Any]]:
-    """Return the rows of a plan in the form that judge_collectives takes, without the measured values.
+    """Return the rows of a plan in the form that `judge_collectives` takes, but without measured values.
 
     Args:
         devices: the number of devices; groups that need more devices are left out of "groups".
@@ -77,8 +79,8 @@ def command_of(
 def measured(
     rows: Sequence[Mapping[str, Any]], folder: Path, names: Sequence[str], each: int, target: str, seconds: float
 ) -> list[dict[str, Any]]:
-    """Run a plan on the nodes `names` with `each` devices, and return its rows with "seconds": for each group the
-    seconds of each round, of its slowest rank.
+    """Run a plan on the nodes `names` with `each` devices on a node, and return its rows with "seconds": for each group
+    the seconds of each round on the slowest rank of the group.
 
     Raises:
         ClusterError: a node failed, was too late, or a rank has written nothing.
@@ -136,7 +138,7 @@ def _seconds(groups: Sequence[Sequence[int]], ranks: Sequence[Sequence[float]]) 
 def judge_collectives(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str], each: int, on_cpu: bool
 ) -> list[Finding]:  # fmt: skip
-    """Return the findings about the groups of a recipe.
+    """Return the findings about the communication groups of a recipe.
 
     Args:
         rows: for each kind of group "group", "operator", "bytes", "ranks", "stride", "groups" (lists of ranks),

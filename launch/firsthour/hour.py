@@ -1,11 +1,11 @@
 """This module runs the checks of `tc3 firsthour` on this machine, by the commands that a user would type.
 
-`Hour.commands` lists the commands of each check; the plan of `--dry-run` prints them, and the checks start them, each
-with the check's time limit and in processes that end with the check. The results are judged by `launch.firsthour.judge`
-and `launch.firsthour.calibrate`.
+`Hour.commands` lists the commands of each check; `--dry-run` prints them, and the checks start them, each with the
+check's time limit and in processes that end with the check. The results are judged by `launch.firsthour.judge` and
+`launch.firsthour.calibrate`.
 
-The checks from `mini` on train minis on the CPU; `launch.firsthour.npu` has those of a host with NPUs. No check has run
-on an NPU.
+The checks from `mini` on train mini recipes on the CPU; `launch.firsthour.npu` contains the checks of a host with NPUs.
+No check has run on an NPU.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Hour:
         return {self.names[0]: Answer(parsed(json.dumps(ask(words, seconds))))}
 
     def hosts(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Ask every node for its doctor's report."""
+        """Collect the report of `tc3 doctor` from every node, and judge the reports."""
         evidence = hosts_evidence(self._asked("hosts", seconds))
         return judge_hosts(evidence, self.names, versions=False), evidence
 
@@ -200,7 +200,9 @@ class Hour:
         return judge_collectives(rows, names, self.each, self.device == "CPU"), {"rows": rows}
 
     def operators(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Compare operators with their golden results on every device of every node, one device of each at a time."""
+        """Compare operators with their golden results on every device of every node; at any time one device of each
+        node computes.
+        """
         words = self.commands()["operators"][0]
         numbers = range(len(self.npus)) if self.npus else [0]
         rows, silent = [], []
@@ -251,12 +253,12 @@ class Hour:
         return self.work / "corpus"
 
     def write_corpus(self, vocabulary: int) -> None:
-        """Write a learnable corpus for a vocabulary."""
+        """Write a corpus of token ids below `vocabulary`, from which a small model can learn."""
         self.work.mkdir(parents=True, exist_ok=True)
         write_learnable(self.corpus, vocabulary)
 
     def point(self, flat: dict[str, Any]) -> None:
-        """Change in place a recipe that a check trains, so that it reads the corpus and saves checkpoints often."""
+        """Change the recipe of a check in place, so that it reads the corpus and saves checkpoints often."""
         loader = flat
         for key in LOADER:
             loader = loader[key]
@@ -305,11 +307,11 @@ class Hour:
     no_memory = NO_MEMORY
 
     def write_measured(self) -> None:
-        """Write the recipe that the check `stage` trains, and a copy of this recipe that profiles some steps."""
+        """Write the recipe that the check `stage` trains, and a copy of it that profiles some steps."""
         self.write_small()
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
-        """Run the training whose command is `words` into the folder `run` of the work folder."""
+        """Run the training with the command `words`, and write its run into the folder `run` of the work folder."""
         ask([*words, "--force"], seconds)
 
     @property
@@ -404,10 +406,11 @@ def argv(words: Sequence[str]) -> list[str]:
 
 def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the JSON that a command of tc3 prints; exit codes 0 and 1 mean that the command has reached a verdict, all
-    other exit codes that it could not.
+    other exit codes that it could not reach a verdict.
 
     Raises:
-        ClusterError: it was not finished in time, or failed; the message ends with its last words.
+        ClusterError: the command was not finished in time, or failed; the message ends with the last line of its
+            output.
     """
     shown = f"tc3 {shlex.join(words)}"
     out, last = output(words, seconds, env)
@@ -423,7 +426,7 @@ def output(words: Sequence[str], seconds: float, env: Mapping[str, str] | None =
     """Return (standard output, last line of standard error) of a command of tc3.
 
     Raises:
-        ClusterError: it was not finished in time, or failed.
+        ClusterError: the command was not finished in time, or failed.
     """
     shown = f"tc3 {shlex.join(words)}"
     with terminate_as_interrupt(), child(argv(words), GRACE, text=True, stdout=PIPE, stderr=PIPE, env=env) as process:

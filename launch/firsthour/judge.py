@@ -1,9 +1,9 @@
 """This module turns the measurements of a check of `tc3 firsthour` into findings that name the host and the device. The
 functions of this module are pure, so that a simulated cluster is judged by the same rules as a real one.
 
-Hosts are judged by `tools.doctor.compare`, workers and disks by `tools.doctor.outliers`; this module adds what those
-do not see: the memory of devices, links between devices of different hosts, and operators that differ between devices.
-A link or a network port is slow by the rule of `tools.doctor.outliers.slow`, with the floor `LINK`.
+`tools.doctor.compare` judges hosts, and `tools.doctor.outliers` judges workers and disks; this module also judges what
+these two do not check: the memory of devices, links between devices of different hosts, and operators that differ
+between devices. A link or a network port is slow by the rule of `tools.doctor.outliers.slow`, with the floor `LINK`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Place = tuple[str, int]
 
 
 def hosts_evidence(answers: Mapping[str, Answer]) -> dict[str, Any]:
-    """Return the answers of the hosts to tc3 doctor as plain values."""
+    """Return the reports that the hosts gave to tc3 doctor as plain values."""
     return {
         host: {
             "report": answer.told.text() if isinstance(answer.told, Report) else None,
@@ -46,7 +46,7 @@ def hosts_evidence(answers: Mapping[str, Answer]) -> dict[str, Any]:
 
 
 def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
-    """Return the answers of the hosts from the plain values that `hosts_evidence` returned."""
+    """Return the reports of the hosts from the plain values that `hosts_evidence` returned."""
     found = {}
     for host, one in evidence.items():
         told = Trouble(**one["trouble"]) if one["trouble"] else parsed(one["report"])
@@ -57,8 +57,8 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
 def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: bool) -> list[Finding]:
     """Return the findings of the check `versions` if `versions` is set, otherwise those of the check `hosts`, from the
     reports of the hosts (`hosts_evidence`), which are compared by the doctor's own rules. A difference between hosts is
-    reported for each host; the check of clocks is left out for a single host, because it has no other clock to compare
-    with.
+    reported for each host; the check of clocks is left out for a single host, because there is no other clock to
+    compare with.
     """
     comparison, alone = compare(answers_of(evidence)), len(hosts) == 1
     found: list[Finding] = []

@@ -1,17 +1,19 @@
 """This module runs the checks that train on a host with NPUs. None of this module's checks has run on an NPU: the small
 recipes were checked and compiled for virtual devices, and the judging was tested on recorded losses.
 
-The small recipes are a family (`tools.recipe.mini_ascend`): one CPU process, one device, two devices, those of a node,
-and at most `MOST` of several nodes, all with the same weights, batch and samples.
+The small recipes are a family (`tools.recipe.mini_ascend`): one for a CPU process, one for one device, one for two
+devices, one for the devices of a node, and one for at most `MOST` devices of several nodes; all have the same weights,
+batch and samples.
 
-- `mini`: one device trains beside a CPU process of the same node, which is its golden baseline. Both start from the
-  same seed, and their losses are compared.
-- `parallel`: each larger member of the family goes on from the checkpoint that the single device saved after `SAVE`
-  steps, and its losses are compared with those of the single device. A member that needs several nodes is started on
-  each of them by ssh, with the script of tc3 train --script; the work folder must be shared then.
-- `stage`: one stage of the recipe at its own sizes (`tools.dryrun.one_stage`), on as many devices as a stage has, with
-  a profile; then its dispatch modes and fused operators against each other (`launch.firsthour.variants`).
-- `resume`: as in the rehearsal, with the small recipe of one device.
+- `mini`: one device trains at the same time as a CPU process of the same node, whose losses are the golden losses. The
+  device and the CPU process start from the same seed, and their losses are compared.
+- `parallel`: each larger recipe of the family goes on from the checkpoint that the single device saved after `SAVE`
+  steps, and its losses are compared with those of the single device. A recipe that needs several nodes is started on
+  each node by ssh, with the script of tc3 train --script; the nodes must then share the work folder.
+- `stage`: one stage of the recipe is trained at its own sizes (`tools.dryrun.one_stage`), on as many devices as a stage
+  has, with a profile; then its dispatch modes and fused operators are compared with each other
+  (`launch.firsthour.variants`).
+- `resume`: the check is the same as on a host without NPUs, with the small recipe for one device.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class NpuHour(Hour):
 
     @property
     def device(self) -> str:
-        """Return "Ascend"."""
+        """Return "Ascend", the device target of this host."""
         return "Ascend"
 
     @property
@@ -61,14 +63,14 @@ class NpuHour(Hour):
 
     @property
     def node_count(self) -> int:
-        """Return the number of nodes; without --nodes this one, or in a plan as many as the recipe needs."""
+        """Return the number of nodes; without --nodes this is 1, or in a plan as many as the recipe needs."""
         if self.nodes:
             return len(self.names)
         return 1 if self.npus else max(1, self.view.devices // self.each)
 
     @property
     def counts(self) -> list[int]:
-        """Return the numbers of devices of the small recipes, without the recipe for a single device."""
+        """Return the numbers of devices of the small recipes, except the recipe for a single device."""
         return rank_counts(self.each, self.node_count, min(MOST, self.view.devices))
 
     def of(self, devices: int) -> Path:
@@ -129,7 +131,7 @@ class NpuHour(Hour):
         return judge_curves(rows), {"rows": rows}
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train on more devices, from the checkpoint of one device, and compare the losses with those of the single
+        """Train on several devices, from the checkpoint of one device, and compare the losses with those of the single
         device.
         """
         until = time.monotonic() + seconds
@@ -177,10 +179,10 @@ class NpuHour(Hour):
 
     @cached_property
     def cut(self) -> Recipe:
-        """Return the recipe of one stage, on the devices that this cluster has.
+        """Return the recipe that trains one pipeline stage on the devices that this cluster has.
 
         Raises:
-            RecipeError: these are too few.
+            RecipeError: the cluster has too few devices.
         """
         return one_stage(resolve(load_recipe(self.recipe), layout="file"), self.world)
 
@@ -196,14 +198,16 @@ class NpuHour(Hour):
         self.write_hosts(View(flat).devices)
 
     def variants(self) -> list[Variant]:
-        """Return the variants of the recipe of one stage; the list is empty if the devices are too few for a stage."""
+        """Return the variants of the recipe that trains one pipeline stage; the list is empty if the devices are too
+        few for a stage.
+        """
         try:
             return variants_of(View(self.cut), on_cpu=False)
         except RecipeError:
             return []
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
-        """Run a training on this node; a training of the stage runs on as many nodes as it needs."""
+        """Run a training on this node; the training of a pipeline stage runs on as many nodes as it needs."""
         devices = View(load_recipe(Path(words[1]))).devices
         if devices <= self.each:
             super().start(words, run, seconds)

@@ -25,7 +25,7 @@ _LEGEND = {
 
 
 def as_html(bundle: Bundle, outcomes: Sequence[Outcome]) -> str:
-    """Return the HTML page that shows the results of a first hour, which a bundle holds."""
+    """Return the HTML page that shows the results in a bundle of `tc3 firsthour`."""
     manifest = bundle.manifest
     word, _ = verdict(outcomes)
     simulated = " A simulated cluster made these numbers: nothing on this page was measured." * manifest.simulated

@@ -25,7 +25,9 @@ from tools.recipe.load import load_recipe
 
 
 def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
-    """Return the plan: "nodes", "devices", "budget", and for each check its limit, place, gate, remedy and commands."""
+    """Return the plan as a dictionary: "nodes", "devices", "budget", and for each check its time limit, place,
+    condition, remedy and commands.
+    """
     view = hour.view
     nodes = hour.world // hour.each if isinstance(hour, NpuHour) else len(hour.names)
     commands = hour.commands()
@@ -74,7 +76,7 @@ def _where(hour: Hour, check: str, nodes: int) -> str:
 
 
 def as_text(plan: dict[str, Any]) -> str:
-    """Return the plan as text."""
+    """Return the plan as text for the terminal."""
     lines = [f"{plan['recipe']}: {plan['nodes']:,} nodes, {plan['devices']:,} devices, {plan['budget']:.0f} s"]
     if plan["npus"]:
         lines.append("the plan is for NPUs, on which it has not run; a host without NPUs rehearses it on its CPU")

@@ -6,9 +6,9 @@ The model predicts the next token from the current one: logits = E[token] @ W^T,
 AdamW trains it in float32, with gradients clipped by their global norm, and each rank takes its share of a step's
 tokens. Three defects can be planted:
 
-- wrong rounding: a device adds up its matrix products in float16 (the defect that the check `operators` also sees);
+- wrong rounding: a device adds up its matrix products in float16 (the check `operators` also detects this defect);
 - doubled gradient: the gradients of a device are counted twice when the ranks' gradients are summed;
-- lost moments: a checkpoint comes back without AdamW's moments.
+- lost moments: a resumed run loads a checkpoint without AdamW's moments.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def added_in_half(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rank:
-    """A `Rank` is the device of one rank: its matrix product, and the number of times that its gradients are
+    """A `Rank` is the simulated device of one rank: its matrix product, and the number of times that its gradients are
     counted.
     """
 
@@ -63,7 +63,9 @@ class State:
     smallest: Weights = field(default_factory=dict)  # smallest mean squares, which only the comparison needs
 
     def saved(self, whole: bool = True) -> State:
-        """Return a copy as it comes back from a checkpoint; if the checkpoint is not `whole`, the moments are zeros."""
+        """Return a copy of the state as it is loaded from a checkpoint; if the checkpoint is not `whole`, the moments
+        are zeros.
+        """
         moments = {
             name: {weight: array.copy() if whole else np.zeros_like(array) for weight, array in arrays.items()}
             for name, arrays in self.moments.items()
@@ -72,7 +74,7 @@ class State:
 
 
 def start(seed: int = 0) -> State:
-    """Return the state before the first step."""
+    """Return the state before the first training step."""
     random = np.random.default_rng(seed)
     weights = {name: random.normal(0, 0.3, (VOCABULARY, WIDTH)).astype(np.float32) for name in (EMBEDDING, HEAD)}
     zeros = {name: np.zeros_like(array) for name, array in weights.items()}

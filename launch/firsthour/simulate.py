@@ -1,11 +1,11 @@
 """This module simulates a cluster with planted defects, so that the checks that need many nodes can be rehearsed
 without any node: `tc3 firsthour RECIPE --simulate CLUSTER.yaml`.
 
-The simulated nodes answer in the forms of the real ones: a report of tc3 doctor with its facts and its clock, a probe
-of each node's workers, the memory of each device, and the seconds of each link. The operators are computed: a device is
-NumPy that rounds its results, and a device with the defect "wrong rounding" adds up its matrix products in float16. The
-seconds of a stage come from the estimator with planted efficiencies, and its peaks of memory from the memory model with
-planted terms. Everything is judged by the rules for real clusters.
+The simulated nodes give the same kinds of results as real nodes: a report of tc3 doctor with its facts and its clock, a
+probe of each node's workers, the memory of each device, and the seconds of each link. The results of operators are
+computed: a simulated device is NumPy that rounds its results, and a device with the defect "wrong rounding" adds up its
+matrix products in float16. The seconds of a stage come from the estimator with planted efficiencies, and its peaks of
+memory from the memory model with planted terms. All results are judged by the rules for real clusters.
 
 The checks `mini`, `parallel` and `resume` train a small model in NumPy on the simulated devices
 (`launch.firsthour.played`); MindSpore trains nothing in a simulated cluster.
@@ -104,7 +104,7 @@ class Cluster:
         return [f"node{number:03d}" for number in range(self.nodes)]
 
     def of(self, what: str) -> list[Mapping[str, Any]]:
-        """Return the defects of one kind."""
+        """Return the planted defects of one kind."""
         return [one for one in self.defects if one["what"] == what]
 
     def factor(self, what: str, host: str, device: int | None = None) -> float:
@@ -284,8 +284,8 @@ class Play:
         return judge_operators(rows), {"devices": rows}
 
     def stage(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Simulate a stage: the seconds of its terms, and the memory peaks of all stages for two sizes of a
-        micro-batch.
+        """Simulate the training of a stage: the seconds of its terms, and the memory peaks of all stages for two sizes
+        of a micro-batch.
         """
         truth = replace(efficiency_of(self.hardware), **self.cluster.efficiency)
         terms = modelled(self.config, self.hardware, truth, None)
@@ -334,7 +334,7 @@ class Play:
         return Rank(added_in_half if product else exact, 2.0 if counted else 1.0)
 
     def mini(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Train the small model on the first device, and compare it with a device that computes right."""
+        """Train the small model on the first device, and compare it with a device that computes correctly."""
         golden, _ = train([Rank()], STEPS)
         runs = {BASELINE: numbers_of(train([self._rank(0)], STEPS)[0])}
         lines = differences({BASELINE: numbers_of(golden)}, runs)
@@ -342,7 +342,9 @@ class Play:
         return judge_golden(content, PLAYED), {"differences": lines, "golden_file": PLAYED, "steps": STEPS}
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Train the small model on 2 devices, on those of a node, and on all, and compare each with one device."""
+        """Train the small model on 2 devices, on the devices of a node, and on all devices, and compare each training
+        with one device.
+        """
         one, _ = train([self._rank(0)], STEPS)
         rows = []
         for count in rank_counts(self.cluster.devices_per_node, self.cluster.nodes, TOKENS):

@@ -1,5 +1,5 @@
-"""This module judges the trainings of `tc3 firsthour`: it compares losses with golden losses, kinds of parallelism with
-one device, and a resumed run with one that was not killed. The functions of this module are pure: they judge the
+"""This module judges the trainings of `tc3 firsthour`: it compares losses with golden losses, each kind of parallelism
+with one device, and a resumed run with a run that was not killed. The functions of this module are pure: they judge the
 trainings of a simulated cluster (`launch.firsthour.played`) by the same rules as real ones.
 """
 
@@ -24,7 +24,8 @@ def rank_counts(node: int, nodes: int, most: int) -> list[int]:
     """Return the numbers of devices on which a small model trains: 2, the devices of one node, and the devices of all
     nodes.
 
-    Each is a power of two and at most `most`, so that the samples or tokens of a step can be cut into that many shares.
+    Each number is a power of two and at most `most`, so that the samples or tokens of a step can be divided into that
+    many equal parts.
     """
     wanted = (2, node, node * nodes)
     found = {1 << min(count, most).bit_length() - 1 for count in wanted if 1 < count <= node * nodes}

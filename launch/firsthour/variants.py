@@ -1,9 +1,9 @@
 """This module measures a recipe's dispatch modes and fused operators against each other, and writes the winners into
 an overlay, which is a small recipe with the measured recipe as its base.
 
-A variant is the recipe with one other value. Each is trained for a few steps; its time is that of a usual step, without
-the first one, which compiles. A variant wins if its step is shorter than the recipe's own by more than `SURE`. Fused
-operators have no CPU kernels, so a CPU measures dispatch modes only.
+A variant is the recipe with another value of one key. Each variant is trained for a few steps; its time is the time of
+a usual step, without the first step, which compiles. A variant wins if its step is shorter than the recipe's own by
+more than `SURE`. Fused operators have no CPU kernels, so only dispatch modes are measured on a CPU.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) 
 
 
 def write_overlay(recipe: Path, variants: Sequence[Variant], seconds: Mapping[str, float | None], file: Path) -> bool:
-    """Write the winners into a recipe that has `recipe` as its base. If no value of `recipe` changes, remove the file
-    that an earlier start wrote, and return False.
+    """Write an overlay, which is a recipe that has `recipe` as its base, with the fastest values. If no other value
+    than that of `recipe` is the fastest, remove the file that an earlier start wrote, and return False.
     """
     content: dict[str, Any] = {}
     for key in dict.fromkeys(one.key for one in variants):

@@ -45,7 +45,7 @@ TEMPERATURE_HELP = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """These are the weights that the user has chosen; `recipe` is the resolved recipe of their model."""
+    """A `Chosen` holds the weights that the user has chosen; `recipe` is the resolved recipe of their model."""
 
     source: Source
     recipe: Recipe
@@ -57,8 +57,8 @@ class Chosen:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Return sizes of the model: `seq_length` is the length of its context, `vocab_size` the number of its token
-        ids.
+        """Return two sizes of the model: `seq_length` is the length of its context, `vocab_size` the number of its
+        token ids.
         """
         return self.recipe["model"]["model_config"]
 
@@ -149,10 +149,12 @@ def _weights_held(source: Source) -> int | None:
 
 
 def forward_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return the part of `recipe` on which logits depend, in float32; devices and layout are removed.
+    """Return the part of `recipe` on which logits depend, with float32 as data type and without devices and parallel
+    layout.
 
-    The MTP layer is removed: it reads the decoder's output, and no logit depends on it. Of the plugins, those of the
-    model stay; the others change where and how fast values are computed, not the values. A text counts as one document.
+    The MTP layer is removed: it reads the decoder's output, and no logit depends on it. Only the plugins that change
+    what the model computes stay; the other plugins change where and how fast values are computed, not the values. A
+    text is treated as one document.
     """
     flat = copy.deepcopy(dict(recipe))
     leave_ascend(flat)
@@ -230,8 +232,8 @@ def generate(
     """Generate text with a small trained model, to see what it has learnt.
 
     RUN is a run's folder (its newest complete checkpoint is used), CHECKPOINT one iteration of any layout, other
-    weights in MindFormers' names, or a Hugging Face folder. Each token is the likeliest one, unless --temperature,
-    --top-k, --top-p or --seed ask for chance.
+    weights in MindFormers' names, or a Hugging Face folder. Each token is the most probable one, unless --temperature,
+    --top-k, --top-p or --seed ask for sampling.
     """
     require_verified()
     how = sampling_of(temperature, top_k, top_p, seed)
@@ -275,7 +277,7 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
 
 
 class Voice:
-    """A `Voice` holds a running model and its tokenizer, and continues texts with them.
+    """A `Voice` holds a running model and its tokenizer, and generates the continuations of texts.
 
     Args:
         logits: the logits of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether
@@ -305,7 +307,7 @@ class Voice:
         return Text(prompt, "".join(parts), ids, len(before), ended, time.monotonic() - began)
 
     def say(self, text: str, bold: bool = False) -> None:
-        """Print a piece of text at once, without waiting for the end of the line."""
+        """Print a piece of text at once, and do not wait for the end of the line."""
         if self.aloud and text:
             click.secho(harmless(text), nl=False, bold=bold)
             sys.stdout.flush()

@@ -37,7 +37,9 @@ class Sampling:
 
 
 def likeliest(logits: np.ndarray) -> int:
-    """Return the id of the largest of `logits` [V]; among equal logits, the first."""
+    """Return the id of the largest of `logits` [V]; if several logits are the largest, return the first of their
+    ids.
+    """
     return int(np.argmax(logits))
 
 
@@ -45,7 +47,7 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
     """Return the probability with which each token is sampled: float64 [V], adding up to 1.
 
     Temperature is applied first, then top-k, then top-p to the remaining tokens, as in Hugging Face's `generate`. Of
-    equally probable tokens the one with the smaller id counts as more probable, so that exactly k tokens remain.
+    two equally probable tokens the token with the smaller id counts as more probable, so that exactly k tokens remain.
     """
     scaled = (logits.astype(np.float64) - logits.max()) / how.temperature  # the largest is 0: no overflow
     chances = np.exp(scaled)
@@ -66,7 +68,8 @@ def draw(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> int:
 
 
 def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer:
-    """Return the tokenizer that is `given`, that lies beside `weights`, or that `recipe` or its corpus names.
+    """Return a tokenizer: the tokenizer that is `given`, the tokenizer in the folder of `weights`, or the tokenizer
+    that `recipe` or its corpus names.
 
     Raises:
         DataError: no tokenizer exists, it cannot be loaded, it does not reproduce text, or it is not the corpus's own.
@@ -113,7 +116,7 @@ def _fast_tokenizer(folder: Path, end: str | None = None) -> Tokenizer:
 
 
 class Spoken:
-    """A `Spoken` makes text from token ids that arrive one by one; the bytes of a character are kept until the
+    """A `Spoken` makes text from token ids that arrive one by one; it keeps the bytes of a character until the
     character is complete.
 
     Args:
@@ -125,13 +128,13 @@ class Spoken:
         self._said = len(coder.decode(self._ids))
 
     def push(self, token: int) -> str:
-        """Return the text that `token` adds; it may be empty."""
+        """Return the text that `token` adds to the output; the text may be empty."""
         self._ids.append(token)
         text = self._coder.decode(self._ids)
         return "" if text.endswith(HALF) else self._new(text)
 
     def rest(self) -> str:
-        """Return as text the bytes that are left at the end and form no complete character."""
+        """Return as text the bytes that remain at the end and do not form a complete character."""
         return self._new(self._coder.decode(self._ids))
 
     def _new(self, text: str) -> str:
@@ -140,5 +143,5 @@ class Spoken:
 
 
 def harmless(text: str) -> str:
-    """Return `text` without control characters that a terminal would obey, except line feed and tabulator."""
+    """Return `text` without the control characters that a terminal would interpret, except line feed and tabulator."""
     return "".join(HALF if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in text)

@@ -2,9 +2,9 @@
 
     python launch/generate/worker.py RECIPE WEIGHTS FD
 
-RECIPE is one of `launch.generate.command.forward_recipe`, WEIGHTS a checkpoint or Hugging Face folder, FD one end of a
-pipe. The worker first sends `Ready` or `Refused`; then, for each list of ids that it receives, the logits of the next
-token.
+RECIPE is a recipe that `launch.generate.command.forward_recipe` returned, WEIGHTS is a checkpoint or a Hugging Face
+folder, and FD is one end of a pipe. The worker first sends `Ready` or `Refused`; then, for each list of ids that it
+receives, the logits of the next token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Reader = Callable[[str], np.ndarray]  # a parameter's name -> its whole value
 
 
 class Model:
-    """This is MindFormers' training model with the weights of a checkpoint."""
+    """A `Model` is MindFormers' training model with the weights of a checkpoint."""
 
     def __init__(self, recipe: Path, weights: Path):
         from mindspore import Tensor
@@ -54,7 +54,8 @@ class Model:
         """Return the logits of the token after `ids`, float32 [V]; `ids` holds at most as many ids as a training
         sample.
 
-        Tokens to the right of a position do not affect it, so the graph has one shape: ids and then zeros.
+        Tokens to the right of a position do not affect it, so the graph has a single shape: the ids are padded with
+        zeros.
         """
         from mindspore import Tensor
 
@@ -103,7 +104,8 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
 
 
 def reader(weights: Path, recipe: Recipe) -> Reader:
-    """Return a function that returns the whole value of a parameter by its name, with experts in logical order.
+    """Return a function that returns the whole value of a parameter, given its name; expert weights are in logical
+    order.
 
     Args:
         weights: an iteration of a run in any layout, or a Hugging Face folder. recipe: the recipe of its model.

@@ -1,9 +1,9 @@
-"""This module finds the checkpoint that a run goes on from, checks it, and keeps checkpoints of different runs apart.
+"""This module finds the checkpoint from which a run goes on, checks it, and keeps checkpoints of different runs apart.
 
 `check_model` checks before any worker starts whether a checkpoint is complete and belongs to the recipe's model, from
 the headers of its files. MindFormers 1.9.0 skips tensors that it does not find (`checkpoint/reshard.py`: "No source
-parameters found ..., skipping") and leaves out tensors that it does not know: a run would go on with fresh weights,
-experts or moments, and only a log would say so.
+parameters found ..., skipping") and ignores tensors that it does not know: a run would continue with newly initialised
+weights, experts or moments, and only the log would mention it.
 
 `find_checkpoint` finds the checkpoint from which a run goes on: the newest complete one, or the one that the user
 names. `check_data_order` and `complete` check whether the run may go on from it, and whether any step is left to train.
@@ -84,8 +84,8 @@ def check_model(recipe: Recipe, folder: Path) -> None:
 
     A line reports routers' biases that stock MindFormers has saved from a sharded graph, and will not load.
 
-    Models whose tensors are not known by name are compared by their number of weights; a model that `tc3 check` does
-    not count is not compared. Their sealed files were compared with checksums.
+    For a model whose tensor names are not known, only the number of weights is compared; a model whose parameters `tc3
+    check` does not count is not compared. The checksums of the sealed files have been compared before.
     """
     refuse_moved(folder, View(recipe).keeps_placements)
     wanted = _shapes_of(recipe)
@@ -207,7 +207,8 @@ def weights_in(folder: Path) -> int | None:
     """Return the number of trained parameters in a checkpoint of MindFormers' format, over all ranks; None if the
     checkpoint does not say.
 
-    Several ranks have metadata.json with all shapes, one has none, but all weights in its file.
+    A checkpoint of several ranks has metadata.json with all shapes; a checkpoint of one rank has no such file, but all
+    weights in its file.
     """
     try:
         whole = folder / METADATA
@@ -236,8 +237,8 @@ def find_checkpoint(
     unfit: Callable[[Path, int], str | None] = lambda folder, step: None,
     otherwise: str | None = None,
 ) -> CheckpointInfo | None:
-    """Return the iteration to go on from; None if `auto` finds no complete one. Print which checkpoints are skipped,
-    and why.
+    """Return the iteration from which the run goes on; None if `auto` finds no complete checkpoint. Print which
+    checkpoints are skipped, and why.
 
     Args:
         resume: `auto`, or a folder; root: the root of the run's own iterations; unfit: see `scan_checkpoints`.
@@ -291,7 +292,7 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
 
 
 def say_reading(folder: Path | None) -> None:
-    """Print on stderr that a checkpoint is read completely, if this takes a while."""
+    """Print on stderr that a checkpoint is read completely, if this takes more than a short time."""
     size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder else 0
     if size > _SLOW_TO_READ:
         click.echo(f"{folder}: reading its {size / 1e9:,.0f} GB, to see whether it is whole", err=True)
@@ -368,7 +369,7 @@ def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
 def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:
     """Raise CheckpointError if the run would read the data in another order after `checkpoint` than before.
 
-    Other data at the same path counts, too.
+    Other data at the same path also counts as another order.
     """
     stored = _recipe_of_run(recipe, run_dir, checkpoint.path)
     if not stored.exists():
@@ -388,8 +389,8 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
 
 
 def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
-    """Return a sentence that says that no steps are left to train after `checkpoint`; None if steps are left, or if
-    this cannot be determined.
+    """Return a sentence that says that no steps are left to train after `checkpoint`; return None if steps are left, or
+    if this cannot be determined.
     """
     wanted, done = all_steps(recipe), checkpoint.step
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -404,7 +405,7 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
     """Raise CheckpointError if this worker's part of a checkpoint does not match its recorded checksums (its seal);
     together the workers read every file once.
 
-    A checkpoint without seals is accepted, because the user named it.
+    A checkpoint without seals is accepted, because the user has named it.
     """
     reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
     if reason:
@@ -412,8 +413,9 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
 
 
 def check_load_path(recipe: Recipe) -> None:
-    """Raise CheckpointError if a new run is to begin with weights of a folder that does not exist or holds none, with
-    experts in an order that the recipe does not know, or with adapters beside the weights of another model.
+    """Raise CheckpointError if a new run is to begin with the weights of a folder, and the folder does not exist or
+    holds no weights, its experts are in an order that the recipe does not know, or it holds adapters together with the
+    weights of another model.
     """
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path or Path(path).is_file():
@@ -477,7 +479,8 @@ def clear_save_path(root: Path) -> None:
 def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:
     """Set aside the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on.
 
-    Checkpoints of that attempt and of later ones stay, because several nodes may do this, one of them late.
+    Checkpoints of that attempt and of later attempts are not changed, because several nodes may call this function, one
+    of them late.
     """
 
     def earlier(folder: Path) -> bool:

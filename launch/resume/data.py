@@ -1,22 +1,23 @@
-"""This module makes sure that a resumed run trains the same data: the samples left out, the content of each corpus, and
-the order.
+"""This module makes sure that a resumed run trains the same data in three respects: the samples left out, the content
+of each corpus, and the order.
 
-Samples that are left out (`apply_ledger`, `guilty`). A launch follows the list of left-out samples
-(`plugins/spike_guard/ledger.py`), which the worker that ends a run after a spike has written. The agent that plans the
-next attempt puts these samples into the effective recipe, and goes on from the newest checkpoint that has trained no
-guilty step; checkpoints that have are set aside once the plan is valid. All of this is read from the disk before each
-plan, because no node knows what another node has planned.
+The first part handles samples that are left out (`apply_ledger`, `guilty`). A launch follows the list of left-out
+samples (`plugins/spike_guard/ledger.py`), which is written by the worker that ends a run after a spike. The agent that
+plans the next attempt puts these samples into the effective recipe, and goes on from the newest checkpoint that has
+trained none of them; checkpoints that have trained some of them are set aside once the plan is valid. The agent reads
+all of these files before each plan, because no node knows what another node has planned.
 
-The content of a corpus (`keep_digests`, `replaced`). A resume notices a corpus that was prepared anew at the same path.
-Corpora have terabytes, so `RUN/data.json` covers for each corpus the whole .idx, that is the length and place of every
-document, the size of the .bin, and 256 evenly spread blocks of it, including the first and the last (a file of up to 16
-MiB is covered completely). Other text practically always has other lengths; tokens that were changed in place, between
-those blocks, are not noticed.
+The second part checks the content of a corpus (`keep_digests`, `replaced`). A resume notices if a corpus was prepared
+again at the same path. A corpus may have terabytes, so `RUN/data.json` covers for each corpus the whole .idx (the
+length and place of every document), the size of the .bin, and 256 evenly spread blocks of the .bin, including the first
+and the last (a file of up to 16 MiB is covered completely). Another text practically always has other lengths; tokens
+that were changed in place, between these blocks, are not noticed.
 
-The order (`differences`, `most_steps`). A resumed run skips trained samples by their number, so another order, by
-another recipe or for more steps, would repeat samples and leave others out. MindFormers' GPTDataset shuffles together
-all epochs of the corpus that the wanted samples need: more samples keep the order as long as they need the same number
-of epochs (and, with several epochs, as long as it does not change whether the last epoch is shuffled separately).
+The third part checks the order of the data (`differences`, `most_steps`). A resumed run skips trained samples by their
+number, so another order, by another recipe or for more steps, would repeat samples and leave others out. MindFormers'
+GPTDataset shuffles together all epochs of the corpus that the requested samples need: a request for more samples keeps
+the order as long as it needs the same number of epochs (and, with several epochs, as long as it does not change whether
+the last epoch is shuffled separately).
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     """Return the reason why the run must not continue from a checkpoint (its folder and step): the run trained samples
     before this checkpoint that are left out now.
 
-    A checkpoint's seals record which samples its run left out. For a checkpoint whose seals do not, the samples that
-    RUN/recipe.yaml leaves out count, so call this before that file is written anew.
+    The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
+    RUN/recipe.yaml leaves out count, so call this function before that file is written again.
     """
     entries = read_ledger(run_dir) if guard_is_on(recipe) else []
     stored = run_dir / "recipe.yaml"
@@ -144,8 +145,8 @@ def digests(recipe: Recipe) -> list[dict[str, Any]]:
     """Return for each corpus of `data_path` in turn its prefix, the bytes of .idx and .bin, and the sha256 of the
     covered part.
 
-    For HFDataLoader of each of its files, and of the tokenizers that make ids of them: file, bytes, sha256 of what is
-    covered. Empty for loaders of other kinds.
+    For HFDataLoader, return for each of its files, and for the tokenizers that make ids of them: file, bytes, and
+    sha256 of the covered part. The result is empty for other kinds of loaders.
 
     Raises:
         DataError: a file is missing or cannot be read.
@@ -194,7 +195,9 @@ def _digest(prefix: str) -> dict[str, Any]:
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
-    """Record digests of a recipe's data in its present state. If data cannot be read, the loader reports this later."""
+    """Record digests of the present content of a recipe's data. If data cannot be read, no error is raised here,
+    because the data loader reports it later.
+    """
     try:
         write_atomically(run_dir / DIGESTS, json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:
@@ -202,9 +205,10 @@ def keep_digests(recipe: Recipe, run_dir: Path) -> None:
 
 
 def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
-    """Return in words which corpora of `recipe` differ from those of the run in `run_dir`.
+    """Return a text that says which corpora of `recipe` differ from those of the run in `run_dir`.
 
-    A run without recorded digests (of an earlier version, or of MindFormers only) is reported, and accepted.
+    A run without recorded digests (a run of an earlier version, or a run started without `tc3`) is reported, and
+    accepted.
     """
     stored = run_dir / DIGESTS
     try:
@@ -231,8 +235,8 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """These two values and the seed determine the order of one corpus; the number of wanted samples affects the order
-    only through these values.
+    """A `Shuffle` holds two values that determine, together with the seed, the order of one corpus; the number of
+    requested samples affects the order only through these values.
     """
 
     epochs: int
@@ -240,8 +244,8 @@ class Shuffle(NamedTuple):
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and one last
-    label).
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens if it is asked for `samples` samples (and one more
+    token for the last label).
     """
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:
@@ -253,8 +257,8 @@ def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
 def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
     """Return the shuffle of each corpus of a recipe's `data_path` when the recipe is asked for `samples` samples.
 
-    Corpora without weights are read once, whatever number is wanted; a single corpus is asked for exactly the wanted
-    samples.
+    Corpora without weights are read once, whatever number of samples is requested; from a single corpus exactly the
+    requested samples are read.
 
     Raises:
         DataError: an index is missing or broken.
@@ -287,10 +291,10 @@ def _training_tokens(prefix: str, share: float) -> int:
 
 
 def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
-    """Return in words why the order of the data in `after` differs from that in `before`, of which `step` steps have
-    been trained.
+    """Return a text that says why the order of the data in `after` differs from the order in `before`, of which `step`
+    steps have been trained.
 
-    Each difference says what it was and what it would be; none means that the run can go on.
+    Each difference states the old and the new value; an empty result means that the run can go on.
     """
     found = list(_changed_keys(View(before), View(after)))
     return found or [

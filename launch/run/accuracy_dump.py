@@ -1,6 +1,6 @@
 """This module is `tc3 accuracy dump`: it runs a recipe as `tc3 train` does, with msprobe's debugger in every worker.
 
-The command line stands in tools/accuracy/cli.py, which becomes this process:
+The command line is defined in tools/accuracy/cli.py, which replaces itself by this process:
 
     python launch/run/accuracy_dump.py JOB      JOB is `tools.accuracy.dumps.write.Job` as JSON
 """
@@ -111,7 +111,9 @@ def full(out: Path) -> Failure | None:
 
 
 def dumped_bytes(out: Path) -> int:
-    """Return the files that msprobe and this module wrote below a dump's folder, without logs."""
+    """Return the number of bytes in the files that msprobe and this module wrote below a dump's folder, without
+    logs.
+    """
     places = (*out.glob("step[0-9]*"), *out.glob("rank_[0-9]*"), out / WEIGHTS_FOLDER)
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
@@ -125,7 +127,9 @@ def _clear(out: Path, new: bool) -> None:
 
 
 def prepare(recipe: Recipe) -> list[str]:
-    """Make `recipe` deterministic, and switch off parts of it that cost time and are not dumped; print the changes."""
+    """Make `recipe` deterministic, and switch off parts of it that cost time and are not dumped; print these
+    changes.
+    """
     said = []
     if not recipe.get("train_precision_sync"):
         recipe["train_precision_sync"] = True

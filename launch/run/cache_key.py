@@ -2,8 +2,8 @@
 other's graphs.
 
 MindSpore's compile cache compares only source files that it finds from the started script: if `routed_scaling_factor`
-changes, it silently trains the old graph. So everything that is not known to stay out of the graph belongs into the
-key: an unnecessary part costs a compilation, a missing part a wrong model.
+changes, it silently trains the old graph. So every value belongs into the key unless it is known not to affect the
+graph: an unnecessary part costs a compilation, a missing part gives a wrong model.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ OF_ONE_LAUNCH = {  # differ from start to start, or between nodes: addresses, lo
 
 
 def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return all values on which the key of a compiled graph depends, by subject; runs for which all these values are
-    equal load the same graph.
+    """Return, by subject, all values on which a compiled graph depends; runs for which all these values are equal load
+    the same graph.
 
     Args:
         recipe: flat and effective, `auto` resolved.

@@ -1,5 +1,5 @@
-"""This module is `tc3 train`: it checks a recipe, runs and supervises msrun, and prints losses, speed, checkpoint,
-picture and what to do next.
+"""This module is `tc3 train`: it checks a recipe, runs and supervises msrun, and prints losses, speed, the checkpoint,
+the picture of the loss curve, and the next command.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOST_AFTER = 60.0  # seconds for which the disk of a run on one host may stand s
 
 @dataclass(frozen=True)
 class Asked:
-    """These are the values of the command-line options; the help texts of `train` describe each option."""
+    """An `Asked` holds the values of the command-line options; the help texts of `train` describe each option."""
 
     recipe: Path
     overrides: tuple[str, ...]
@@ -220,7 +220,8 @@ def checks(
 ) -> list[Callable[[], object]]:
     """Return the checks of this machine, in the order in which a user would want to see their errors.
 
-    Of one node among several, which has `slots` workers, `force` is None: agents have no such option.
+    For a node of a run on several nodes, which has `slots` workers, `force` is None, because `tc3 agent` has no such
+    option.
     """
     saves = checkpoints.save_path(recipe)
     return [

@@ -1,13 +1,13 @@
 """This module makes MindSpore's compile cache safe: one folder for each key, digests of its files, and graphs that are
 published completely or not at all.
 
-The folder of all caches is `output/compile_cache` of the checkout, or `TC3_COMPILE_CACHE`; with several nodes it must
-be one that they share. A key's folder (`cache_key`) has a folder `rank_N` for each rank, as MindSpore makes them, with
-`SEAL` in it: sha256 of each file. MindSpore itself sees only a folder of this attempt: a verified copy for all ranks,
-or an empty folder that it fills. Its files are published by one rename for each rank, once steps have been made with
-them. So if a run is killed while MindSpore writes, or the disk is full, no other run loads these files.
+The folder of all caches is `output/compile_cache` of the checkout, or `TC3_COMPILE_CACHE`; several nodes must share
+this folder. The folder of a key (`cache_key`) has a folder `rank_N` for each rank, as MindSpore makes them, with a file
+`SEAL` that holds the sha256 of each file. MindSpore itself reads and writes only a folder of this attempt: a verified
+copy for all ranks, or an empty folder. The files of a rank are published by one rename, once steps have been trained
+with them. So if a run is killed while MindSpore writes, or the disk is full, no other run loads these files.
 
-`KEPT` keys stay, those used last; of others the folders are removed when a new one is published.
+The `KEPT` keys that were used last stay; the folders of other keys are removed when a new key is published.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _has_key(value: Any, key: str) -> bool:
 
 @dataclass
 class CompileCache:
-    """This is the compile cache of one attempt on this node.
+    """A `CompileCache` is the compile cache of one attempt on this node.
 
     `environment`: what its workers get (nothing: they compile without a cache). `said`: a line for the user, or "".
     """
@@ -106,8 +106,8 @@ class CompileCache:
         """Publish the graphs that a rank of this node has compiled, once a later step has been trained with them; call
         this from time to time.
 
-        Each call publishes one rank, so that the caller can go on with its other work. This never raises an error: if a
-        graph cannot be kept, the next start compiles again.
+        Each call publishes one rank, so that the caller can go on with its other work. The method never raises an
+        error: if a graph cannot be kept, the next start compiles it again.
         """
         rank = next((each for each in self.ranks if self.environment and self._is_due(each)), None)
         if rank is not None:
@@ -155,8 +155,8 @@ def prepare(
     environ: Mapping[str, str] = os.environ,
     over: Callable[[], object] = lambda: None,
 ) -> CompileCache:
-    """Return the compile cache of an attempt that starts now on this node; among several nodes either all load or none
-    does.
+    """Return the compile cache of an attempt that starts now on this node; of several nodes either all load graphs or
+    none does.
 
     Args:
         recipe: flat and effective.
@@ -164,7 +164,8 @@ def prepare(
         world: the number of workers of all nodes; `ranks`: the ranks that this node starts.
         over: whether the attempt has ended, while this node waits for what the others can load.
 
-    This never raises an error: if the cache cannot be used, `said` says why, and the workers compile without it.
+    The function never raises an error: if the cache cannot be used, `said` says why, and the workers compile without
+    it.
     """
     cache = _prepare(recipe, run_dir, attempt, world, ranks, environ)
     can = cache.key.name if cache.loaded else ""

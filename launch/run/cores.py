@@ -32,8 +32,8 @@ OWN_CHOICE = "--bind_core=True"  # msrun's, for workers on NPUs of which no plan
 
 @dataclass(frozen=True)
 class Cores:
-    """This is the core binding of one launch: the options of msrun, the environment of the workers, and the bind file
-    if there is one.
+    """A `Cores` is the core binding of one launch: the options of msrun, the environment of the workers, and the bind
+    file if there is one.
 
     Attributes:
         options: the options of msrun.
@@ -98,7 +98,7 @@ def _applied(plan: Plan, by_worker: bool, file: Path) -> Cores:
 
 
 def main() -> None:
-    """Write the bind file and print shell assignments for the script; sentences go to stderr."""
+    """Write the bind file and print shell assignments for the script; messages for the user go to stderr."""
     workers, target, file = sys.argv[1:]
     cores = of_host(int(workers), target == "CPU", Path(file))
     cores.write()

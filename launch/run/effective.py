@@ -95,7 +95,7 @@ def effective_recipe(
 
 
 def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
-    """Return the recipe, or its mini recipe (a small version for CPU), with the user's overrides."""
+    """Return the recipe, or its mini recipe (a small version for CPU), with the user's overrides applied."""
     flat = size.load(path)
     changed = apply_overrides(flat, overrides)
     for override in overrides:
@@ -107,10 +107,10 @@ def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE
 def checked_recipe(
     file: Path, overrides: tuple[str, ...], steps: int | None, resume: str | None, run_dir: Path | None
 ) -> tuple[Recipe, list[str]]:
-    """Return the resolved recipe that other hosts are to train, and the overrides that together set what `overrides`
-    and `steps` ask for.
+    """Return the resolved recipe that other hosts are to train, and the overrides that together have the same effect as
+    `overrides` and `steps`.
 
-    It is checked here. Notes on stderr say which of its paths lie outside the checkout.
+    This function checks the recipe. Notes on stderr say which paths of the recipe lie outside the checkout.
     """
     chosen = chosen_recipe(file, overrides)
     more = steps_overrides(chosen, steps, overrides)
@@ -122,7 +122,9 @@ def checked_recipe(
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """Return the recipe with values instead of `auto`; `make_layout` has the same meaning as for `effective_recipe`."""
+    """Return the recipe with a value in place of each `auto`; `make_layout` has the same meaning as for
+    `effective_recipe`.
+    """
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 
@@ -131,7 +133,8 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
     and the schedule.
 
     If the warm-up is longer than all steps, it is shortened so that it keeps its share of the recipe's steps; a line on
-    stderr says so. A warm-up that the user's own overrides set stays unchanged, and is refused like that of a recipe.
+    stderr says so. A warm-up that the user's own overrides set stays unchanged, and is refused if it is too long, as
+    that of a recipe is.
 
     Args:
         given: the user's overrides, which `recipe` has.
@@ -171,8 +174,8 @@ def _number_of_steps(recipe: Recipe, view: View, steps: int) -> list[str]:
 
 
 def beside_steps(recipe: Recipe, steps: int | None, given: Sequence[str]) -> list[str]:
-    """Return the user's overrides such that they do not contradict `--steps`: without the keys that it sets. In the
-    list of an override, which may hold more than such a key, the value becomes that of `--steps`.
+    """Return the user's overrides without the keys that `--steps` sets, so that they do not contradict `--steps`. If an
+    override sets a list, the value in this list that `--steps` determines is replaced by the value of `--steps`.
 
     Args:
         recipe: the recipe that has these overrides.

@@ -36,9 +36,10 @@ _MSRUN_END = re.compile(r"Worker process (\d+) exit with exception. Error code: 
 class Failure:
     """A `Failure` describes why a run ended: one message, the log to read, and the most informative lines of that log.
 
-    `user_error`: the message says all, and the user has to correct something; `stopped`: it says what was wrong in
-    training. `rank` and `code` (negative: a signal) are those of the worker that failed, where one is known. `error`:
-    the line of the log that says what was wrong; `mend`: what to do about it. Both may be empty.
+    `user_error`: the message says everything, and the user has to correct something; `stopped`: the message says what
+    was wrong in the training. `rank` and `code` (negative: a signal) are those of the worker that failed, where one is
+    known. `error`: the line of the log that states the error; `mend`: how to correct the error. Both `error` and `mend`
+    may be empty.
     """
 
     message: str
@@ -138,7 +139,9 @@ def _for_users(lines: list[str]) -> list[str]:
 
 
 def error_of(shown: Sequence[str]) -> str:
-    """Return the line among `telling_lines` that states the error, not a call that led to it; the line may be empty."""
+    """Return the line among `telling_lines` that states the error (not a call that led to the error); the line may be
+    empty.
+    """
     return next((line for line in shown if line.strip() and not line[0].isspace()), "")
 
 
@@ -151,5 +154,5 @@ def ends_in_msrun_log(log: Path) -> dict[int, int]:
 
 
 def timed_out(log: Path) -> list[int]:
-    """Return the ranks that msrun's scheduler has lost, according to its log."""
+    """Return the ranks with which msrun's scheduler has lost contact, according to its log."""
     return [int(match[1]) for line in last_lines(log) if (match := _TIMED_OUT.search(line))]

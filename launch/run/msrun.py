@@ -1,4 +1,4 @@
-"""This module makes the msrun command of a recipe: the number of workers, its argv, its environment and its port. The
+"""This module makes the msrun command of a recipe: the number of workers, the argv, the environment and the port. The
 module starts no process.
 """
 
@@ -69,13 +69,13 @@ def msrun_command(
     worker: Path = TRAIN,
     config: Path | None = None,
 ) -> list[str]:
-    """Return the exact argv that trains `config` (default: RUN/recipe.yaml) on this host; one worker uses the same
-    command as many.
+    """Return the exact argv that trains `config` (default: RUN/recipe.yaml) on this host; a single worker is also
+    started by msrun.
 
-    `resume` is one iteration's checkpoint folder, `options` are further ones of msrun, `logs` the folder of its logs
-    (default: RUN/logs), `node` the place of this host where there are several, `worker` the file that every worker
-    runs. No worker log is tailed to msrun's own output (the number of workers is the value msrun documents for that):
-    the supervisor reads the logs.
+    `resume` is one iteration's checkpoint folder, `options` are additional options of msrun, `logs` is the folder of
+    its logs (default: RUN/logs), `node` describes this host if there are several, `worker` is the file that every
+    worker runs. msrun is set to copy no worker's log to its own output (the documented value for that is the number of
+    workers), because the supervisor reads the logs.
 
     Raises:
         ClusterError: there is no msrun beside the running Python.
@@ -131,7 +131,7 @@ def worker_environment(
 
     msrun starts the first `python` on PATH, so the running Python is put first. The threads of all workers together do
     not exceed the cores. MindSpore logs only errors; MindFormers' log goes into the run's folder. MindFormers assumes a
-    node of 8 devices unless a variable says otherwise, and refuses to save the checkpoint of more.
+    node of 8 devices unless a variable says otherwise, and refuses to save the checkpoint of a node with more devices.
     """
     logs = logs or run_dir / "logs"
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
@@ -162,7 +162,7 @@ def optimizer_environment(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
     """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same
-    variables, and says why.
+    variables, and explains each of them.
     """
     saves = (recipe.get("checkpoint") or {}).get("save_path")
     shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}
@@ -172,8 +172,9 @@ def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) ->
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens at this moment. It is one of `PORTS` if any of a few dozen is free:
-    msrun's scheduler listens only after seconds, in which any connection could get another port.
+    """Return a TCP port on which nobody listens at this moment. The port is one of `PORTS` if any of a few dozen tries
+    finds a free one: msrun's scheduler listens only after some seconds, and until then a connection of another program
+    could get a port outside of `PORTS`.
     """
     for port in [*(_CHANCE.choice(PORTS) for _ in range(64)), 0]:
         with socket.socket() as probe, suppress(OSError):
@@ -183,7 +184,7 @@ def free_port() -> int:
 
 
 def any_port() -> int:
-    """Return one of `PORTS` at random, for another host."""
+    """Return one of `PORTS` at random, for use on another host."""
     return _CHANCE.choice(PORTS)
 
 

@@ -75,10 +75,12 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
 
 
 def check_sound(recipe: Recipe) -> None:
-    """Raise RecipeError with the errors of `tc3 check`, because the run would fail, or would differ from the recipe.
+    """Raise RecipeError with the errors of `tc3 check`, because the run would fail, or would train something else than
+    the recipe says.
 
-    Raise ClusterError if the ranks of an expert-parallel group would wait for each other for ever. A card's warning
-    against training a recipe is only printed, because one may want to train it at toy size or with its plugins.
+    Raise ClusterError if the ranks of an expert-parallel group would wait for each other for ever. A warning in a model
+    card against training a recipe is only printed, because a user may want to train the recipe at toy size or with its
+    plugins.
     """
     if said := modelled(recipe):
         click.echo(said, err=True)
@@ -93,8 +95,8 @@ def check_sound(recipe: Recipe) -> None:
 def check_data(recipe: Mapping[str, Any]) -> None:
     """Raise DataError if a Megatron dataset of the recipe has no .bin or .idx file; the error says how to make it.
 
-    Also when two of its datasets, the held-out one among them, are known to be of different tokenizers; and when a
-    file of instructions is missing.
+    The function also raises DataError if two datasets of the recipe, including the held-out dataset, are known to use
+    different tokenizers, or if a file of instructions is missing.
     """
     _check_instructions(recipe)
     loader = (recipe.get("train_dataset") or {}).get("data_loader") or {}
@@ -210,9 +212,10 @@ def check_disk(folder: Path) -> None:
 
 
 def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path | None = None) -> None:
-    """Raise CheckpointError if `run_dir` holds another run (and neither flag is given) or other files.
+    """Raise CheckpointError if `run_dir` holds another run (unless `resume` or `force` is true) or files that are not
+    those of a run.
 
-    `force` is None if the command has no such option. `saves`: the folder of that run's checkpoints.
+    `force` is None if the command has no option --force. `saves`: the folder of that run's checkpoints.
 
     Raises:
         ClusterError: a run is in progress in one of the two (agents may join it, and get no error).

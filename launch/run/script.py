@@ -1,13 +1,13 @@
 """This module writes a recipe's launch as plain bash: one script for all nodes, to be started by hand, by Slurm or by
 another manager.
 
-The upper part of a script says what runs where and is written by this module; the lower part is
-`launch/script_body.sh`. `tc3 train --script` prints both as one file that needs no other. `python -m launch.run.script`
-writes the scripts of the reference layouts into launch/scripts/, which hold only the upper part and source the lower
-one.
+The upper part of a script, which this module writes, says which command runs on which node; the lower part is
+`launch/script_body.sh`. `tc3 train --script` prints both parts as one file that needs no other file. `python -m
+launch.run.script` writes the scripts of the reference layouts into launch/scripts/, which contain only the upper part
+and source the lower part.
 
 `outside` finds the paths of a script that lie outside the checkout: every node needs these files at the same place.
-`of_script` makes the checks of a script's workers and writes their files, as `tc3 train` does before it starts a
+`of_script` makes the checks for the workers of a script and writes their files, as `tc3 train` does before it starts a
 worker.
 """
 
@@ -95,10 +95,10 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
     """Make the checks that are the same for all workers, and return a function that makes the checks of the worker
     whose rank it gets.
 
-    The rest waits until all ranks are connected, because it may fail on only some ranks: each rank reads its share of a
-    sealed checkpoint; rank 0, the only one that may have to read an index, compares the data and its order, and writes
-    the recipe and the data's digests into the run's folder. If nothing is left to train, the worker says so and ends
-    with code 0.
+    The other checks wait until all ranks are connected, because they may fail on only some ranks: each rank reads its
+    share of a sealed checkpoint; rank 0, the only rank that may have to read an index, compares the data and its order,
+    and writes the recipe and the data's digests into the run's folder. If nothing is left to train, the worker says so
+    and ends with code 0.
 
     Raises:
         CheckpointError: as in `tc3 train`, here or later.
@@ -128,8 +128,8 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
 
 @dataclass(frozen=True)
 class Cluster:
-    """These are the nodes of a run, the master first, with `slots` workers on each; `names` is the list of nodes in
-    bash.
+    """A `Cluster` holds the nodes of a run, the master node first, with `slots` workers on each node; `names` is the
+    list of nodes in bash.
     """
 
     nodes: int
@@ -218,7 +218,7 @@ def size_in_words(workers: int, nodes: int) -> str:
 
 
 def one_line(command: Sequence[str]) -> str:
-    """Return a command in the form of a comment."""
+    """Return a command as a comment of one line."""
     return " ".join(shlex.join(command).splitlines())
 
 

@@ -75,7 +75,7 @@ class TrainingProgress:
             self.bar.stop()
 
     def tick(self) -> None:
-        """Read the steps that were recorded since the last call, and show them."""
+        """Read the steps that were recorded since the last call, and show them to the user."""
         for record in self.follower.new_records():
             self.readings.add(record)
             if not self.bar and "step" in record:
@@ -123,7 +123,7 @@ def draw_loss_curve(
     """Draw the loss over `steps` (step -> its record), and as points the losses in `evaluations` (step -> held-out
     losses); if there are several corpora, each has a line of its own.
 
-    Matplotlib is imported only here; its Agg backend needs no display. Returns `out_path`.
+    Matplotlib is imported only here; its Agg backend needs no display. The function returns `out_path`.
     """
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
@@ -166,10 +166,10 @@ def summarize(
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
     final_held_out_loss (nats per token), final_perplexity, final_held_out_step (the step of the last evaluation, which
     is not the last step where an evaluation was interrupted), held_out_corpora (name -> the same losses of each corpus
-    of a list), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
-    Absent things are None, and losses that are not finite. `resume_command` gives the command that resumes, or that
-    starts a new run from a checkpoint's weights; it takes one more override and a number of steps. See `_next_command`.
-    `checksums`: read the newest checkpoint as a whole, to see whether it is one.
+    of a list), tokens_per_second, checkpoint, checkpoint_step, picture, next_command. Values that do not exist are
+    None, and so are losses that are not finite. `resume_command` gives the command that resumes, or that starts a new
+    run from a checkpoint's weights; it takes one more override and a number of steps. See also `_next_command`.
+    `checksums` says whether the newest checkpoint is read completely, to verify that it is complete.
     """
     readings = read_metrics(run_dir / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
     held_out = read_evaluations(run_dir)
@@ -275,7 +275,9 @@ def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: Res
 
 
 def gentler(recipe: Recipe) -> str:
-    """Return an override of the learning rate, for example half of it; empty if the recipe has no learning rate."""
+    """Return an override that lowers the learning rate, for example to half of it; the override is empty if the recipe
+    has no learning rate.
+    """
     rate = View(recipe).get(("lr_schedule", "learning_rate"))
     return f"lr_schedule.learning_rate={rate / 2:g}" if isinstance(rate, float | int) else ""
 
@@ -312,7 +314,9 @@ def _loss(value: float | None) -> str:
 
 
 def complain(failure: Failure, where: str = "") -> None:
-    """Print on stderr in one line what failed and `where`, then what to do, the log, and its most informative lines."""
+    """Print on stderr in one line what failed and `where`, then what to do, the log file, and its most informative
+    lines.
+    """
     if failure.user_error:
         click.echo(f"tc3: {failure.message}", err=True)
         return

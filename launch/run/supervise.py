@@ -1,8 +1,8 @@
 """This module runs msrun and supervises it: it notices at once that a worker fails, says why, and leaves no process
-behind.
+running.
 
-msrun starts workers in sessions of their own, needs 26-54 s to notice some failures and, ended by SIGTERM, leaves them
-running. So every descendant is watched and, in the end, killed by pid.
+msrun starts workers in their own sessions, needs 26-54 s to notice some failures, and leaves workers running if it is
+ended by SIGTERM. So this module watches every descendant, and finally kills it by its pid.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FINISH = 15.0  # seconds msrun and its scheduler may take after the last worker
 
 @dataclass
 class Member:
-    """This is a process that msrun itself started: a worker, or the scheduler (`rank` is None)."""
+    """A `Member` is a process that msrun itself started: a worker, or the scheduler (`rank` is None)."""
 
     process: psutil.Process
     rank: int | None
@@ -51,10 +51,10 @@ class Member:
 
 @dataclass
 class Family:
-    """A family is the set of all descendants of the process `root`, also of those that change session or lose their
-    parent.
+    """A `Family` is the set of all descendants of the process `root`, including descendants that change their session
+    or lose their parent.
 
-    While a family exists, this process is the kernel's "subreaper": orphans become its children, so that they can be
+    While a `Family` exists, this process is the kernel's "subreaper": orphans become its children, so that they can be
     found.
     """
 
@@ -98,7 +98,7 @@ class Family:
         return ended
 
     def workers(self) -> list[Member]:
-        """Return the workers of msrun that were seen so far."""
+        """Return the workers of msrun that this object has found so far."""
         return [member for member in self.members.values() if member.rank is not None]
 
     def alive(self) -> list[psutil.Process]:
@@ -111,8 +111,9 @@ class Family:
         """End every descendant: send SIGTERM, and SIGKILL after `grace` seconds; return the pids that are left after
         `limit` seconds.
 
-        A pause of this process (it was stopped, or the machine is busy) counts as at most `PAUSE` seconds, because it
-        held up the others as well: without that, a long pause would leave them running.
+        A pause of this process (it was stopped, or the machine is busy) counts as at most `PAUSE` seconds, because the
+        pause delayed the descendants as well: otherwise this method would give up after a long pause and leave them
+        running.
         """
         passed, looked = 0.0, time.monotonic()
         asked: set[int] = set()
@@ -181,11 +182,11 @@ def supervise(
 ) -> Outcome:
     """Run `command` (msrun) until its `workers` workers have ended, calling `tick` about five times a second.
 
-    Worker n logs to `worker_n.log` in `logs` (msrun does that; default: RUN/logs), msrun itself to `msrun.log`. On
-    return no descendant runs any more, whatever happened: success, a failing worker, a reason to end that `tick` gave,
-    SIGINT, SIGTERM or SIGHUP to us for which `ends` says so (also one of `signals`, which came before). If we ourselves
-    are killed with SIGKILL, the kernel sends msrun SIGINT, on which it kills its workers. `explain` may say more of a
-    failure while the other workers are still there.
+    Worker n logs to `worker_n.log` in `logs` (msrun does that; default: RUN/logs), msrun itself to `msrun.log`. When
+    the function returns, no descendant is running any more, whatever happened: success, a failing worker, a reason to
+    end that `tick` returned, or SIGINT, SIGTERM or SIGHUP to this process if `ends` allows it (also one of `signals`,
+    which arrived before). If this process itself is killed with SIGKILL, the kernel sends SIGINT to msrun, which then
+    kills its workers. `explain` may add details to a failure while the other workers are still running.
     """
     logs = logs or run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)

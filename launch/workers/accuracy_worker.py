@@ -1,4 +1,4 @@
-"""This module is the program that msrun starts on every worker of `tc3 accuracy dump`: `train.py`, with msprobe's
+"""This module is the program that msrun starts on every worker of `tc3 accuracy dump`: it is `train.py` with msprobe's
 debugger as an additional plugin.
 """
 

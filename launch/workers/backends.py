@@ -1,9 +1,9 @@
-"""This module prepares MindSpore and MindFormers for the device target of a recipe; launch/train.py calls the steps in
-this order.
+"""This module prepares MindSpore and MindFormers for the device target of a recipe; launch/train.py calls the methods
+in the order in which they are defined.
 
-An Ascend device needs nothing. A CPU process takes operators without a CPU kernel from `plugins.cpu_backend`. A CPU
-process that runs its part of a sharded graph (`parallel.parallel_mode: 1`) joins the other processes before MindFormers
-is imported, and keeps MindFormers' own classes (`plugins.semi_auto_cpu`).
+An Ascend device needs no preparation. A CPU process without a sharded graph uses `plugins.cpu_backend`, which replaces
+operators that have no CPU kernel. A CPU process that runs its part of a sharded graph (`parallel.parallel_mode: 1`)
+joins the other processes before MindFormers is imported, and keeps MindFormers' own classes (`plugins.semi_auto_cpu`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Ascend:
     collectives: Any = None  # the record of executed collectives, for the metrics of a sharded run on CPU
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
-        """Do what this backend needs before MindFormers is imported."""
+        """Make the preparations of this backend that are needed before MindFormers is imported."""
 
     def after_import(self) -> None:
         """Replace parts of MindFormers before its context is built."""
@@ -30,10 +30,10 @@ class Ascend:
         """Finish the preparation after MindFormers has built MindSpore's context."""
 
     def enable(self, config: Any) -> None:
-        """Point the MindFormerConfig at the classes of this backend."""
+        """Change the MindFormerConfig so that it names the classes of this backend."""
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return the context in which to train; it turns errors of the backend into understandable ones."""
+        """Return the context manager in which to train; it replaces errors of the backend by understandable ones."""
         return nullcontext()
 
 
@@ -49,7 +49,7 @@ class Cpu(Ascend):
         adapter.before_mindformers(distributed=recipe.get("use_parallel", False))
 
     def enable(self, config: Any) -> None:
-        """Point the config at classes whose operators have CPU kernels."""
+        """Change the config so that it names classes whose operators have CPU kernels."""
         from plugins.cpu_backend import adapter
 
         adapter.enable(config)
@@ -59,22 +59,24 @@ class ShardedCpu(Ascend):
     """This backend is for a CPU process that runs its part of MindSpore's sharded graph."""
 
     def before_mindformers(self, recipe: Mapping[str, Any]) -> None:
-        """Connect to the other processes, and make every graph of this process run on CPU."""
+        """Connect to the other processes, and make all graphs of this process run on CPU."""
         from plugins.semi_auto_cpu import adapter
 
         self._adapter, self._host = adapter, adapter.before_mindformers(recipe)
         self.collectives = self._host.collectives
 
     def after_import(self) -> None:
-        """Replace the lines of MindFormers that ask for a device."""
+        """Replace the functions of MindFormers that need a device."""
         self._adapter.after_import()
 
     def after_context(self) -> None:
-        """Set the rank of this process, because MindSpore would ask only a communication library for it."""
+        """Set the rank of this process, because MindSpore would otherwise ask a communication library for the rank."""
         self._adapter.after_context()
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return a context that raises the errors of this backend instead of MindSpore's consequential errors."""
+        """Return a context manager that raises the errors of this backend instead of MindSpore's consequential
+        errors.
+        """
         return self._host.own_errors()
 
 

@@ -2,11 +2,13 @@
 
     msrun --worker_num=N --local_worker_num=N --join=True launch/workers/collectives.py PLAN.json FOLDER
 
-PLAN.json holds "target" (Ascend or CPU), "rounds", and "rows": of each kind of group its "operator", "bytes" and
-"groups", lists of ranks. All groups of a row run at the same time, as in a training. Each rank writes
-FOLDER/rank_N.json: for each row the seconds of each round; an empty list if the rank is in no group of the row.
+PLAN.json holds "target" (Ascend or CPU), "rounds", and "rows": for each kind of group (such as tp or ep) its
+"operator", "bytes" and "groups", lists of ranks. All groups of a row run at the same time, as in a training run. Each
+rank writes FOLDER/rank_N.json: for each row the seconds of each round; an empty list if the rank is in no group of the
+row.
 
-Only AllReduce has a CPU kernel for groups, and only this one has run; the others have not run on an NPU.
+AllReduce is the only of these collectives that has a CPU kernel for groups, and the only one that has run; the other
+collectives have not run on an NPU.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _FLOAT = 4  # bytes of an element
 def call_of(row: Mapping[str, Any], ranks: Sequence[int], rank: int, name: str) -> Callable[[], Any]:
     """Return a function that runs a row's collective once in the group `name`, which has `ranks`.
 
-    The bytes of a row are those of the whole tensor of an AllGather or AllReduce, and what one rank sends in an
+    The bytes of a row are those of the whole tensor for an AllGather or AllReduce, and those that one rank sends for an
     AlltoAll or a Send.
     """
     from mindspore import Tensor, ops

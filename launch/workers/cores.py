@@ -1,7 +1,7 @@
 """This module keeps a worker on the cores that its host's plan gives it; `launch/run/cores.py` makes the plan.
 
-The module uses only the standard library, because it runs before NumPy, OpenMP and MindSpore start threads, which stay
-on their parent's cores.
+The module uses only the standard library, because it runs before NumPy, OpenMP and MindSpore start threads, and these
+threads stay on the cores of the process that starts them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ FOR_MINDSPORE = "MSRUN_CPU_LIST"  # MindSpore binds the thread that calls it to 
 
 
 def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Bind this process to its cores, if a launch gave it some; if binding fails, print this and go on.
+    """Bind this process to its cores, if the launch has assigned cores to it; if binding fails, print a message and
+    continue.
 
-    MindFormers asks MindSpore to bind every worker (`build_context._setup_affinity`). On control groups of version 1
-    MindSpore would then move the main thread to its own choice of cores, so it is given the planned ones.
+    MindFormers asks MindSpore to bind every worker (`build_context._setup_affinity`). With control groups of version 1
+    MindSpore would then move the main thread to cores of its own choice, so this function gives MindSpore the planned
+    cores.
     """
     lists = environ.get(CORES, "").split()
     if not lists or environ.get("MS_ROLE") != "MS_WORKER":  # msrun starts its scheduler with the same command
@@ -40,8 +42,8 @@ def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.envir
     """Return the recipe with `context.affinity_config` set to the file by which msrun has bound this process, so that
     MindSpore binds its threads by the same file; a recipe with its own binding is returned unchanged.
 
-    Without this key MindFormers lets MindSpore move the main thread elsewhere. MindFormers recognises a file by the
-    ending of its name.
+    Without this key MindFormers lets MindSpore move the main thread to other cores. MindFormers recognises a file by
+    the ending of its name.
     """
     file, context = environ.get(BIND_FILE, ""), recipe.get("context") or {}
     if not file.endswith(".json") or binds_itself(recipe):
@@ -50,6 +52,6 @@ def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.envir
 
 
 def binds_itself(recipe: Mapping[str, Any]) -> bool:
-    """Return whether a recipe binds cores itself; then a launch does not bind its workers."""
+    """Return whether a recipe itself binds the workers to cores; a launch then does not bind its workers."""
     context = recipe.get("context") or {}
     return any(context.get(key) for key in ("affinity_config", "affinity_cpu_list"))

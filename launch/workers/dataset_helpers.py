@@ -1,9 +1,10 @@
 """MindFormers compiles a C++ helper of its dataset by `make` inside site-packages; this module makes that work with any
 interpreter.
 
-Its Makefile asks the `python3` and `python3-config` on PATH, which need not be the Python that trains (in a
-virtual environment there is no python3-config). Make takes both answers from the environment instead.
-Run as `python -m launch.workers.dataset_helpers` after installation, so that no training run has to compile.
+MindFormers' Makefile calls the `python3` and `python3-config` on PATH, which need not belong to the Python that trains
+(in a virtual environment there is no python3-config). Here make gets the output of both from environment variables
+instead. The command `python -m launch.workers.dataset_helpers` compiles the helper after installation, so that no
+training run has to compile it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@ worker.
 
     python -m launch.workers.dryrun_rank PARENT JOB.json OUT.json [GRAPH.ir.gz]
 
-PARENT is the pid of the process that waits for the result: it may have ended while this one still imported MindSpore,
-and nobody else would end this one. JOB.json is `tools.dryrun.plan.Job`; OUT.json appears when the compile is over,
-whole or not at all, and before it the text of the final graph, if its place is given.
+PARENT is the pid of the process that waits for the result: if that process ended while this process imported MindSpore,
+this process ends, too, because no other process would end it. JOB.json is `tools.dryrun.plan.Job`; OUT.json is written
+completely or not at all when the compilation is over; before it, the text of the final graph is written if its path is
+given.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ def main() -> None:
 
 
 def enable(config: Any, on_cpu: bool) -> None:
-    """Enable the parts that `train.py` would enable: the CPU backend for a recipe of the CPU, and the recipe's
-    plugins.
-    """
+    """Enable the same parts as `train.py`: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
     if on_cpu:
         from plugins.cpu_backend import adapter
         from plugins.cpu_backend import transport as peers

@@ -1,9 +1,9 @@
 """This module records a rank's training for `tc3 accuracy equivalence`: gradient norms by step, the data, and the final
 optimizer state.
 
-A recipe names the callback (`auto_register: equivalence_record.EquivalenceRecord`, with `REGISTER_PATH` this folder),
-before any other, since loading this file puts `CountedBias` in the place of MindFormers' TopkBiasBalanceCallback;
-nothing in the training itself changes. Files below RUN/equivalence, written when training ends, each atomically:
+A recipe names the callback (`auto_register: equivalence_record.EquivalenceRecord`, with `REGISTER_PATH` this folder)
+before any other callback, because loading this file replaces MindFormers' TopkBiasBalanceCallback by `CountedBias`; the
+training itself does not change. When training ends, two files are written below RUN/equivalence, each atomically:
 rank_N.json and rank_N.npz, see `EquivalenceRecord.on_train_end`.
 """
 
@@ -59,7 +59,7 @@ class EquivalenceRecord(Callback):
             )
 
     def on_train_step_end(self, run_context):
-        """Record the squared norm of every weight's gradient (of this rank's part of it)."""
+        """Record for every weight the squared norm of its gradient (of this rank's part of the gradient)."""
         first, second = MOMENTS
         squares = {}
         for name, moment in self._state(run_context).items():

@@ -1,15 +1,15 @@
 """This module lets all ranks of a run, or no rank at all, save at one step and end on request, through files in the
 attempt's folder.
 
-If a node has to go soon (SIGTERM), its agent names a step that no rank can have passed yet. At the end of each step
+If a node has to stop soon (SIGTERM), its agent names a step that no rank can have passed yet. At the end of each step
 ranks read a file that exists from the beginning (an NFS client may not look again for a file that it remembers as
 absent, but a file that it opens is up to date). No step needs a collective for this.
 
-On a slow disk a rank may still learn of the request too late. Saving takes collectives, in which the other ranks would
-wait for that rank for ever. So ranks that have reached the step first write a file each, and wait for one decision,
+On a slow disk a rank may still learn of the request too late. A save needs collectives, in which the other ranks would
+wait for that rank for ever. So each rank that reaches the step first writes a file, and then waits for one decision,
 which is also a file, and which a hard link makes unique: "save", by rank 0 once all ranks have reached the step, or "go
-on", by any rank after `PATIENCE` seconds. The late rank meanwhile waits in its next step's collectives, where the
-others then join it.
+on", by any rank after `PATIENCE` seconds. A late rank meanwhile waits in the collectives of its next step, which the
+other ranks then join.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
     """Ask all ranks to save at one step and end; return this step, which may be the step of another node's earlier
     request.
 
-    `ranks` are those of this node, whose newest step is known here; no rank is more than a step ahead of another.
+    `ranks` are the ranks of this node, whose newest step is known here; no rank is more than one step ahead of another
+    rank.
 
     Return None if there is nothing to save, because no step has been made in this attempt, or if no worker can be
     asked.

@@ -1,10 +1,10 @@
-"""This module controls the life of a worker: how it ends, that it ends with its parent, and that it shows where it
-hangs.
+"""This module controls the life of a worker: it defines how a worker exits, ends the worker together with its parent
+process, and makes a worker print where it hangs.
 
 `run_then_hard_exit` ends a worker without tearing down its interpreter, once all exit functions have run. MindSpore
-leaves the cluster and releases its devices in functions that it registers with `atexit`. What the interpreter and C++
-destroy afterwards holds no such resource, and may crash: a worker that had trained to the end and left the cluster was
-seen to end by SIGSEGV, so that its run counted as failed.
+leaves the cluster and releases its devices in functions that it registers with `atexit`. The objects that the
+interpreter and C++ destroy afterwards hold no such resource, and destroying them may crash: a worker that had trained
+to the end and left the cluster was observed to end by SIGSEGV, so that its run counted as failed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = No
 
 
 def adopt_orphans(on: bool = True) -> None:
-    """Become the parent of every descendant whose own parent ends, so that none of them escapes
+    """Become the parent of every descendant process whose own parent ends, so that no descendant escapes
     (PR_SET_CHILD_SUBREAPER).
     """
     if sys.platform == "linux":
@@ -67,5 +67,5 @@ def adopt_orphans(on: bool = True) -> None:
 
 
 def answer_with_stacks() -> None:
-    """On SIGUSR2, write into the log where each thread of a hanging run is, also while it waits in C++."""
+    """On SIGUSR2, write the stack of each thread of a hanging run into the log, even while a thread waits in C++."""
     faulthandler.register(ASK_STACKS, all_threads=True)

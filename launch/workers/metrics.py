@@ -42,7 +42,7 @@ class FirstStep:
     accuracy collectives`.
 
     Every such run records its first step: recording a call takes a microsecond, and later steps make the same calls.
-    The record also holds the rank's place in each group as MindSpore was given it, by which MindSpore slices weights.
+    The record also holds this rank's index in each group as MindSpore uses it, by which MindSpore slices weights.
 
     Args:
         collectives: the collectives of this rank. file: the file of the record.
@@ -69,10 +69,11 @@ class RecordingLossMonitor(MFLossMonitor):
     """A `RecordingLossMonitor` is an `MFLossMonitor` that also appends a record of each step to the file
     `metrics_file`.
 
-    Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
-    The first line of a run (or of a resumed part) describes it; each further line is one step. `time`: seconds since
-    1970 by this worker's clock, of the first line when its training began, of a step when it was done. Where the batch
-    grows (plugins/batch_ramp), each of its stages is a part, because its first step compiles, as that of a run does.
+    The class is registered under the name of MindFormers' own class, because MindFormers' trainer passes constructor
+    arguments by that name. The first line of a run (or of a resumed run) describes it; each further line is one step.
+    `time` is in seconds since 1970 by this worker's clock: in the first line the time at which training began, in the
+    line of a step the time at which the step ended. If the batch grows (plugins/batch_ramp), each of its stages begins
+    with such a first line, because the first step of a stage compiles, as the first step of a run does.
     """
 
     run_dir = "./output"
@@ -99,7 +100,7 @@ class RecordingLossMonitor(MFLossMonitor):
             self.first_step.begin()
 
     def on_train_step_end(self, run_context):
-        """Write the first step's recorded collectives, before any callback communicates with other ranks."""
+        """Write the recorded collectives of the first step, before any callback communicates with other ranks."""
         if self.first_step:
             self.first_step.end(run_context.original_args().cur_step_num)
         super().on_train_step_end(run_context)

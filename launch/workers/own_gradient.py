@@ -2,7 +2,7 @@
 
 The weight is a copy that no checkpoint holds: with an MTP layer, the last stage of a pipeline has a copy of the
 embedding (docs/stock-differences.md). A recipe names the callback (`auto_register: own_gradient.OwnGradient`, with
-`REGISTER_PATH` this folder); nothing in the training changes.
+`REGISTER_PATH` this folder); the training itself does not change.
 """
 
 from __future__ import annotations

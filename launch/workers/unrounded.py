@@ -2,10 +2,10 @@
 accuracy equivalence`.
 
 MindFormers rounds queries, keys and values of grouped-query attention to float16, and so their gradients
-(docs/stock-differences.md), and Muon's momentum to bfloat16 (docs/muon.md), by more than layouts may differ: of a
-gradient that errs in its last bit some numbers are rounded the other way, and Newton-Schulz makes them hundreds of
-times larger. A recipe names a callback (`auto_register: unrounded.UnroundedAttention`, with `REGISTER_PATH` this
-folder).
+(docs/stock-differences.md), and Muon's momentum to bfloat16 (docs/muon.md), by more than losses of different layouts
+may differ: if a gradient differs in its last bit, some of its elements are rounded the other way, and Newton-Schulz
+makes these differences hundreds of times larger. A recipe names a callback (`auto_register:
+unrounded.UnroundedAttention`, with `REGISTER_PATH` this folder).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ float32 = bfloat16 = dtype.float32  # what muon.py names of MindSpore's types, a
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class UnroundedAttention(Callback):
-    """This callback lets attention compute in float32 before the first step, because MindSpore compiles the network in
-    that step.
+    """An `UnroundedAttention` is a callback that makes attention compute in float32 before the first step, because
+    MindSpore compiles the network in that step.
     """
 
     def on_train_begin(self, run_context):
-        """Let the network's attention compute in float32 instead of rounding queries, keys and values to float16."""
+        """Make the network's attention compute in float32 instead of rounding queries, keys and values to float16."""
         compute_unrounded(run_context.original_args().train_network)
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class UnroundedMuon(Callback):
-    """This callback lets Muon make matrices orthogonal in float32. The constructor changes Muon's types, because a
-    resume compiles the network before the training begins.
+    """An `UnroundedMuon` is a callback that makes Muon compute the orthogonal matrices in float32. The constructor
+    changes Muon's types, because a resume compiles the network before the training begins.
     """
 
     def __init__(self):

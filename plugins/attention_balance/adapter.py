@@ -1,13 +1,14 @@
 """This module enables `plugins.attention_balance` of a recipe: MindFormers' Megatron loader delivers its samples in the
 order of the plan.
 
-The loader keeps its name, by which MindFormers' trainer finds it, and its other behaviour: sharding, batches, `take`,
-skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads changes. Every
-rank that reads computes the same order from the same index files; nothing is communicated. The order follows from the
-data, so a resumed run has the order of an uninterrupted one, and another number of ranks divides the same steps.
+The data loader keeps its name, by which MindFormers' trainer finds it, and its other behaviour: sharding, batches,
+`take`, skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads
+changes. Every rank that reads computes the same order from the same index files; nothing is communicated. The order
+follows from the data: a resumed run has the same order as an uninterrupted one, and a run with another number of ranks
+trains the same samples in each step.
 
-Losses stay the same up to rounding, unless a mean is taken over samples that the plugin separates: the mean over a
-micro-batch's unmasked tokens (`eod_mask_loss`), and some auxiliary losses (docs/attention-balance.md).
+Losses stay the same up to rounding, except where the loss is a mean over samples that the plugin moves apart: the mean
+over a micro-batch's unmasked tokens (`eod_mask_loss`), and some auxiliary losses (docs/attention-balance.md).
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ _DOCUMENTS_LOOKED_AT = 16
 
 
 class Reordered:
-    """This is a view of a random-access dataset: item i is `source[order[i]]`.
+    """A `Reordered` is a view of a random-access dataset whose item i is `source[order[i]]`.
 
-    Columns are tuples. This is a class so that it can be passed to MindSpore's reader processes.
+    The columns of an item are returned as tuples. The view is a class, not a closure, so that it can be passed to
+    MindSpore's reader processes.
     """
 
     def __init__(self, source: Any, order: np.ndarray):
@@ -47,8 +49,8 @@ class Reordered:
 
 
 class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
-    """This data loader replaces the registered `BlendedMegatronDatasetDataLoader` while the plugin is on; without
-    `schedule` it does the same as MindFormers' own.
+    """This data loader replaces the registered `BlendedMegatronDatasetDataLoader` while the plugin is on; without the
+    argument `schedule` it does the same as MindFormers' loader.
 
     Args:
         schedule: the schedule, only for the training data; other data sets keep their order. All other arguments are
@@ -75,7 +77,7 @@ class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
 
 
 def enable(config, settings) -> None:
-    """Make the training data of `config` (a MindFormerConfig) come in balanced order.
+    """Make MindFormers deliver the training data of `config` (a MindFormerConfig) in balanced order.
 
     Raises:
         RecipeError: the settings are wrong, or the plugin cannot work with this recipe or gains nothing.

@@ -1,23 +1,24 @@
 """This module assigns the samples of one global batch to (data-parallel rank, micro-batch, slot), so that the step
-takes as little time as possible. NumPy only.
+takes as little time as possible. The module needs only NumPy.
 
-One sample a slot, all ranks in one barrier (g = R): sort the samples and give each R consecutive ones to a
-micro-batch.
+The first case has one sample in each slot and all R ranks in one barrier (g = R): the samples are sorted, and each R
+consecutive samples form a micro-batch.
 
     Claim. The k-th largest of the micro-batches' maxima is, in any assignment, at least x[(k - 1) R] (x sorted
     falling, from 0), which is what the sorted assignment has.
     Proof. The k - 1 micro-batches with the largest maxima hold (k - 1) R samples. So among the (k - 1) R + 1 largest
     samples at least one lies in another micro-batch, whose maximum is then at least x[(k - 1) R].
 
-So the sorted assignment minimises every non-decreasing function of the maxima at once: their sum, and also a
-pipeline's makespan for the best order of micro-batches; only that order is then a heuristic.
+So the sorted assignment minimises every non-decreasing function of the maxima at once: their sum, and also a pipeline's
+makespan for the best order of micro-batches; of a pipeline's plan only the order of the micro-batches is a heuristic.
 
-Several groups of ranks (g < R): the same claim holds for blocks of g samples over all groups; which blocks go to
-which group is number partitioning with equally many numbers in each part (`partition`), as with plain data parallelism
-(g = 1, a block is a sample). Several samples a slot: two constructions, the better one is taken, see `_blocks`.
+In the second case there are several groups of ranks (g < R), and the same claim holds for blocks of g samples over all
+groups; dividing the blocks among the groups is number partitioning with equally many numbers in each part
+(`partition`), as with plain data parallelism (g = 1, a block is a sample). In the third case a slot holds several
+samples: `_blocks` tries two constructions and takes the better one.
 
-Costs are turned into integers first: every rank computes the plan for itself, and float sums could differ between
-processors. Ties are broken by position.
+Costs are first turned into integers, because every rank computes the plan for itself, and sums of floating-point
+numbers could differ between processors. Samples with equal costs keep their order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def falling_order(weights: np.ndarray) -> np.ndarray:
     """Return int64 [rows, n]: indices that sort each row of `weights` (int64, at least 0) in falling order; equal
     weights are sorted by index.
 
-    Weight and index are sorted as one number: all are different, so the fast unstable sort gives the stable result.
+    Weight and index are sorted as one combined number: all these numbers are different, so the fast unstable sort gives
+    the same result as a stable sort.
     """
     count = weights.shape[1]
     bits = max(count - 1, 1).bit_length()
@@ -70,13 +72,15 @@ def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bo
     """Divide the items of each row into `parts` parts with equal numbers of items, so that the total weight of the
     heaviest part is small.
 
-    1. Sort falling. Few items, few in a part: each goes to the lightest part that is not full (LPT), so a part that
-       begins with a giant ends with the lightest items of all. Else: cut into rounds of `parts` items, and each round
-       gives its heaviest item to the lightest part, the next to the next. With two items a part this is optimal.
-    2. Pair the heaviest part with the lightest, the second heaviest with the second lightest and so on; each pair
-       swaps the two items that bring it closest to equal. Repeat with shifted pairs; stop when the row's heaviest
-       part is close to the mean or after a fixed number of rounds (not of seconds: the plan must not depend on the
-       clock).
+    1. Sort the items by falling weight. If there are few items and few in a part, each item goes to the lightest part
+       that is not full (LPT), so a part that begins with a very heavy item ends with the lightest items of all.
+       Otherwise the items are cut into rounds of `parts` items, and in each round the heaviest item goes to the
+       lightest part, the second heaviest item to the second lightest part, and so on. With two items in each part this
+       assignment is optimal.
+    2. Pair the heaviest part with the lightest, the second heaviest with the second lightest and so on; each pair swaps
+       the two items that bring it closest to equal. Step 2 is repeated with shifted pairs; it stops when the row's
+       heaviest part is close to the mean, or after a fixed number of rounds (not of seconds: the plan must not depend
+       on the clock).
 
     Args:
         weights: int64 [rows, items], at least 0; items is a multiple of `parts`, and items times the
@@ -85,7 +89,7 @@ def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bo
         by_item: if False, step 1 always deals round by round. swap: if False, step 2 is left out.
 
     Returns:
-        int64 [rows, parts, items / parts]: indices into a row. A row's result depends on that row only.
+        int64 [rows, parts, items / parts]: indices into a row. The result of a row depends only on that row.
     """
     rows, items = weights.shape
     size = items // parts
@@ -208,8 +212,9 @@ def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:
     """Return int64 [ranks, micro-batches, slots]: the position in the global batch of each sample as MindFormers
     delivers the samples without this plugin.
 
-    `GeneratorDataset` deals positions to ranks in turn; a rank's samples fill its micro-batches one after the other.
-    Where the graph gathers the batches first (`plan.delivery_order`) it is another order that knows no costs either.
+    `GeneratorDataset` deals positions to ranks in turn; a rank's samples fill its micro-batches one after the other. If
+    the graph gathers the batches first (`plan.delivery_order`), MindFormers' order is another one, but it does not
+    depend on costs either.
     """
     return np.arange(ranks * micro_batches * slots).reshape(micro_batches, slots, ranks).transpose(2, 0, 1)
 

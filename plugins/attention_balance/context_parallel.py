@@ -1,11 +1,11 @@
 """This module divides the tokens of one sample that holds several documents over context-parallel ranks, so that each
 rank gets equally many tokens and equal attention work. The module needs only NumPy.
 
-A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous
-split gives the last rank of a long document most of the work. Head-tail (as in ring attention: cut the sample into
-2 * cp pieces, rank r takes pieces r and 2 cp - 1 - r) divides attention equally if the sample is one document, and only
-then. Here each long document is cut head-tail as if it were a sample, so that its attention is divided equally. The
-remaining tokens are dealt so that every rank has the same number.
+A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous split
+gives the last rank of a long document most of the work. The head-tail split of ring attention (cut the sample into 2 *
+cp pieces; rank r takes pieces r and 2 cp - 1 - r) divides attention equally only if the sample is one document. This
+module cuts each long document head-tail as if it were a sample, so that the attention of the document is divided
+equally. The remaining tokens are distributed so that every rank has the same number of tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _ROUNDS = 16  # strips that a rank gets of what is not cut head-tail
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """This is the division of a sample over context-parallel ranks. `ranges` holds for each rank int64 [n, 2]: the
-    first token of each of its ranges and the token after the last one; the ranges are in rising order and not adjacent.
-    `pairs` is int64 [cp]: the pairs of tokens whose attention each rank computes.
+    """A `ContextPlan` is the division of a sample over context-parallel ranks. `ranges` holds for each rank int64 [n,
+    2]: the first token of each of its ranges and the token after the last one; the ranges are in rising order and not
+    adjacent. `pairs` is int64 [cp]: the pairs of tokens whose attention each rank computes.
     """
 
     ranges: list[np.ndarray]
@@ -29,8 +29,8 @@ class ContextPlan:
 
     @property
     def imbalance(self) -> float:
-        """Return the number of attending pairs of tokens on the rank that has most, divided by the mean over the ranks;
-        1 is perfect.
+        """Return the number of attending pairs of tokens on the rank with the most pairs, divided by the mean over the
+        ranks; 1 is perfect balance.
         """
         return float(self.pairs.max() / self.pairs.mean())
 
@@ -43,23 +43,24 @@ def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
 
 
 def head_tail(segments: np.ndarray, ranks: int) -> ContextPlan:
-    """Cut the sample into 2 * ranks equal consecutive parts and give rank r the r-th part and the r-th from the end.
-    The argument `segments` is int64 [documents], the number of tokens of each document; their sum is a multiple of 2 *
-    ranks.
+    """Cut the sample into 2 * ranks equal consecutive parts and give rank r the r-th part and the r-th part from the
+    end. The argument `segments` is int64 [documents], the number of tokens of each document; their sum is a multiple of
+    2 * ranks.
     """
     return _strided(segments, ranks, np.concatenate((np.arange(ranks), np.arange(ranks)[::-1])))
 
 
 def balanced(segments: np.ndarray, ranks: int, smallest_piece: int = 128) -> ContextPlan:
-    """Give each rank the head and tail of each long document, and distribute the rest by the work of its tokens.
+    """Give each rank a piece from the head and a piece from the tail of each long document, and distribute the
+    remaining tokens by the attention work that they cause.
 
     1. A document of at least 2 * ranks * smallest_piece tokens is cut into its first `ranks` and its last `ranks`
        pieces of floor(n / (2 * ranks)) tokens; rank r takes the r-th of the first and the r-th from the end of the
-       last. Offsets mirror each other, so every rank gets exactly the same pairs. Fewer than 2 * ranks tokens remain
-       in its middle.
-    2. Those middles and the short documents, sorted by the mean work of a token, form a line that is cut into strips,
-       `ranks` a round, all of a round equally long, so tokens come out equal; in each round the heaviest strip goes
-       to the rank with the fewest pairs so far.
+       last. The two pieces of a rank mirror each other in the document, so every rank gets exactly the same number of
+       pairs. Fewer than 2 * ranks tokens remain in the middle of the document.
+    2. The middles of long documents and the short documents, sorted by the mean work of a token, form a line that is
+       cut into strips, `ranks` strips in a round; all strips of a round are equally long, so every rank gets the same
+       number of tokens. In each round the heaviest strip goes to the rank with the fewest pairs so far.
 
     Args:
         segments: int64 [documents], the tokens of each document, in the sample's order; their sum is a multiple of

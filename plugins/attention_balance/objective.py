@@ -1,24 +1,26 @@
 """This module computes how long a training step takes, from the points where devices wait for each other, and a lower
 bound on the step time that no assignment of the samples can beat. The module needs only NumPy.
 
-Expert parallelism exchanges tokens in every MoE layer, so the ranks of an EP group pass each micro-batch together:
-the slowest of them sets its time. All data-parallel ranks meet at the end of the step. Context- and tensor-parallel
-devices work on the same sample, so they add no wait between different samples. MindFormers numbers devices
-(dp, cp, tp) with tp fastest and an EP group is `expert_parallel` consecutive devices (`get_ep_group_name`): it spans
-ep / (cp * tp) data-parallel ranks. With `g` ranks in such a group and `t` the time of a micro-batch on a rank:
+Expert parallelism exchanges tokens in every MoE layer, so the ranks of an EP group process each micro-batch together:
+the slowest rank sets the time of the micro-batch. All data-parallel ranks wait for each other at the end of the step.
+Context- and tensor-parallel devices work on the same sample, so they add no wait between different samples. MindFormers
+numbers devices (dp, cp, tp) with tp fastest and an EP group is `expert_parallel` consecutive devices
+(`get_ep_group_name`): it spans ep / (cp * tp) data-parallel ranks. With `g` ranks in such a group and `t` the time of a
+micro-batch on a rank:
 
     step time = max over groups of (sum over micro-batches of (max over the group's ranks of t))
 
-g = all ranks is the barrier of every micro-batch, g = 1 that of the step only. With pipeline stages the inner sum
-becomes the `makespan` of 1F1B: p stages, each gives micro-batch m the same time t_m, a share of it forward and the
-rest backward; transfers take no time. A stage keeps the order of `one_forward_one_backward`, and an operation starts
-when its stage is free and its input is there: forward(s, m) needs forward(s - 1, m), backward(s, m) needs backward(s +
-1, m). Interleaved (vpp) schedules are not modelled; their bubble is shaped by the same neighbours.
+With g = all ranks there is a barrier in every micro-batch; with g = 1 the only barrier is the end of the step. With
+pipeline stages the inner sum becomes the `makespan` of 1F1B: each of p stages takes the same time t_m for micro-batch
+m, one share of it for the forward pass and the rest for the backward pass; transfers take no time. A stage keeps the
+order of `one_forward_one_backward`, and an operation starts when its stage is free and its input is there: forward(s,
+m) needs forward(s - 1, m), backward(s, m) needs backward(s + 1, m). Interleaved (vpp) schedules are not modelled; their
+bubble depends on the same neighbouring micro-batches.
 
-Only the last stage is busy for sum(t) after the first forward has come down and before the last backward has gone up,
-so makespan >= sum(t) + (p - 1) * (forward(first) + backward(last)). And at any time the stages hold up to p
-neighbouring micro-batches, of which the slowest sets the pace: similar micro-batches belong next to each other, which
-is what `best_order` does. `lower_bound` is the step time below which no assignment of the same samples can go.
+The last stage is busy for sum(t), but only after the first forward pass has reached it and before the last backward
+pass has left it, so makespan >= sum(t) + (p - 1) * (forward(first) + backward(last)). At any time the stages hold up to
+p neighbouring micro-batches, of which the slowest sets the pace: so `best_order` places similar micro-batches next to
+each other. `lower_bound` is the step time below which no assignment of the same samples can go.
 """
 
 from __future__ import annotations
@@ -84,9 +86,10 @@ def best_order(times: np.ndarray, stages: int, forward_share: float) -> np.ndarr
     """Return int64 [rows, micro-batches]: for each row of `times`, the order of its micro-batches with the shortest
     1F1B makespan among four candidates, one of which is the given order.
 
-    The others rise and fall once, because a micro-batch waits for its slowest neighbours: rising; small ones at both
-    ends, starting from the smallest or from the second smallest. Tests hold the best of these to 4 % above the best
-    of all orders, for 6 micro-batches with log-normal times on 2 to 8 stages.
+    The other three orders rise and fall at most once, because a micro-batch waits for its slowest neighbours: one order
+    rises; two have small micro-batches at both ends, and start from the smallest or from the second smallest. Tests
+    check that the best of these orders is at most 4 % slower than the best of all orders, for 6 micro-batches with
+    log-normal times on 2 to 8 stages.
     """
     rows, micro_batches = times.shape
     rising = np.argsort(times, axis=1, kind="stable")
@@ -99,7 +102,7 @@ def best_order(times: np.ndarray, stages: int, forward_share: float) -> np.ndarr
 
 @dataclass(frozen=True)
 class Objective:
-    """This is the step-time model that a plan minimises.
+    """An `Objective` is the step-time model that a plan minimises.
 
     ranks_per_barrier: data-parallel ranks that wait for each other in every micro-batch;
     stages: pipeline stages; forward_share: the share of a micro-batch's time that its forward pass takes.
@@ -121,8 +124,8 @@ class Objective:
         return makespan(slowest, self.stages, self.forward_share).max(-1)
 
     def even_time(self, totals: np.ndarray, ranks: int, micro_batches: int) -> np.ndarray:
-        """Return the time of a step [...] whose total cost `totals` [...] is spread evenly over all ranks and
-        micro-batches.
+        """Return the modelled time of a step [...] if its total cost `totals` [...] were spread evenly over all ranks
+        and micro-batches.
         """
         return totals / ranks * (micro_batches + self.stages - 1) / micro_batches
 
@@ -158,13 +161,16 @@ def lower_bound(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, o
     """Return a lower bound on the step time [...] of any assignment of the samples, in the unit of `costs` [...,
     samples]. The returned bound is the largest of several bounds.
 
-    With one sample a slot, one group of ranks and no pipeline the bound is attained (`assign.py`). In the others
-    (x: costs falling; y: the falling block maxima of `assign.py`'s claim, G groups of M blocks):
+    With one sample in a slot, one group of ranks and no pipeline some assignment reaches the bound (`assign.py`). The
+    other cases use the following bounds (x: costs falling; y: the falling block maxima of `assign.py`'s claim, G groups
+    of M blocks):
 
-    1. The mean: all work spread evenly over the ranks.
-    2. Blocks: the maxima of all blocks sum to at least sum(y), and some group has a G-th of them.
-    3. Pigeonhole: of the j G + 1 heaviest blocks some group has j + 1, besides its other M - j - 1 blocks.
-    4. Pipelines add what `_pipeline` says. That bound is loose when micro-batches differ much.
+    1. The mean: the step cannot be shorter than all work spread evenly over the ranks.
+    2. Blocks: the maxima of all blocks sum to at least sum(y), and some group has at least a G-th of that sum.
+    3. Pigeonhole: of the j G + 1 heaviest blocks some group has at least j + 1, in addition to its other M - j - 1
+       blocks.
+    4. Pipelines: `_pipeline` raises the bound by the time that a micro-batch needs to pass all stages. The bound for
+       pipelines is loose if micro-batches differ much.
     """
     *lead, size = costs.shape
     falling = -np.sort(-costs.reshape(-1, size), axis=1)

@@ -2,17 +2,20 @@
 each step.
 
     index = build_gpt_index(lengths, 131072, samples, seed)         # or the arrays that MindFormers cached
-    costs = Cost(per_pair, per_token).of_dataset(index)             # one a sample, no token read
-    layout = Layout(ranks, micro_batches, slots, objective_of(...))
-    plan = epoch_plan(costs, layout)[step]                          # [ranks, micro_batches, slots] items of the dataset
+    A global batch is `layout.batch` consecutive items of the dataset, as without the plugin; the plan only says which
+        rank trains which of these items.
+    The plan of a step follows only from the costs of its batch, because the dataset's order comes from its seed: any
+        step's plan is known without the plans of earlier steps, and another number of ranks divides the same global
+        batches differently.
+    With a look-ahead window of W steps the samples of W consecutive steps may be moved from step to step (`deal`); the
+        default, W = 1, moves none.
 
-A global batch is `layout.batch` consecutive items of the dataset, as without the plugin; the plan only says who trains
-which of them. It follows only from the costs of that batch: the dataset's order comes from its seed, so any step's
-plan is known without the earlier ones, and another number of ranks divides the same global batches differently.
+Such a window changes training: the set of samples of a step, and so its gradient, is no longer that of the dataset's
+order. Each sample is still trained exactly once in its window of steps.
 
-With a look-ahead window of W steps (W = 1, the default, is none) the samples of W consecutive steps may change steps
-(`deal`). This changes training: the set of samples of a step, and so its gradient, is no longer the one that the
-dataset's order gives. Each sample is still trained exactly once in its window.
+The second half of the module reads `plugins.attention_balance` of a recipe, and the other keys of the recipe that the
+plugin needs (`check`, `schedule_of`, `layout_of`). The module needs only NumPy. Each sample is still trained exactly
+once in its window.
 
 The second half reads `plugins.attention_balance` of a recipe, and what the plugin takes from the rest of the recipe
 (`check`, `schedule_of`, `layout_of`). NumPy only.
@@ -45,8 +48,8 @@ OWN_BATCHES = "PIPELINE_SLICE_SKIP_REDISTRIBUTION"
 def deal(costs: np.ndarray, unit: int) -> np.ndarray:
     """Distribute the samples of W global batches to W steps, so that samples of similar cost run at the same time.
 
-    Sorted by cost and cut into units (all samples that run at the same time, ranks * slots); the units go to the steps
-    in turn, back and forth, so that every step gets its share of heavy and light ones.
+    The samples are sorted by cost and cut into units (a unit is all samples that run at the same time, ranks * slots);
+    the units are assigned to the steps in turn, back and forth, so that every step gets heavy and light units.
 
     Args:
         costs: float64 [W, batch]; batch is a multiple of `unit`.
@@ -80,15 +83,18 @@ class Layout:
         return self.ranks * self.micro_batches * self.slots
 
     def steps(self, samples: int) -> int:
-        """Return the number of whole steps in a dataset of `samples`; the rest is dropped, as `drop_remainder` does."""
+        """Return the number of whole steps in a dataset of `samples` samples; samples at the end that do not fill a
+        step are dropped, as `drop_remainder` does.
+        """
         return samples // self.batch
 
 
 def epoch_plan(costs: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots]: items of the dataset.
+    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots], which hold the numbers of items
+    of the dataset.
 
     A step's plan follows only from the samples of its window. Windows begin at multiples of their size, counted from
-    step 0: they are the same ones wherever a run resumes.
+    step 0, so a resumed run has the same windows as an uninterrupted run.
 
     Args:
         costs: float64 [items of the dataset], in the dataset's order; may be memory-mapped.
@@ -121,7 +127,7 @@ def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Balance:
-    """Return the step times divided by the time of an evenly loaded step, float64 [steps]; 1 is perfect.
+    """A `Balance` holds step times, float64 [steps], each divided by the time of an evenly loaded step; 1 is perfect.
 
     before: the times without the plugin; after: the times with the plan; bound: no assignment of these samples to the
     same steps is shorter (with a window the samples change steps, so a step may lie below the bound of its old
@@ -134,7 +140,9 @@ class Balance:
 
 
 def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout) -> Balance:
-    """Compare the step times of `plan` [steps, ...], from step 0 on, with those without it, and the lower bound."""
+    """Compare the step times of `plan` [steps, ...], whose first step is step 0, with the step times without the plan,
+    and with the lower bound.
+    """
     batch = np.asarray(costs[: len(plan) * layout.batch]).reshape(len(plan), layout.batch)
     shape = (layout.ranks, layout.micro_batches, layout.slots)
     natural = np.broadcast_to(unscheduled(*shape), plan.shape)
@@ -183,8 +191,8 @@ _SECONDS = "write measured seconds, 0 or more"
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings of `plugins.attention_balance` say which samples may change places, and what a sample costs. A
-    launch writes the model's cost in FLOP; a user may write measured costs in seconds instead.
+    """A `Settings` holds the settings of `plugins.attention_balance`: which samples may change places, and the cost of
+    a sample. The launch of a run writes the model's cost in FLOP; a user may write measured costs in seconds instead.
     """
 
     KEY = KEY
@@ -278,7 +286,8 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
 
 
 def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
-    """Return the settings and the layout of a step from a recipe, which need not give the cost of a sample yet.
+    """Check a recipe, and return its settings of this plugin and the layout of a step; the recipe need not give the
+    cost of a sample yet.
 
     Raises:
         RecipeError: the settings are wrong, or the plugin cannot work with this recipe or gains nothing.
@@ -300,10 +309,11 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
 
 
 def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
-    """Return how a recipe's step is divided, as MindFormers' `_check_global_batch_size_for_auto_parallel` does it.
+    """Return how a recipe's step is divided into micro-batches, computed as MindFormers'
+    `_check_global_batch_size_for_auto_parallel` does it.
 
-    Micro-batches are `micro_batch_num` with a pipeline, `gradient_accumulation_steps` without one, and one outside
-    semi-auto parallel, where MindFormers switches accumulation off.
+    The number of micro-batches is `micro_batch_num` with a pipeline, `gradient_accumulation_steps` without a pipeline,
+    and one outside semi-auto parallel, where MindFormers switches accumulation off.
 
     Raises:
         RecipeError: EP groups do not consist of whole data-parallel ranks, or parts of micro-batches are interleaved.
@@ -335,7 +345,7 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
 def recomputed_share(recipe: Mapping[str, Any]) -> float:
     """Return the share of the forward pass that `recompute_config.recompute` repeats, 0 to 1.
 
-    Selective recompute is left out: it repeats cheap operators.
+    Selective recomputation is not counted, because it repeats only cheap operators.
     """
     recompute = value_at(recipe, "recompute_config.recompute")
     if not isinstance(recompute, (list, tuple)):

@@ -1,11 +1,12 @@
 """This module holds, as references for tests, slow and obvious versions of the plugin's fast computations, and other
 published schedulers.
 
-The first half goes token by token and operation by operation. The second half, `BASELINES`, are schedulers in plain
-Python as they are published. Each takes the costs [batch] of one global batch and returns [ranks, micro_batches,
-slots] of positions in it. All but the first two decide only which rank gets a sample. Their ranks then order their own
-samples falling, so that the heavy ones of all ranks fall into the same micro-batches: the kindest reading for a
-barrier in each micro-batch.
+The functions of the first half go through the sample token by token, or through the schedule operation by operation.
+The second half, `BASELINES`, contains other published schedulers of samples, in plain Python. Each scheduler takes the
+costs [batch] of one global batch and returns the positions in this batch as [ranks, micro_batches, slots]. Except for
+the first two, these schedulers decide only which rank gets a sample. The ranks then sort their own samples by falling
+cost, so that the heavy samples of all ranks are in the same micro-batches; with a barrier in each micro-batch this is
+the most favourable order for such a scheduler.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def shortest_step(costs: np.ndarray, ranks: int, micro_batches: int, slots: int,
     """Return the shortest step time over all possible assignments; the search is feasible only for a handful of
     samples.
 
-    Bins (a rank's micro-batch) are filled in turn with every set of samples that remain. Of orders of bins that only
-    rename micro-batches one is enough without a pipeline.
+    The search fills the bins (a bin is a micro-batch of a rank) one after the other with every set of samples that
+    remain. Assignments that differ only in the numbering of micro-batches are all tried, too.
     """
     best = float("inf")
 
@@ -142,8 +143,8 @@ def sort_snake(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) ->
 
 
 def longest_first(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Plan by LPT (longest processing time first) with equal counts: give the heaviest sample that is left to the
-    lightest rank that is not full.
+    """Assign samples by LPT (longest processing time first) with equal counts: the heaviest remaining sample goes to
+    the lightest rank that is not full.
     """
     size = micro_batches * slots
     heap = [(0.0, rank) for rank in range(ranks)]
@@ -160,8 +161,9 @@ def longest_first(costs: np.ndarray, ranks: int, micro_batches: int, slots: int)
 def karmarkar_karp(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
     """Plan by the largest differencing method (Karmarkar-Karp) with an equal number of samples for each rank.
 
-    Each `ranks` consecutive samples of the sorted batch begin as one state, a sample a rank. The two states with the
-    largest spread (heaviest minus lightest part) are merged, heaviest part with lightest, until one is left.
+    At first, each `ranks` consecutive samples of the sorted batch form one state, which gives one sample to each rank.
+    The two states with the largest spread (the heaviest part minus the lightest) are merged, the heaviest part of one
+    with the lightest part of the other, until only one state is left.
     """
     values = costs.tolist()
     order = sorted(range(len(values)), key=lambda i: -values[i])

@@ -1,7 +1,7 @@
 """This module reads from MindFormers' index which documents each sample of a corpus holds, and computes what each
 sample costs to train.
 
-No token is read, and NumPy is all that is needed. The file has four parts:
+The module reads no tokens, and needs only NumPy. The file has four parts:
 
 1. `GPTIndex`: MindFormers' `GPTDataset` as its four arrays, and the same arrays made without MindFormers. The
    documents of all epochs, in the order of `document_index`, form one stream of tokens; sample i is the tokens [i *
@@ -13,12 +13,13 @@ No token is read, and NumPy is all that is needed. The file has four parts:
    was cut goes on as if it began there. This holds for a corpus whose documents end with the end-of-document token and
    contain no other (`tc3 data prepare` writes such).
 3. `Cost` = per_pair * (pairs of tokens that attend) + per_token * tokens. A document of n tokens under a causal mask
-   has n * (n + 1) / 2 pairs; everything else in the model is linear in tokens. Devices of one tensor- or
-   context-parallel group share a sample, so the cost is relative: it compares samples, whatever the group's size.
+   has n * (n + 1) / 2 attending pairs; the cost of all other parts of the model is linear in the number of tokens. The
+   devices of one tensor- or context-parallel group share a sample, so the cost is relative: it serves to compare
+   samples, whatever the size of the group is.
 4. Checks that a recipe keeps documents apart. MindFormers' dataset has two masks that end a document at its
    end-of-document (EOD) token: a full one, [1, S, S] (`create_attention_mask` with `reset_attention_mask`), and a
-   compressed one, the ends of up to `eod_pad_length` documents (`create_compressed_eod_mask`). With the compressed one
-   the attention kernel computes nothing between documents; how much of a full mask a kernel skips is its own affair.
+   compressed one, the ends of up to `eod_pad_length` documents (`create_compressed_eod_mask`). With the compressed mask
+   the attention kernel computes nothing between documents; how much of a full mask is skipped depends on the kernel.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ CONFIG = "train_dataset.data_loader.config"
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """A `GPTIndex` holds the position of every sample of one dataset in the corpus. The arrays may be memory-mapped
-    files.
+    """A `GPTIndex` holds the position of every sample of one dataset in the corpus. The arrays of a `GPTIndex` may be
+    memory-mapped files.
 
     lengths: int32 [documents], tokens of each, the end-of-document token included;
     document_index: int32 [epochs * documents], the order in which they are read;
@@ -148,7 +149,8 @@ def _sample_starts(lengths: np.ndarray, document_index: np.ndarray, sequence_len
 
 @dataclass(frozen=True)
 class Segments:
-    """These are the lengths of the documents (segments) in several samples, in CSR form.
+    """A `Segments` holds the lengths of the documents (segments) in several samples, in CSR form (compressed sparse
+    rows).
 
     values: int64 [segments], tokens of each, sample after sample; all at least 1;
     offsets: int64 [samples + 1]: sample i has values[offsets[i] : offsets[i + 1]].
@@ -170,8 +172,8 @@ class Segments:
     def counts(self) -> np.ndarray:
         """Return the number of segments (documents) of each sample, int64 [samples].
 
-        The compressed mask needs `counts <= eod_pad_length`. MindFormers itself raises only at eod_pad_length + 2:
-        with exactly one too many its mask lacks the end of the last document.
+        The compressed mask needs `counts <= eod_pad_length`. MindFormers itself raises an error only at eod_pad_length
+        + 2 documents: with eod_pad_length + 1, its mask silently lacks the end of the last document.
         """
         return np.diff(self.offsets)
 
@@ -191,7 +193,7 @@ def segments_in_stream_order(index: GPTIndex):
     """Yield (number of the first sample, `Segments`) for consecutive groups of the samples before shuffling; each group
     has a limited number of segments.
 
-    Sequential in the indices, so a memory-mapped corpus of 10^8 documents is read once.
+    The function reads the indices sequentially, so a memory-mapped corpus of 10^8 documents is read only once.
     """
     per_sample = -(-len(index.document_index) // max(len(index), 1)) + 1
     step = max(_SEGMENTS // per_sample, 1)
@@ -252,7 +254,8 @@ def causal_pairs(segments: Segments) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Cost:
-    """This is the cost of a sample, computed from the model's sizes (`unit` is "FLOP") or measured ("s").
+    """A `Cost` is the cost of training a sample, computed from the model's sizes (`unit` is "FLOP") or measured (`unit`
+    is "s").
 
     per_pair: `unit` for each attending pair of tokens; per_token: `unit` for each token.
     """
@@ -274,7 +277,7 @@ class Cost:
 
 
 def documents_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
-    """Return whether attention keeps the documents of a sample apart.
+    """Return whether the attention masks keep the documents of a sample apart.
 
     Args:
         config: `train_dataset.data_loader.config` of a Megatron loader. model: `model.model_config`.
@@ -284,7 +287,8 @@ def documents_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool
 
 
 def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse a recipe in which documents of one sample attend to each other; arguments: `documents_apart`.
+    """Refuse a recipe in which documents of one sample attend to each other; the arguments are those of
+    `documents_apart`.
 
     Raises:
         RecipeError: documents attend to each other, so every sample costs the same and there is nothing to balance.
@@ -320,17 +324,17 @@ def documents_of_items(index: GPTIndex) -> np.ndarray:
 def padding_under(context_parallel: int, algorithm: str) -> int:
     """Return the number of entries of a compressed mask that must stay padding after the last document of a sample.
 
-    Where ranks share the queries' sequence, MindSpore lets the last entry end at the last key on every rank. If a
-    document ended there, its queries would see keys behind themselves (docs/prove.md, the layout TND).
+    If ranks share the sequence of queries, MindSpore lets the last entry of the mask end at the last key on every rank.
+    If a document ended at this entry, its queries would attend to later keys (docs/prove.md, the layout TND).
     """
     return int(context_parallel > 1 and algorithm != "ulysses_cp")
 
 
 def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: int = 0) -> None:
-    """Refuse a compressed mask that is too short for a sample that will be trained.
+    """Refuse a compressed mask that is too short for one of the samples that will be trained.
 
     With `eod_pad_length` + 1 documents MindFormers 1.9.0 silently drops the end of the last document (attention runs
-    over an unfinished mask); from + 2 on it raises in the step that meets the sample.
+    over an unfinished mask); with more documents it raises an error in the step that reads the sample.
 
     Args:
         documents: [samples], the number of documents of each sample, in the order of training. batch: the number of

@@ -1,12 +1,12 @@
 """This module makes MindFormers train a global batch that grows (`plugins.batch_ramp`).
 
-* Data. The loader's samples are dealt by the step that trains them (`Steps`): an item of the dataset is what a rank
+* Data. The loader's items are the batches of a rank (`Steps`): an item of the dataset is the set of samples that a rank
   trains in one step, so a resume skips whole steps, whatever their sizes, without reading them.
-* Graph. MindSpore compiles the train step again for an input of another shape. Before that, the cells that hold the
-  number of samples or micro-batches get the new number (`Stage`), so there is one graph for each stage.
-* Callbacks. MFLossMonitor, the first callback, changes the stage before a step, and counts the step's own samples.
-* Learning rate. With `learning_rate: samples` the schedule is given the steps of the full batch that hold the samples
-  trained so far (`BySamples`).
+* Graph. MindSpore compiles the train step again for an input of another shape. Before a new compilation, the cells that
+  hold the number of samples or micro-batches get the new number (`Stage`), so there is one graph for each stage.
+* Callbacks. MFLossMonitor, the first callback, changes the stage before a step, and counts the samples of this step.
+* Learning rate. With `learning_rate: samples` the argument of the schedule is the number of full-batch steps that hold
+  the samples trained so far (`BySamples`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ relies_on(TopkBiasBalanceCallback, "expert_loads = network.update_topk_bias(self
 
 
 def enable(config, settings) -> None:
-    """Let the global batch of `config` (a MindFormerConfig) grow as its settings say.
+    """Let the global batch of `config` (a MindFormerConfig) grow as the plugin's settings say.
 
     Raises:
         RecipeError: the settings are wrong, or the batch of this recipe cannot change.
@@ -62,7 +62,7 @@ def enable(config, settings) -> None:
 
 
 class Steps:
-    """This is a random-access dataset whose items are the batches of a data-parallel rank, one for each step.
+    """A `Steps` is a random-access dataset whose items are the batches of a data-parallel rank, one for each step.
 
     Args:
         source: the samples of all ranks by number, each a tuple of arrays. rank, ranks: the data-parallel rank and the
@@ -118,8 +118,8 @@ def _deal_by_steps(ramp: Ramp, division: Division) -> None:
 
 
 class Stage:
-    """A `Stage` is the stage of a growing batch in which a run is: it gives the train step and the callbacks the
-    numbers of samples and micro-batches.
+    """A `Stage` is the present stage of a growing batch: it sets the numbers of samples and micro-batches in the train
+    step and in the callbacks.
 
     Attributes:
         samples: the number of samples in a step, 0 before the first step. division: the division of these samples over
@@ -130,7 +130,7 @@ class Stage:
         self.division, self.samples = division, 0
 
     def apply(self, step: nn.Cell, samples: int) -> None:
-        """Prepare the train step for steps of `samples` samples, whose graph is then compiled."""
+        """Prepare the train step for steps of `samples` samples; MindSpore then compiles the graph for this number."""
         if samples == self.samples:
             return
         self.samples = samples
@@ -146,7 +146,7 @@ class Stage:
         cutting.micro_size = step.micro_size = fresh.micro_size
 
     def tell(self, callbacks: list[Any]) -> None:
-        """Tell the callbacks the numbers of samples and micro-batches of a step, by which they divide losses
+        """Set in the callbacks the numbers of samples and micro-batches of a step, by which the callbacks divide losses
         and loads.
         """
         count, pipeline = self.division.micro_batches_at(self.samples), self.division.pipeline > 1
@@ -191,7 +191,8 @@ def _ramping(monitor: type[MFLossMonitor], ramp: Ramp, stage: Stage):
 
 
 class BySamples(LearningRateSchedule):
-    """This learning-rate schedule counts the trained samples, in units of the full batch, instead of the steps.
+    """A `BySamples` is a learning-rate schedule that counts the trained samples, in units of the full batch, instead of
+    the steps.
 
     Args:
         schedule: MindFormers' schedule of the recipe. ramp: the ramp of the run.

@@ -1,13 +1,14 @@
-"""This module says which samples each step of a run trains while the global batch grows, and reads
-`plugins.batch_ramp` of a recipe. Pure Python.
+"""This module says which samples each step of a run trains while the global batch grows, and reads `plugins.batch_ramp`
+of a recipe. The module is pure Python.
 
-A ramp is a list of stages `[last step, samples of a step]`; after the last stage a step has the samples that the
-recipe's own keys say (`runner_config.batch_size`, data-parallel ranks, micro-batches). So a recipe without a ramp is a
-ramp without stages, and everything that converts between steps and samples does it here (`Ramp`): the data loader, a
-resume, the number of steps of a run, the learning rate.
+A ramp is a list of stages `[last step, samples of a step]`; after the last stage, the number of samples in a step
+follows from the recipe's own keys (`runner_config.batch_size`, data-parallel ranks, micro-batches). A recipe without a
+ramp is treated as a ramp without stages, and `Ramp` makes every conversion between steps and samples: for the data
+loader, a resume, the number of steps of a run, and the learning rate.
 
 Steps are counted from 1, samples from 0. Step s trains the samples [samples_until(s - 1), samples_until(s)): each
-sample once, in order. Data-parallel ranks deal these samples in turn, as MindSpore deals them without a ramp.
+sample is trained once, in order. These samples are dealt to the data-parallel ranks in turn, as MindSpore deals samples
+without a ramp.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _stages(value: Any) -> Stages:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say how the global batch grows, and along which axis the learning rate's schedule runs."""
+    """A `Settings` says how the global batch grows, and whether the learning rate's schedule counts steps or
+    samples.
+    """
 
     KEY = KEY
     RIGHT = f"write `stages: [[last step, samples], ...]` under it, or {KEY}: False to leave it off"
@@ -99,7 +102,7 @@ class Ramp:
         return samples + self.full * (step - begin)
 
     def steps_of(self, samples: int) -> int:
-        """Return the number of whole steps for which `samples` samples are enough."""
+        """Return the largest number of whole steps that can be trained with `samples` samples."""
         begin = 0
         for end, batch in self.stages:
             if samples < batch * (end - begin):
@@ -109,11 +112,13 @@ class Ramp:
         return begin + samples // self.full
 
     def rows_at(self, step: int, rank: int, ranks: int) -> range:
-        """Return the range of the samples that data-parallel rank `rank` of `ranks` trains in step number `step`."""
+        """Return, as a range, the samples that data-parallel rank `rank`, one of `ranks` ranks, trains in step number
+        `step`.
+        """
         return range(self.samples_until(step - 1) + rank, self.samples_until(step), ranks)
 
     def end_at(self, step: int) -> int | None:
-        """Return the last step of the stage in which step number `step` is; None after the last stage."""
+        """Return the last step of the stage that contains step number `step`; None after the last stage."""
         return next((end for end, _ in self.stages if step <= end), None)
 
 
@@ -135,8 +140,9 @@ def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
 
 
 def fewest_micro_batches(pipeline: int, scheduler: str = "") -> int:
-    """Return the smallest number of micro-batches that a step of a growing batch may have on `pipeline` stages: those
-    that fill the stages, and at least two, because MindSpore accumulates a single micro-batch wrongly.
+    """Return the smallest number of micro-batches that a step of a growing batch may have with `pipeline` stages:
+    enough to fill the stages, and at least two, because MindSpore accumulates the gradient of a single micro-batch
+    wrongly.
     """
     return max(2, fewest_to_fill(pipeline, scheduler))
 
@@ -167,17 +173,17 @@ class Division:
 
     @property
     def full(self) -> int:
-        """Return the number of samples of a step with the recipe's own batch."""
+        """Return the number of samples in a step with the batch that the recipe itself gives."""
         return self.ranks * self.micro * self.micro_batches
 
     @property
     def least(self) -> int:
-        """Return the smallest number of micro-batches in a step of a ramp."""
+        """Return the smallest number of micro-batches that a step of a ramp may have."""
         return 1 if self.whole else fewest_micro_batches(self.pipeline, self.scheduler)
 
     def advice(self, micro_batches: int, word: str = "write at least") -> str:
-        """Return the advice for a stage that needs this number of micro-batches: a number of samples, or to leave the
-        stage out if the recipe's own batch is not larger than that.
+        """Return the advice for a stage that needs this number of micro-batches: the advice is a number of samples, or
+        to leave the stage out if the recipe's own batch is not larger than that number.
         """
         samples = micro_batches * self.unit
         if samples < self.full:

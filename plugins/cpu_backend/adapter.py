@@ -1,9 +1,9 @@
-"""This module points a recipe's MindFormers config at the CPU classes, and patches the lines of MindFormers that no
-hook reaches.
+"""This module points a recipe's MindFormers config at the classes of the CPU backend, and patches code of MindFormers
+that cannot be replaced through the config.
 
-`launch/train.py` calls this when, and only when, `context.device_target` is CPU: `before_mindformers` first, `enable`
-when the context is built. The two functions that patch are the only monkeypatches of the CPU backend; each line that
-they stand in for is one of MindSpore 2.9.0 or MindFormers 1.9.0. Neither is imported here before it is needed.
+`launch/train.py` uses this module only if `context.device_target` is CPU: it calls `before_mindformers` first, and
+`enable` when the context is built. The CPU backend's only monkeypatches are in two functions of this module; each patch
+replaces code of MindSpore 2.9.0 or MindFormers 1.9.0. MindSpore and MindFormers are imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WRAPPERS = {"MFTrainOneStepCell": "CpuTrainOneStepCell"}
 def before_mindformers(distributed: bool) -> None:
     """Patch functions that MindFormers copies by `from ... import`; call this before importing mindformers.
 
-    Barrier has no CPU kernel, and nothing lets a caller choose another one: an AllReduce of one element waits
-    for the same ranks.
+    The operator Barrier has no CPU kernel, and MindFormers has no setting to use another operator: the patch uses an
+    AllReduce of one element, which waits for the same ranks.
     """
     if not distributed:
         return
@@ -35,7 +35,9 @@ def before_mindformers(distributed: bool) -> None:
     from mindspore.communication import comm_func
 
     def barrier(group=None):
-        """Wait until every rank has called this function; MindFormers passes only the group of all ranks."""
+        """Wait until every rank has called this function; the only group that MindFormers passes is the group of all
+        ranks.
+        """
         ops.AllReduce()(Tensor([0.0], mstype.float32)).asnumpy()
 
     replace(comm_func, "barrier", "_get_cache_prim(P.Barrier)(group)", barrier)
@@ -80,7 +82,7 @@ def enable(config) -> None:
 
 
 def check(config) -> None:
-    """Refuse settings that on CPU would fail deep inside MindSpore, or would silently be slower or wrong."""
+    """Refuse settings that would fail deep inside MindSpore on CPU, or would silently make the run slower or wrong."""
     model_config = config.model.model_config
     parallel = config.parallel_config
     workers = parallel.data_parallel if config.use_parallel else 1

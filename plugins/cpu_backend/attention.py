@@ -1,11 +1,11 @@
 """This module computes core attention on CPU: the result of `FlashAttentionScore`, from operators that a CPU has.
 
 `CoreAttention` is the dense form: it multiplies S x S scores and masks most of them. `DocumentCoreAttention` is for
-data whose masks keep documents apart. There a document's queries go in blocks of at most `BLOCK`, each against the
-keys from its document's start to the block's end (`document_attention`, `document_gradients`: NumPy, as host functions
-in the graph). A document of n tokens costs about n * (n + BLOCK) / 2 scores, which follows the attending pairs n * (n
-+ 1) / 2 that `plugins/attention_balance` counts, and memory grows with BLOCK * n instead of S * S. Backward makes the
-scores again from the log-sum-exp of each row.
+data whose masks keep documents apart. In this form a document's queries are computed in blocks of at most `BLOCK`
+queries, each against the keys from its document's start to the block's end (`document_attention`, `document_gradients`:
+NumPy, as host functions in the graph). A document of n tokens costs about n * (n + BLOCK) / 2 scores, which follows the
+attending pairs n * (n + 1) / 2 that `plugins/attention_balance` counts, and memory grows with BLOCK * n instead of S *
+S. The backward pass computes the scores again from the log-sum-exp of each row.
 """
 
 from __future__ import annotations
@@ -119,15 +119,15 @@ def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scal
 
 
 def follow_documents(follows: bool) -> None:
-    """Set whether models that are built later compute attention document by document; this is only for data with
-    `reset_attention_mask`.
+    """Set whether models that are built later compute attention document by document; this is correct only for data
+    with `reset_attention_mask`.
     """
     global _follows_documents
     _follows_documents = follows
 
 
 def core_attention():
-    """Return the class for `core_attention` of a layer's spec."""
+    """Return the class that a layer's spec names as `core_attention`."""
     return DocumentCoreAttention if _follows_documents else CoreAttention
 
 
@@ -135,14 +135,14 @@ relies_on(Attention.construct, "query = self.cast(query, mstype.float16)")
 
 
 class Unrounded(PrimitiveLike):
-    """This is a `Cast` that leaves out casts to float16."""
+    """This `Cast` omits casts to float16."""
 
     def __init__(self, cast):
         super().__init__()
         self.cast = cast
 
     def construct(self, x, dtype):
-        """Return x, of any shape, in the new type, unless that is float16."""
+        """Return x, of any shape, in the new type; if the new type is float16, return x unchanged."""
         return x if dtype == ms.float16 else self.cast(x, dtype)
 
 
@@ -213,11 +213,11 @@ class CoreAttention(nn.Cell):
         actual_seq_qlen=None,
         actual_seq_kvlen=None,
     ):
-        """Return the attention; the class's docstring gives the shapes of arguments and result."""
+        """Return the attention output; the class's docstring gives the shapes of arguments and result."""
         return self.attend(query, key, value, attention_mask)
 
     def attend(self, query, key, value, attention_mask):
-        """Return the attention [S, B, N * Dv]; the class's docstring gives the shapes of the arguments."""
+        """Return the attention output [S, B, N * Dv]; the class's docstring gives the shapes of the arguments."""
         length, batch = query.shape[0], query.shape[1]
         query = self._heads_first(query, self.heads)
         key = self._heads_first(key, self.groups)
@@ -244,10 +244,11 @@ class CoreAttention(nn.Cell):
 
 class DocumentCoreAttention(CoreAttention):
     """This is `CoreAttention` for masks of `reset_attention_mask`: tokens attend only within their document, and only
-    those products are computed.
+    the scores within a document are computed.
 
-    The dataset delivers a dense mask; its entry below the diagonal says whether a token sees the one before it, and
-    so where documents begin. Nothing else of the mask is read. Memory does not grow with S squared, the mask apart.
+    The dataset delivers a dense mask; the entries just below its diagonal say whether a token attends to the token
+    before it, and therefore where documents begin. Nothing else of the mask is read. Memory does not grow with S
+    squared, except for the mask.
     """
 
     def __init__(self, config, layer_number, **kwargs):
@@ -274,8 +275,8 @@ class DocumentCoreAttention(CoreAttention):
 class WithinDocuments(nn.Cell):
     """This operator computes `document_attention` by host functions in the graph.
 
-    Inputs: query [S, B, N, D]; key [S, B, G, D]; value [S, B, G, Dv]; breaks int32 [B, S - 1].
-    Outputs: [S, B, N, Dv], and the log-sum-exp of the rows [B, N, S], for backward only: no gradient passes it.
+    Inputs: query [S, B, N, D]; key [S, B, G, D]; value [S, B, G, Dv]; breaks int32 [B, S - 1]. Outputs: [S, B, N, Dv],
+    and the log-sum-exp of the rows [B, N, S], which only the backward pass uses: no gradient passes through it.
     """
 
     def __init__(self, scale):
@@ -283,7 +284,7 @@ class WithinDocuments(nn.Cell):
         self.attend, self.gradients = _operators(scale)
 
     def construct(self, query, key, value, breaks):
-        """Return the attention; the class's docstring gives the shapes of arguments and result."""
+        """Return the attention output; the class's docstring gives the shapes of arguments and result."""
         return self.attend(query, key, value, breaks)
 
     def bprop(self, query, key, value, breaks, out, dout):

@@ -1,10 +1,11 @@
 """This module computes expert parallelism on CPU: each worker holds its own experts' weights, and only the tokens
 routed to them are sent.
 
-Collectives, row operations and grouped matmul are host functions in the graph. MindSpore's CPU backend has AllReduce
-only, and gradients of shapes that depend on data fail there. So a buffer is as large as its worst case, rows in use
-first: the host functions move and multiply the rows in use only and leave zeros behind them. `Net` and `Rows` are the
-backend of `plugins/hierarchical_ep/dispatcher.py`; `CpuRoutedExperts` are the model's routed experts on top of it.
+Collectives, row operations and grouped matmul are host functions in the graph. MindSpore's CPU backend has no
+collective but AllReduce, and it cannot compute gradients of tensors whose shapes depend on data. So a buffer is as
+large as its worst case, with the used rows first: the host functions move and multiply only the used rows, and leave
+zeros in the others. `Net` and `Rows` are the backend of `plugins/hierarchical_ep/dispatcher.py`; `CpuRoutedExperts` are
+the model's routed experts on top of it.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def _scattering(group):
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
-    member.
+    """An `AllToAllV` sends rows to the members of a group (an All-to-All of unequal parts); `send` holds the number of
+    rows for each member.
     """
 
     def __init__(self, group):
@@ -85,13 +86,13 @@ class AllToAllV(nn.Cell):
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
     def bprop(self, rows, send, receive, room, out, dout):
-        """Send the gradients of the rows back to the ranks from which the rows came."""
+        """Return the gradient of the sent rows: each gradient travels back to the rank that sent the row."""
         return self.back(dout, receive, send, rows), ops.zeros_like(send), ops.zeros_like(receive), 0
 
 
 class Linear(nn.Cell):
-    """This collective operator is a linear function of rows of tokens; in the backward pass, the operator `back`
-    computes the gradient.
+    """A `Linear` is a collective operator that is a linear function of rows of tokens; in the backward pass, the
+    operator `back` computes the gradient.
     """
 
     def __init__(self, there, back):
@@ -99,16 +100,18 @@ class Linear(nn.Cell):
         self.there, self.back = there, back
 
     def construct(self, rows):
-        """Return the collective's result for this rank's rows."""
+        """Return the result of the collective operator for this rank's rows."""
         return self.there(rows)
 
     def bprop(self, rows, out, dout):
-        """Return the gradient of the rows: `back` of the gradient of the result."""
+        """Return the gradient of the rows: the operator `back`, applied to the gradient of the result."""
         return (self.back(dout),)
 
 
 class ExchangeCounts(nn.Cell):
-    """This operator tells each member of a group how many rows it will get from each other member and send to it."""
+    """An `ExchangeCounts` tells each member of a group how many rows it will send to each other member and receive from
+    it.
+    """
 
     def __init__(self, group):
         super().__init__(auto_prefix=False)
@@ -117,8 +120,9 @@ class ExchangeCounts(nn.Cell):
         self.one = Tensor(np.ones(self.size), ms.int32)
 
     def construct(self, counts):
-        """Return int32 send [n], receive [n] and the arriving rows by kind [m], for `counts` int32 [n, m]: the number
-        of rows of each of m kinds that this rank sends to each of n members.
+        """Return the numbers of rows to send, int32 [n], to receive, int32 [n], and to receive of each kind, int32 [m];
+        the argument `counts`, int32 [n, m], holds the number of rows of each of m kinds that this rank sends to each of
+        n members.
         """
         counts = ops.stop_gradient(counts)
         arriving = self.move(counts, self.one, self.one, counts)
@@ -178,8 +182,8 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values the keys may have that `sort` makes from `count` elements of `kinds` values;
-        each key is unique.
+        """Return how many different values `sort` needs for its keys if it sorts `count` elements of `kinds` different
+        values; every key is unique.
         """
         return kinds * count
 
@@ -191,7 +195,9 @@ class Rows(nn.Cell):
         self.cumsum = P.CumSum()
 
     def sort(self, keys):
-        """Return for int32 [n] the sorted keys, and the original index of each; equal keys keep their order."""
+        """Return the sorted keys of an int32 [n] tensor, and the original index of each key; equal keys keep their
+        order.
+        """
         count = keys.shape[0]
         # unique keys make the order independent of the sort's stability
         unique, order = self.ascending(keys * count + Tensor(np.arange(count), ms.int32))
@@ -217,14 +223,16 @@ class Rows(nn.Cell):
         return self.scatter(values, index, count)
 
     def cumulate(self, counts, padded):
-        """Return the cumulative sums of counts, both int32 [E]; if `padded`, each expert counts one more row."""
+        """Return the cumulative sums int32 [E] of the counts int32 [E]; if `padded`, each expert counts one more
+        row.
+        """
         counts = ops.cast(counts, ms.float32) + (1.0 if padded else 0.0)
         return ops.cast(self.cumsum(counts, 0), ms.int32)
 
 
 class SparseGroupedMatmul(nn.Cell):
-    """This operator multiplies rows [C, h], sorted by expert, by weights [E, h, H]; it computes only the used rows of
-    [C, H].
+    """A `SparseGroupedMatmul` multiplies rows [C, h], sorted by expert, by weights [E, h, H]; it computes only the used
+    rows of the result [C, H].
     """
 
     def __init__(self):
@@ -273,8 +281,8 @@ class _Share(nn.Cell):
 
 
 class CpuRoutedExperts(RoutedExperts):
-    """This is `RoutedExperts` for data parallelism on CPU: each worker has only its own experts' weights, and the
-    gradient reducer leaves them unchanged.
+    """A `CpuRoutedExperts` is MindFormers' `RoutedExperts` for data parallelism on CPU: each worker has only its own
+    experts' weights, and the gradient reducer leaves their gradients unchanged.
 
     Args:
         spare: the number of additional slots of a worker, for a subclass that fills them (`plugins.expert_balance`).

@@ -1,9 +1,9 @@
 """This module computes products of grouped-query attention in NumPy, where consecutive query heads share one head of
 keys and values.
 
-Query head n reads the keys and values of group n // (heads / groups), as in MindFormers and Megatron. Heads of one
-group are laid behind each other as rows of one matrix, so that neither keys nor values are repeated, and their
-gradients are summed over a group by the product itself. With as many groups as heads this is multi-head attention.
+Query head n reads the keys and values of group n // (heads / groups), as in MindFormers and Megatron. The query heads
+of one group form the rows of one matrix, so that keys and values need not be repeated, and the matrix product itself
+sums their gradients over the group. With as many groups as heads, grouped-query attention is multi-head attention.
 """
 
 from __future__ import annotations

@@ -2,16 +2,17 @@
 in every process, so that a process can load a graph that another process compiled.
 
 MindSpore knows the function of `ops.Custom(func_type="pyfunc")` by its address in the process that compiled the graph.
-A graph that another process loads would look for the wrong number. Here a function's number is a digest of its name:
-its module, its qualified name and the values that it has captured, as in
+Another process that loads this graph would look for a wrong address. In this module a function's number is a digest of
+its name: its module, its qualified name and the values that it has captured, as in
 
     plugins.cpu_backend.expert_parallel._moving.<locals>.move(group=(0, 1), tag=3)
 
-Functions of one name compute the same, whatever process has made them; a function whose name would not say all that it
-computes with is refused. What it reads besides is code of this repository, of which the compile cache's key has a
-digest, or belongs to the process, as `transport.mesh()` does. The operator carries the name into the graph: `names_in`
-reads it there, without MindSpore, so that the compile cache keeps no graph that calls anything else, and `require`
-refuses a graph that is about to be loaded and whose functions this process has not made.
+Functions of one name compute the same, in whatever process they were made; a function is refused if its name does not
+contain every value with which it computes. The other values that such a function reads are code of this repository, of
+which the compile cache's key has a digest, or belong to the process, as `transport.mesh()` does. The graph holds the
+name of each function as an attribute of the operator: `names_in` reads the names without MindSpore, so that the compile
+cache keeps no graph that calls any other function, and `require` refuses to load a graph with functions that this
+process has not registered.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _of_first(*dtypes):
 
 
 def operator(function, shape, dtype=_of_first):
-    """Return `ops.Custom` of a Python function that any process finds again.
+    """Return an `ops.Custom` operator for a Python function, in such a way that any process finds the function again.
 
     Args:
         function: a function from NumPy arrays to arrays, defined by `def`, which may capture only immutable values.
@@ -62,7 +63,7 @@ def operator(function, shape, dtype=_of_first):
 def register(function: Callable[..., Any]) -> int:
     """Register a function in this process, and return the number by which graphs call it.
 
-    Functions of one name and one code share a number, as they compute the same.
+    Functions with the same name and the same code share a number, because they compute the same.
 
     Raises:
         TypeError: the function's name would not identify all values with which it computes.

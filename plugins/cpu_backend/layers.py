@@ -1,9 +1,10 @@
-"""This module holds layers of the model on CPU, from operators that a CPU has: top-k, outer product, embedding lookup,
-and routed experts.
+"""This module holds the layers of a model on CPU, made of operators that have a CPU kernel: top-k, outer product,
+embedding lookup, and routed experts.
 
-The first half stands in for operators that have no CPU kernel in MindSpore 2.9.0 (`TopkExt`, `Outer`, `IndexSelect`).
-The second half are the routed experts of a run with one expert-parallel rank: a dispatch that drops nothing, and
-grouped matmul in the blocks of `plan.block_layout`. Experts over several workers: `expert_parallel.py`.
+The first half replaces operators that have no CPU kernel in MindSpore 2.9.0 (`TopkExt`, `Outer`, `IndexSelect`). The
+second half contains the routed experts of a run with one expert-parallel rank: a dispatch that drops no tokens, and a
+grouped matmul in the blocks of `plan.block_layout`. The module `expert_parallel.py` computes experts that are divided
+among several workers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PrimitiveLike(nn.Cell):
 
 
 class TopK(PrimitiveLike):
-    """This is `TopkExt(x, k) -> (values, indices)` along the last axis, largest first."""
+    """A `TopK` computes `TopkExt(x, k) -> (values, indices)` along the last axis, largest first."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +53,7 @@ class TopK(PrimitiveLike):
 
 
 class Outer(PrimitiveLike):
-    """This is `Outer(a, b)`, the outer product [m, n] of vectors [m] and [n]."""
+    """An `Outer` computes `Outer(a, b)`, the outer product [m, n] of vectors [m] and [n]."""
 
     def construct(self, a, b):
         """Multiply every element of `a` with every element of `b`."""
@@ -60,7 +61,9 @@ class Outer(PrimitiveLike):
 
 
 class EmbeddingLookup(PrimitiveLike):
-    """This is the embedding lookup of `VocabParallelEmbedding`, computed without the operator `IndexSelect`."""
+    """An `EmbeddingLookup` is the embedding lookup of `VocabParallelEmbedding`, computed without the operator
+    `IndexSelect`.
+    """
 
     def __init__(self):
         super().__init__()
@@ -72,11 +75,11 @@ class EmbeddingLookup(PrimitiveLike):
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """This is `MoEAlltoAllTokenDispatcher` for `expert_parallel: 1`, computed without the operators `SortExt`,
-    `IndexSelect` and `MoveTo`.
+    """A `TokenDispatcher` is MindFormers' `MoEAlltoAllTokenDispatcher` for `expert_parallel: 1`, computed without the
+    operators `SortExt`, `IndexSelect` and `MoveTo`.
 
-    Nothing is dropped, so no pad tokens are needed (`use_pad_tokens` keeps Ascend's GroupedMatmul from an
-    empty input, which the block layout here does not mind).
+    No token is dropped, so no pad tokens are needed (`use_pad_tokens` protects Ascend's GroupedMatmul from an empty
+    input, which the block layout here allows).
     """
 
     def __init__(self, config):
@@ -85,7 +88,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.gather = P.Gather()
 
     def token_permutation(self, tokens, probs, routing_map, ffn_num_tokens_per_expert=None):
-        """Sort (token, choice) pairs by expert; pairs of one expert keep the order of their tokens.
+        """Sort the (token, choice of expert) pairs by expert; the pairs of one expert keep the order of their tokens.
 
         Args:
             tokens: [1, N, h]; probs: [1, N, k]; routing_map: int32 [1, N, k], the chosen experts.
@@ -167,7 +170,9 @@ def _rank_in(ends, count):
 
 
 class GroupedExperts(FFNGroupedGEMM):
-    """This is an `FFNGroupedGEMM` whose dispatcher and grouped matmul run on CPU (hook: `MoESubmodules.experts`)."""
+    """A `GroupedExperts` is MindFormers' `FFNGroupedGEMM` with a dispatcher and a grouped matmul that run on CPU (hook:
+    `MoESubmodules.experts`).
+    """
 
     def __init__(self, config):
         super().__init__(config)

@@ -2,10 +2,11 @@
 lets a call wait for the messages that the call needs.
 
 A `Frame` on a socket is a header of fixed size, a note, then the raw bytes of one array. Nothing is pickled: a header
-holds numbers and the name of a dtype, so a stranger's bytes can only be refused.
+holds only numbers and the name of a dtype, so bytes from another program are refused and never executed.
 
-The `Mailbox` of a rank holds what has arrived and was not asked for yet. A call that cannot end is told with all that
-is known: whom it waits for, why that rank is lost, what it sent instead, and what it says that it waits in itself.
+The `Mailbox` of a rank holds the messages that have arrived and that no call has requested yet. The error of a call
+that cannot end says all that is known: for which rank the call waits, why that rank is lost, which message that rank
+sent instead, and in which call that rank waits itself.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ class Frame:
 
 
 def pack(tag: int, number: int, part: np.ndarray, note: str = "") -> Frame:
-    """Return a frame of `part`, which is copied only if it is not contiguous."""
+    """Return a `Frame` that holds the array `part`; the array is copied only if it is not contiguous."""
     assert part.ndim <= MAX_AXES and part.dtype.isnative and not part.dtype.hasobject
     return Frame(tag, number, part.dtype.name, part.shape, np.ascontiguousarray(part).reshape(-1).view(np.uint8), note)
 
 
 def send(connection: socket.socket, frame: Frame) -> None:
-    """Write one frame; this blocks until the kernel has taken the whole frame.
+    """Write one frame to the connection; the call blocks until the kernel has taken the whole frame.
 
     Raises:
         OSError: the connection is lost.
@@ -90,7 +91,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive(connection: socket.socket) -> Frame:
-    """Read one frame into its own buffer; this blocks until the frame is complete.
+    """Read one frame from the connection into a buffer of its own; the call blocks until the frame is complete.
 
     Raises:
         Disconnected: the other side closed the connection, or the bytes are not a frame;
@@ -109,8 +110,8 @@ def receive(connection: socket.socket) -> Frame:
 
 
 def greet(connection: socket.socket, rank: int, size: int) -> None:
-    """Send the greeting by which the rank at the other end of the connection learns which rank connects: `rank` of
-    `size` ranks. The function raises OSError if the connection is closed.
+    """Send the greeting by which the rank at the other end of a connection learns the number of this rank and the
+    number of ranks. The function raises OSError if the connection is closed.
     """
     connection.sendall(HELLO.pack(MAGIC, rank, size))
 
@@ -191,8 +192,8 @@ class Mailbox:
             self.changed.notify_all()
 
     def sent(self, peer: int, call: Call | None) -> None:
-        """Record that a frame for this peer was written to the peer's socket; the frame belongs to `call`, or (None) to
-        a buffered send.
+        """Record that a frame for this peer was written to the peer's socket; the frame belongs to `call` or, if `call`
+        is None, to a buffered send.
         """
         with self.changed:
             if call is None:
@@ -202,7 +203,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def lose(self, peer: int, error: OSError) -> None:
-        """Record that this peer will send no further frames. A process that ends before it has read everything resets
+        """Record that this peer will not send any more frames. A process that ends before it has read everything resets
         its connections, so a reset is treated like an orderly end.
         """
         with self.changed:
@@ -219,7 +220,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Make every waiting call raise ClusterError, and wait up to a minute for buffered frames to be sent."""
+        """Make every waiting call raise ClusterError, and wait up to a minute until buffered frames are sent."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()

@@ -1,5 +1,5 @@
-"""This module builds TeleChat3 and TeleChat3-MoE on CPU: MindFormers' GPTModel from a layer spec whose leaves run on
-CPU.
+"""This module builds TeleChat3 and TeleChat3-MoE on CPU: it makes MindFormers' GPTModel from a layer spec whose
+operators run on CPU.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def on_cpu(layer) -> None:
 def build_gpt(config):
     """Return the GPTModel for CPU that a TransformerConfig describes.
 
-    It is built in stand-alone mode: in data-parallel mode GPTModel would create process groups from
-    `data_parallel_size`, which MindFormers' trainer has reset to 1 by then. Data parallelism on CPU lives in
-    the gradient reducer and needs no groups.
+    The model is built in stand-alone mode: in data-parallel mode GPTModel would create process groups from
+    `data_parallel_size`, which MindFormers' trainer has reset to 1 by then. On CPU the gradient reducer implements data
+    parallelism, and needs no process groups.
     """
     mode = context.get_auto_parallel_context("parallel_mode")
     context.set_auto_parallel_context(parallel_mode="stand_alone")
@@ -69,8 +69,8 @@ def build_gpt(config):
 
 
 def replace_hard_coded(model, config):
-    """Replace in a built model the operators that MindFormers' classes create by name, because no layer spec reaches
-    them.
+    """Replace, in a built model, the operators that MindFormers' classes create directly, because a layer spec cannot
+    change them.
     """
     if model.rotary_pos_emb is not None:
         model.rotary_pos_emb.outer = Outer()
@@ -89,10 +89,10 @@ def replace_hard_coded(model, config):
 
 
 def set_rows(model, rows):
-    """Tell each router how many samples a rank's batch has, before a graph for that batch is compiled.
+    """Set in each router the number of samples in a rank's batch, before a graph for that batch is compiled.
 
-    The auxiliary loss is taken sample by sample, so that it does not depend on how a batch is split; a router of
-    `plugins.group_aux_loss` takes the whole batch at once, of any size.
+    The auxiliary loss is computed sample by sample, so that it does not depend on how a batch is split; a router of
+    `plugins.group_aux_loss` computes it from the whole batch, of any size.
     """
     for router in cells_of(model, TopKRouter):
         if getattr(router, "takes_batches_whole", False):
@@ -103,7 +103,7 @@ def set_rows(model, rows):
 
 @contextmanager
 def of_rows(model, rows):
-    """While the block runs, let each router expect `rows` samples (see `set_rows`)."""
+    """Set the number of samples that each router expects to `rows` until the block ends (see `set_rows`)."""
     before = {router.dp for router in cells_of(model, TopKRouter)}
     set_rows(model, rows)
     try:
@@ -119,7 +119,7 @@ def cells_of(model, kind):
 
 
 def build(model, parent, config, latent):
-    """Build a training model in place; this replaces the `__init__` of its MindFormers class, which would make a
+    """Build a training model in place; this function replaces the `__init__` of MindFormers' class, which would make a
     GPTModel for Ascend.
 
     Args:
@@ -143,7 +143,7 @@ def average_loads(model):
 
 
 class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
-    """This is `TrainingTeleChat3MoeForCausalLM` as `build` makes it for a CPU: with multi-latent attention,
+    """This is MindFormers' `TrainingTeleChat3MoeForCausalLM`, built by `build` for CPU: with multi-latent attention,
     with or without experts.
     """
 
@@ -157,8 +157,8 @@ class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
 
 class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
-    """This is `TrainingTeleChat3ForCausalLM` as `build` makes it for a CPU: with grouped-query attention, usually
-    without experts.
+    """This is MindFormers' `TrainingTeleChat3ForCausalLM`, built by `build` for CPU: with grouped-query attention,
+    usually without experts.
     """
 
     def __init__(self, config):
@@ -172,7 +172,9 @@ class CpuTrainingTeleChat3(TrainingTeleChat3ForCausalLM):
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class CpuTeleChat3MoeForCausalLM:
-    """This is the class that `architectures:` names on CPU for TeleChat3-MoE (train only)."""
+    """The CPU backend writes the name of this class into `architectures:` for TeleChat3-MoE; the class supports only
+    training.
+    """
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""
@@ -181,7 +183,9 @@ class CpuTeleChat3MoeForCausalLM:
 
 @MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
 class CpuTeleChat3ForCausalLM:
-    """This is the class that `architectures:` names on CPU for TeleChat3 and TeleChat2 (train only)."""
+    """The CPU backend writes the name of this class into `architectures:` for TeleChat3 and TeleChat2; the class
+    supports only training.
+    """
 
     def __new__(cls, config, *args, **kwargs):
         """Build the training model."""

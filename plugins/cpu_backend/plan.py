@@ -1,10 +1,11 @@
 """This module lays out sorted tokens in blocks, so that the cost of a grouped matmul follows the number of tokens, and
 says in which data type the CPU backend computes, and which attention it has. The module needs only NumPy.
 
-A grouped matmul multiplies each expert's rows by that expert's weight. CPU has no such kernel. Two forms exist
-in static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the layout planned
-here: every expert's rows are padded up to a multiple of `block`, so that each block of rows belongs to one
-expert and one batched matmul of gathered weights does the rest. Work is rows + at most E * (block - 1).
+A grouped matmul multiplies each expert's rows by that expert's weight. CPU has no kernel for a grouped matmul. Two
+forms have static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the layout that this
+module plans: the rows of each expert are padded up to a multiple of `block`, so that each block of rows belongs to one
+expert, and one batched matmul with gathered weights computes all blocks. The number of computed rows is at most rows +
+E * (block - 1).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def documents_apart(loader: Mapping[str, Any]) -> bool:
 
 
 def block_count(rows: int, experts: int, block: int) -> int:
-    """Return a number of blocks that is enough for any distribution of `rows` over `experts`, so that shapes are
+    """Return a number of blocks that is sufficient for any distribution of `rows` over `experts`, so that shapes are
     static.
 
     Each expert wastes less than one block, so the bound is floor(rows / block) + experts.
@@ -48,10 +49,10 @@ def block_count(rows: int, experts: int, block: int) -> int:
 
 
 def default_block(rows: int, experts: int) -> int:
-    """Return a block size near half of an expert's mean rows: a power of two in [8, 128].
+    """Return a block size near half of the mean number of rows of an expert: a power of two in [8, 128].
 
-    Smaller blocks pad less, larger ones read each weight matrix less often. Written for MindSpore's graph parser,
-    which calls it too.
+    Smaller blocks need less padding, and larger blocks read each weight matrix less often. The function is written for
+    MindSpore's graph parser, which also calls it.
     """
     block = 8
     while block < 128 and 4 * experts * block <= rows:

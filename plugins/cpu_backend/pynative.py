@@ -1,5 +1,5 @@
-"""This module replaces code of MindFormers' training graph that works only in graphs, so that the model also runs in
-PyNative on CPU, where hooks see the output of each module.
+"""This module replaces code of MindFormers' training graph that works only in graph mode, so that the model also runs
+in PyNative mode on CPU, where hooks can read the output of each module.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _shared_experts(self, hidden_states):
 
 @contextmanager
 def pynative():
-    """Switch to PyNative mode until the block ends, and replace code that works only in graphs."""
+    """Switch to PyNative mode until the block ends, and replace code that works only in graph mode."""
     with ExitStack() as stack:
         for hook in stand_ins():
             stack.enter_context(replaced(*hook))

@@ -1,13 +1,13 @@
-"""This module is the data-parallel train step on CPU: it finds overflow by looking at the gradients, and reports the
-loss averaged over all ranks.
+"""This module is the data-parallel train step on CPU: it detects overflow in the gradients, and reports the loss
+averaged over all ranks.
 
-The file holds what a process knows of the run that it belongs to (how many ranks, and the train step that they share);
-what the sum of losses is divided by, and its parts, read without the zero-copy trap; which part of each parameter a
-rank holds; and the step itself.
+The file has four parts: the number of ranks of the run and the train step that they share; the divisor of the sum of
+losses, and the parts of the loss, read as copies; the part of each parameter that a rank holds; and the train step
+itself.
 
-MindSpore derives the parts of parameters from a sharded graph. In data-parallel mode there is none, and without it
-MindFormers 1.9.0 can neither write metadata.json nor load the files of several ranks: `strategy_of_all_ranks` answers
-in the form that MindFormers' checkpoints expect.
+MindSpore derives the parts of parameters from a sharded graph. In data-parallel mode there is no sharded graph, and
+without it MindFormers 1.9.0 can neither write metadata.json nor load the files of several ranks:
+`strategy_of_all_ranks` returns the parts in the form that MindFormers' checkpoints expect.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class TokensOfARank(nn.Cell):
     """A `TokensOfARank` computes the number by which each rank divides its sum of losses: the counted tokens of all
     ranks divided by the number of ranks.
 
-    Losses and gradients are averaged over the ranks. Divided by a rank's own count, the tokens of a rank with few of
-    them (`eod_mask_loss`, packed conversations) would weigh more than others', and more ranks would be another loss.
+    Losses and gradients are averaged over the ranks. If each rank divided by its own count, the tokens of a rank with
+    few counted tokens (`eod_mask_loss`, packed conversations) would weigh more than the tokens of other ranks, and the
+    loss would depend on the number of ranks.
     """
 
     def __init__(self, ranks: int):
@@ -139,8 +140,8 @@ class AllReduceMean(nn.Cell):
 
 
 class ClipSplitGradNorm(nn.Cell):
-    """This is `ClipGradNorm` for models of which some weights (experts) are split over the ranks: it adds up the
-    squared gradients of those weights over the ranks.
+    """This is MindFormers' `ClipGradNorm` for models of which some weights (experts) are split over the ranks: it adds
+    up the squared gradients of those weights over the ranks.
 
     Args:
         max_norm: the norm to which gradients are clipped; split: for each gradient, whether its weight is split over
@@ -173,7 +174,7 @@ def _scaled(scale, gradient):
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER)
 class CpuTrainOneStepCell(MFTrainOneStepCell):
-    """This is `MFTrainOneStepCell` without `NPUGetFloatStatusV2`; the loss that it returns is the mean over all
+    """This is MindFormers' `MFTrainOneStepCell` without `NPUGetFloatStatusV2`; it returns the loss averaged over all
     ranks.
     """
 
@@ -189,8 +190,8 @@ class CpuTrainOneStepCell(MFTrainOneStepCell):
         _train_step[:] = [self]
 
     def grads_for_mcore(self, scaling_sens, *inputs):
-        """Compute loss and gradients as the parent does, and average the reported loss over the ranks, as the sharded
-        graph on Ascend does.
+        """Compute loss and gradients as MindFormers' class does, and average the reported loss over the ranks, as the
+        sharded graph on Ascend does.
         """
         loss, grads, factor = super().grads_for_mcore(scaling_sens, *inputs)
         if self.mean is not None:
@@ -198,8 +199,8 @@ class CpuTrainOneStepCell(MFTrainOneStepCell):
         return loss, grads, factor
 
     def get_overflow_status(self, status, compute_output):
-        """Return True (as a tensor) if a gradient holds an inf or nan on any rank; shared gradients are reduced
-        already.
+        """Return True (as a tensor) if a gradient on any rank holds an inf or nan; gradients of shared weights are
+        already reduced over the ranks.
         """
         flags = ops.AddN()(self.hyper_map(_count_not_finite, compute_output))
         if self.split:

@@ -1,13 +1,14 @@
 """This module sends arrays from rank to rank over TCP: All-to-All of unequal parts, exchanges of named arrays, and
 buffered sends.
 
-MindSpore's CPU backend has AllReduce only, which moves group-size times what an All-to-All needs. Here exactly the
-planned bytes travel. Each pair of ranks shares one connection; each end of it has a sender and a receiver thread.
-A receiver always drains its socket into memory, so a sender never waits for what its peer is busy with: exchanges of
-several tags can be in flight at once, from several threads, in any order on each rank, without a deadlock.
+MindSpore's CPU backend has no collective but AllReduce, which moves as many bytes as an All-to-All times the size of
+the group. This module sends exactly the planned bytes. Each pair of ranks shares one connection; each of the two ranks
+has a sender thread and a receiver thread for it. A receiver always reads its socket into memory, so a sender never has
+to wait until its peer has time: exchanges with several tags can be in progress at once, from several threads, in any
+order on each rank, without a deadlock.
 
-A run has one `mesh()` between its workers; `connect` makes it, and asks MindSpore's own AllReduce for the addresses.
-MindSpore is imported only there.
+The workers of a run share one `mesh()`; `connect` makes it, and exchanges the addresses by MindSpore's own AllReduce.
+MindSpore is imported only in `connect`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ _open: list[Mesh] = []
 
 
 class Mesh:
-    """A `Mesh` holds the connections of one rank to all others.
+    """A `Mesh` holds the connections of one rank to all other ranks.
 
-    The order is: `listen`, tell every rank every address (the caller's business), `connect`, exchange, `close`.
-    Also a context manager, which closes. Its threads are daemons: an exit without `close` does not hang.
+    The order of calls is: `listen`, tell every rank every address (the caller does this), `connect`, exchange, `close`.
+    A `Mesh` is also a context manager that calls `close` at the end. Its threads are daemon threads, so a process that
+    exits without `close` does not hang.
 
     Attributes:
         rank, size: this rank, and the number of ranks;
@@ -74,8 +76,8 @@ class Mesh:
         return self._listener.getsockname()[:2]
 
     def connect(self, addresses: Sequence[Address], timeout: float = 60.0) -> None:
-        """Connect to every other rank: this rank opens the connections to lower ranks and accepts those of higher
-        ranks.
+        """Connect to every other rank: this rank opens the connections to lower ranks and accepts the connections from
+        higher ranks.
 
         Args:
             addresses: [size] the results of `listen`, by rank.
@@ -112,8 +114,9 @@ class Mesh:
         """Send part j to rank group[j]; return the arrays that the members of the group sent to this rank, in group
         order.
 
-        Exchanges of one tag between two ranks are matched by order, so one thread at a time may use a tag. The own
-        part is returned unchanged, not copied. Returns after the kernel took every part: they may change then.
+        Two ranks match the exchanges of one tag by their order, so only one thread at a time may use a tag. This rank's
+        own part is returned unchanged and without a copy. The call returns after the kernel has taken every part, so
+        the caller may then change the parts.
 
         Args:
             group: ranks that take part, this one among them; the same on each of them.
@@ -155,7 +158,8 @@ class Mesh:
         """Send each peer its part of `parts`; return a dictionary peer -> the frame that this peer sent, without
         checking what the frame contains.
 
-        As `all_to_all_v`, but nothing of a frame is checked. Returns after the kernel took every part.
+        This method works as `all_to_all_v`, but does not check dtype, shape and number of rows of a frame. The call
+        returns after the kernel has taken every part.
 
         Args:
             parts: peer -> its part; the part is empty if this rank only waits for the peer.
@@ -172,7 +176,7 @@ class Mesh:
         """Send a copy of `part` to a peer in the background and return at once; the peer may call `receive` for it at
         any time.
 
-        `close` waits for it to leave.
+        `close` waits until the copy has been sent.
         """
         copied = np.array(part, order="C")
         with self._mail.changed:
@@ -194,7 +198,7 @@ class Mesh:
 
     def tell(self, text: str) -> None:
         """Tell all other ranks in which call this rank waits, so that their error messages can name the call; "" means
-        that it waits in none.
+        that this rank waits in no call.
         """
         for peer, outbox in self._outboxes.items():
             with self._mail.changed:
@@ -202,7 +206,9 @@ class Mesh:
             outbox.put((None, Frame(STATUS, 0, "uint8", (0,), np.empty(0, np.uint8), text)))
 
     def close(self) -> None:
-        """End all threads and close all sockets; exchanges in progress raise. This method may be called twice."""
+        """End all threads and close all sockets; exchanges that are in progress raise ClusterError. This method may be
+        called twice.
+        """
         self._mail.close()
         if self._listener is not None:
             self._listener.close()
@@ -305,7 +311,7 @@ def mesh() -> Mesh:
 
 
 def connect(timeout: float = SLOWEST) -> None:
-    """Connect all ranks to each other, once; every rank must call it.
+    """Connect all ranks to each other, once; every rank must call this function.
 
     Args:
         timeout: the seconds that one exchange may take; this also limits how much longer one rank may compile than

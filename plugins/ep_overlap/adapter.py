@@ -1,5 +1,5 @@
 """This module enables `plugins.ep_overlap` of a recipe, which sends the tokens of a micro-batch through the experts in
-chunks so that communication and computation overlap.
+chunks, so that communication and computation overlap.
 """
 
 from __future__ import annotations

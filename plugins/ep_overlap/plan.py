@@ -1,11 +1,12 @@
 """This module chooses into how many chunks an MoE layer cuts the tokens of a micro-batch, and in which order it issues
 the steps of the chunks. The module implements section 4.4 of the report.
 
-One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way back.
-With chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts run at once.
-More chunks hide more communication and cost more time: launches, latencies of messages and the reading of expert
-weights do not shrink with the chunk, and small matmuls are slower. `choose` finds the best number by simulation; the
-caller provides the duration of each step of a chunk.
+One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the two steps of
+the combine in reverse order. With chunks, the AllGather between nodes of one chunk, the All-to-All inside a node of
+another chunk, and the experts of a third chunk run at the same time. More chunks hide more communication, but they also
+cost more time: launches, latencies of messages and the reading of expert weights do not shrink with the chunk, and
+small matmuls are slower. `choose` finds the best number by simulation; the caller provides the duration of each step of
+a chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _chunks(written: Any) -> Chunks | str:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say into how many chunks a micro-batch is cut, and how its tokens are divided over them."""
+    """A `Settings` says into how many chunks a micro-batch is cut, and how its tokens are divided over the chunks."""
 
     KEY = KEY
     RIGHT = "write `chunks:` under it, auto or [parts of the batch, parts of the sequence]"
@@ -113,7 +114,8 @@ class Layer:
     def passes(self) -> Passes[tuple[Sequence[Chain], float]]:
         """Return for each pass the steps that a chunk passes through, and the seconds of the shared expert.
 
-        A chain is issued for all chunks before the next: backward replays the whole layer before it takes gradients.
+        All chunks pass through one chain of steps before the next chain begins: a recomputed layer first repeats the
+        forward pass for all chunks, and then computes gradients.
         """
         forward, backward = self.shared
         both = (self.replay, self.backward) if self.replay else (self.backward,)
@@ -148,8 +150,8 @@ class Choice:
 
     @property
     def cutting(self) -> Passes[float]:
-        """Return the additional seconds of computation that chunks cost: smaller matmuls, more kernel launches, weights
-        read more than once.
+        """Return the additional seconds of computation that chunks cost, because matmuls are smaller, more kernels are
+        launched, and weights are read more than once.
         """
         busy, uncut = self.after.map(lambda timeline: timeline.busy("compute")), self.compute
         return Passes(busy.forward - uncut.forward, busy.backward - uncut.backward, busy.replayed - uncut.replayed)
@@ -208,15 +210,17 @@ def candidates(batch: int, sequence: int) -> list[Chunks]:
 
 
 def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int = 1) -> list[tuple[int, str]]:
-    """Return as (chunk, step) pairs the order in which every rank issues the steps of all chunks; all ranks have the
+    """Return the order in which every rank issues the steps of all chunks, as (chunk, step) pairs; all ranks have the
     same order.
 
     Step i of chunk c stands at place stride * c + i, the earlier chunk first: a chunk starts `stride` steps after the
     one before it.
 
         stride 0            step by step: all chunks' first step, then all chunks' second
-        stride 1            wavefront: chunk c is one step behind chunk c - 1 (report figure 5)
-        stride 2            two steps behind: a later dispatch alternates with an earlier combine
+        A step comes after all earlier steps of its chunk, so in-order streams cannot wait for each other; the order
+            depends only on the arguments, so it cannot differ between ranks.
+        Automatic differentiation reads the order backwards, which gives the same order with the chunks counted from the
+            last one.
         stride len(steps)   chunk by chunk
 
     A step comes after all earlier steps of its chunk, so in-order streams cannot wait for each other, and the order

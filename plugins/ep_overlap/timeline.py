@@ -1,10 +1,10 @@
 """This module computes when each operator runs on a device's streams, which run operators in order. The module needs
-only the standard library. The streams are those of figure 5 of TeleChat3's technical report.
+only the standard library. The streams are those of figure 5 of the report.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
-the next of its stream, its stream is free and all that it depends on has ended. A collective over both classes of links
-(`both`) needs and holds both streams.
+the next operator of its stream, its stream is free, and all operators on which it depends have ended. A collective over
+both classes of links (`both`) needs and occupies both streams.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ class Timeline:
 
 
 def simulate(ops: Sequence[Op]) -> Timeline:
-    """Return when each of `ops`, given in order of issue, starts and ends.
+    """Return the time at which each of `ops`, given in the order of issue, starts and ends.
 
-    An operator starts when the one before it on each of its streams and all that it depends on have ended. In the order
-    of issue each can be placed at once, but for those that wait for something issued later: they are tried again.
+    An operator starts when the operator before it on each of its streams, and all operators on which it depends, have
+    ended. The operators are placed in the order of issue; an operator that waits for an operator which is issued later
+    is tried again.
 
     Raises:
         ValueError: a stream is unknown, a key occurs twice, a dependency does not exist, or the order makes streams

@@ -1,5 +1,5 @@
-"""This module records the experts' loads after every step, and moves experts and changes their copies when a plan is
-due, before anything is saved.
+"""This module records the experts' loads after every step; when a plan is due, it moves experts and changes their
+copies, before a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOMENTS = ("adam_m", "adam_v", "muon_m")
 
 @dataclass(frozen=True)
 class Experts:
-    """An `Experts` holds the parameters of one MoE layer that the callback needs.
+    """An `Experts` holds the parameters of one MoE layer that the callback reads or changes.
 
     Attributes:
         number: the number of the layer in the model; router: the router, which counts the tokens of the experts;
@@ -64,12 +64,13 @@ class Alone:
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ExpertBalance(ExpertMigrateCallback):
-    """This callback records the experts' loads of every step, and plans a new placement of experts every
-    `settings.every` steps.
+    """An `ExpertBalance` is a callback that records the experts' loads of every step, and plans a new placement of
+    experts every `settings.every` steps.
 
-    A subclass for its place only: MindFormers runs its ExpertMigrateCallback before TopkBiasBalanceCallback, which
-    clears the loads, and CheckpointMonitor, and callbacks that it does not know after both. So the order within a step
-    is: loss (a run that is not finite ends here), record, move, the routers' biases, save.
+    The class inherits from a callback of MindFormers only for its place in the order of callbacks: MindFormers runs its
+    ExpertMigrateCallback before CheckpointMonitor and before TopkBiasBalanceCallback, which clears the loads; callbacks
+    that MindFormers does not know run after both. So the order within a step is: check the loss (a run whose loss is
+    not finite ends here), record the loads, move experts, update the routers' biases, save.
 
     Args:
         settings: `plugins.expert_balance.settings.Settings`.
@@ -91,7 +92,9 @@ class ExpertBalance(ExpertMigrateCallback):
         self.prediction = Prediction(settings.memory)
 
     def on_train_begin(self, run_context):
-        """Find the MoE layers, and continue the prediction from the loads that were recorded before a resume."""
+        """Find the MoE layers of the model, and continue the prediction of loads from the loads that were recorded
+        before a resume.
+        """
         params = run_context.original_args()
         self.ranks = self.connect()
         self.layers = layers_of(params.train_network.network, params.train_network.optimizer, self.decoder)
@@ -104,7 +107,7 @@ class ExpertBalance(ExpertMigrateCallback):
             self._take_copies(self._placements(), self.held)
 
     def on_train_step_end(self, run_context):
-        """Record the experts' loads of the step; move experts if a plan is due after it."""
+        """Record the experts' loads of the step, and move experts if a plan is due after this step."""
         params = run_context.original_args()
         # a compile tells the layouts of weights to the cell it was asked for: in sink mode the one around the step
         step, self.compiled = self.done + params.cur_step_num, params.train_network
@@ -117,7 +120,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self._record(step, tokens, slots, copies, batches, self._move(step, slots) if due(step, every) else None)
 
     def connect(self):
-        """Return the ranks object that connects all ranks of the run."""
+        """Return the object (see `executor.Ranks`) that connects all ranks of the run."""
         from plugins.cpu_backend import transport
 
         return transport.mesh() if get_real_group_size() > 1 else Alone()
@@ -226,7 +229,7 @@ class ExpertBalance(ExpertMigrateCallback):
 
 
 def layers_of(network, optimizer, decoder):
-    """Return the MoE layers of a network, as `Experts`, in the order of their numbers.
+    """Return the MoE layers of a network, as `Experts` objects, in the order of their numbers.
 
     Args:
         decoder: decoder layers of the model.
@@ -253,14 +256,16 @@ def _moments(states, weight):
 
 
 def take_copies(cell, slots, copies):
-    """Let a layer's experts use the given copies of experts from now on (see `plugins.expert_balance.copied`)."""
+    """Make a layer's experts use the given copies of experts from the next step on (see
+    `plugins.expert_balance.copied`).
+    """
     cell.take_copies(slots, copies)
 
 
 def assign(parameter, value):
-    """Overwrite the values of a parameter between two steps.
+    """Overwrite the values of a parameter between two steps, so that the compiled graph uses the new values.
 
-    Not `Parameter.set_data`: the compiled graph goes on with an Adam moment's old numbers after it, in silence. Not
-    `ops.assign`: it has no kernel for bfloat16 on CPU.
+    `Parameter.set_data` does not work: after it the compiled graph silently continues with the old values of an Adam
+    moment. `ops.assign` does not work either: it has no kernel for bfloat16 on CPU.
     """
     parameter.copy_(Tensor(value, parameter.dtype))

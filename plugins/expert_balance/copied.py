@@ -1,14 +1,15 @@
 """This module trains with copies of hot experts on data-parallel CPU workers; `copies.py` plans the copies.
 
-A copy has no state. In the forward pass `Fetch` fills a worker's spare slots with the weights of the experts' homes,
-and `choose` deals the tokens of an expert to its slots. In the backward pass a copy's gradient travels to its home and
-is added there, once, to the home's own; the home's gradient is then that of all tokens, as if there were no copy. So
-the optimizer, the global norm, checkpoints and `tc3 experts restore-order` know homes only: there is nothing to merge.
-Losses differ from those without copies only by the order in which a gradient's rows are added up.
+A copy of an expert has no optimizer state. In the forward pass `Fetch` fills a worker's spare slots with the weights of
+experts whose own slots (homes) are on other workers, and `choose` distributes the tokens of an expert over its slots.
+In the backward pass the gradient of a copy is sent to the expert's home and added there, once, to the home's own
+gradient; the sum is the gradient of all tokens, as if there were no copy. So the optimizer, the global norm,
+checkpoints and `tc3 experts restore-order` use only homes: there is nothing to merge. Losses differ from the losses
+without copies only by the order in which the rows of a gradient are added up.
 
-Which copies there are is known to each process (`take_copies`) and not to the graph, whose operators are host
-functions: they change without a compile, and a cached graph can be loaded. After a resume the callback takes them from
-the record of the run's loads.
+Each process knows which copies exist (`take_copies`), but the graph does not, because its operators are host functions:
+so copies change without a compilation, and a cached graph can be loaded. After a resume the callback reads the copies
+from the record of the run's loads.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class Fetch(nn.Cell):
     """This operator fetches the expert weights of all slots of a worker, including slots of copies; its backward pass
     adds the gradients of copies to those of the originals.
 
-    Workers must start the exchanges of a layer in one order: weights before the tokens are dispatched, gradients once
-    the dispatch has brought those of the tokens back. So tokens and their gradient pass through and wait.
+    All workers must start the exchanges of a layer in the same order: weights before the tokens are dispatched,
+    gradients after the dispatch has brought the gradients of the tokens back. So the tokens and their gradient pass
+    through this operator and wait for the exchange.
     """
 
     def __init__(self, group, layer, each, spare):
@@ -62,8 +64,8 @@ class Fetch(nn.Cell):
         self.there2, self.back2 = _fetching(group, layer, each, spare)
 
     def construct(self, tokens, w1, w2):
-        """Return the tokens unchanged, and both weights for all slots: [(E / D + spare) x rows, width] for a weight [E
-        / D x rows, width].
+        """Return the tokens unchanged, and both weight tensors for all slots of this worker: a weight [E / D x rows,
+        width] becomes [(E / D + spare) x rows, width].
         """
         w1 = self.there1(ops.depend(w1, tokens))
         w2 = self.there2(ops.depend(w2, w1))
@@ -103,8 +105,8 @@ class Choose(nn.Cell):
 
 
 class CopiedRoutedExperts(CpuRoutedExperts):
-    """This is `RoutedExperts` with experts on several workers, placed as the `placement` parameter says, and copies in
-    `spare` additional slots of each worker.
+    """A `CopiedRoutedExperts` is MindFormers' `RoutedExperts` with experts on several workers, placed as the
+    `placement` parameter says, and copies in `spare` additional slots of each worker.
     """
 
     def __init__(self, config, settings, spare):
@@ -134,6 +136,8 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         return super().construct(tokens, probs, self.choose(homes))
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
-        """Compute the same output as the parent's method, but with the weights of all slots, including copies."""
+        """Compute the same output as the parent's `forward_func`, but with the weights of all slots, including
+        copies.
+        """
         tokens, w1, w2 = self.fetch(tokens, self.share(w1), self.share(w2))
         return self.routed(tokens, probs, routing_map, w1, w2)

@@ -1,19 +1,20 @@
 """This module plans copies of hot experts, says which token goes to which copy, and exchanges their weights and
 gradients between ranks. The module needs only NumPy.
 
-A placement (`plan.py`) gives each expert its home. A device may have `spare` slots beside its E / D homes; a spare slot
-holds a copy of another device's expert, or nothing. An expert with n copies is there n + 1 times, and its tokens are
-dealt to these n + 1 in turn.
+A placement (`plan.py`) assigns each expert to a home: the slot with its weights and its optimizer state. A device may
+have `spare` slots in addition to its E / D homes; a spare slot holds a copy of another device's expert, or is empty. An
+expert with n copies has n + 1 slots, and its tokens are dealt to these n + 1 slots in turn.
 
-EPLB (DeepSeek, for inference) packs copies and experts from scratch. Here homes and copies differ: a home has the
-optimizer's state and moves seldom, a copy has none. Its weights come from its home in every forward pass, and its
-gradient goes back and is added there (`copied.py`), so that copies can change at any step and nothing has to move.
-`planned` is greedy as EPLB is, for given homes: what is hottest on the fullest device is copied first. A copy is made
-only if it helps, so that no device ever gets fuller than the fullest was without copies. `next_state` chooses the
-homes, too.
+EPLB (DeepSeek, for inference) places experts and copies anew, without a difference between them. In this module homes
+and copies differ: a home has the optimizer's state and is seldom moved, a copy has no state. The weights of a copy come
+from its home in every forward pass, and its gradient is sent back and added there (`copied.py`), so that copies can
+change at any step without moving any state. `planned` is greedy, as EPLB is, for given homes: the hottest expert of the
+fullest device is copied first. A copy is made only if it helps, so no device ever gets more tokens than the fullest
+device had without copies. `next_state` chooses the homes as well as the copies.
 
-Copies are int [D x spare], the logical expert in each spare slot, or `NOTHING`; the slots of a device are neighbours.
-All ranks plan for themselves: as in `plan.py` loads are whole numbers, and ties go to the lowest index.
+Copies are an array int [D x spare], which holds the logical expert in each spare slot, or `NOTHING`; the spare slots of
+one device are adjacent. Every rank computes the plan for itself: as in `plan.py` loads are whole numbers, and among
+equal loads the lowest index is taken.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ def share(loads: np.ndarray, parts: int | np.ndarray) -> np.ndarray:
 def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, least: float = 0.0) -> np.ndarray:
     """Return the expert of one layer that each spare slot copies, int64 [D x spare], or `NOTHING` for an empty slot.
 
-    1. Take the fullest device.
-    2. Of its experts and of the other devices with a slot left, take the pair after which the fuller of the two devices
-       is least full. A device takes no second copy of an expert that it holds.
-    3. Put the copy there: all devices with the expert get emptier, the one with the copy fuller.
-    4. Go on until no pair makes the fullest device emptier by `least` of its load, or no slot is left.
+    1. Take the device with the most tokens.
+    2. Of all pairs of an expert of this device and another device with an empty spare slot, take the pair after which
+       the fuller of the two devices has the fewest tokens. A device takes no second copy of an expert that it holds.
+    Put a copy of the expert on the other device: all devices that already hold the expert get fewer tokens, and the
+       device with the new copy gets more. Put the copy there: all devices with the expert get emptier, the one with the
+       copy fuller.
+    4. Repeat until no pair lowers the load of the fullest device by the share `least`, or no empty slot is left.
 
     Args:
         loads: integers [E]. slots: int [E], the placement. spare: the number of slots of a device for copies.
@@ -108,7 +111,9 @@ def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices
 
 
 def imbalance_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
-    """Return max/mean of each layer's devices with copies; the arguments are those of `loads_with`."""
+    """Return the imbalance of each layer with copies: the largest number of tokens of a device divided by the mean over
+    the devices; the arguments are those of `loads_with`.
+    """
     return fullest_over_mean(loads_with(loads, slots, copies, devices))
 
 
@@ -124,9 +129,9 @@ def next_copies(
 ) -> np.ndarray:
     """Return the copies int64 [layers, D x spare] to use after a step; a live run and a replay both call this function.
 
-    A layer has copies only if they lower its predicted max/mean by the gate's share. It keeps those that it has if all
-    of its experts stayed and no others would lower it by this share again. `method: random` fills the spare slots at
-    random.
+    A layer has copies only if they lower its predicted imbalance (max/mean over the devices) by at least the gate's
+    share. A layer keeps its present copies if none of its experts moves and no other copies would lower the imbalance
+    by this share again. With `method: random` the spare slots are filled at random.
 
     Args:
         predicted: [layers, E], `Prediction.loads`. slots: int [layers, E], the placement from now on.
@@ -165,9 +170,10 @@ def next_state(
     """Return the placements [layers, E] and the copies [layers, D x spare] to use after a step; a live run and a replay
     both call this function.
 
-    With spare slots each layer has three plans, which differ in its homes: they stay; they balance the loads
-    (`next_placements`); or they balance what `divided` leaves of the loads. Each plan has its own copies. The layer
-    stays unless another plan's fullest device has less by the gate's share.
+    With spare slots, three plans are made for each layer, which differ in the homes of the experts: the homes stay;
+    they balance the loads (`next_placements`); or they balance the loads that remain after copies were made
+    (`divided`). Each plan has its own copies. The homes of a layer stay as they are unless the fullest device of
+    another plan has fewer tokens by at least the gate's share.
 
     Args: as in `plan.next_placements` and `next_copies`.
     """
@@ -195,8 +201,8 @@ def next_state(
 
 def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
     """Return integers [E], the tokens that stay in each expert's own slot, after D x spare copies of experts were made
-    one by one. Each copy is made of the expert whose own slot has the most tokens at that moment. This is EPLB's rule,
-    except that an expert gets at most one slot on each device.
+    one by one. Each copy is made of the expert whose own slot has the most tokens at that moment. This choice is EPLB's
+    rule, except that an expert gets at most one slot on each device.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):
@@ -216,11 +222,11 @@ def _shuffled(slots: np.ndarray, devices: int, spare: int, seed: list[int]) -> n
 
 
 class Table:
-    """This table says which slots of the devices hold each expert; an expert is numbered by its own slot, the one that
-    is not a copy.
+    """A `Table` says which slots of the devices hold each expert; an expert is numbered by its own slot, not by that of
+    a copy.
 
-    Slots are numbered through the devices as a dispatch has them: those of a device are its E / D homes, then its spare
-    slots.
+    Slots are numbered consecutively through the devices, as the dispatch numbers them: the slots of a device are its E
+    / D homes, followed by its spare slots.
 
     Args:
         slots: int [E], the placement. copies: int [D x spare].
@@ -251,8 +257,8 @@ class Table:
     def choose(self, homes: np.ndarray, rank: int) -> np.ndarray:
         """Return int32, in the shape of `homes`: the slot that computes each (token, expert) pair of a rank.
 
-        The pairs of an expert take its slots in turn, in the order of tokens; each rank begins with another slot, so
-        that few pairs of many ranks do not all go to the home.
+        The pairs of an expert use its slots in turn, in the order of tokens; each rank begins with another slot, so
+        that ranks with few pairs do not all send them to the home.
 
         Args:
             homes: int, any shape, the homes of experts (their numbers after the placement is applied).
@@ -282,7 +288,7 @@ class Table:
 
 def with_copies(own: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int], tag: int) -> np.ndarray:
     """Return the weights [(E / D + spare) x rows, width] of a rank's slots: first the weights of its own experts, then
-    those of the copies that it holds.
+    the weights of the copies that the rank holds.
 
     Args:
         own: [E / D x rows, width]. ranks: the connection to all ranks of the EP group, in its order. group: the numbers

@@ -1,20 +1,22 @@
 """This module moves experts from rank to rank between two steps: it sends the rows of their weights and of the
 optimizer's moments.
 
-`routes` says which rows of a rank go where when one placement follows another, `holders` which ranks hold a tensor's
-slices. A move is all or nothing, a layer at a time:
-1. All ranks compare digests of the whole plan. Where one differs, every rank raises and nothing has changed.
-2. A layer's rows are exchanged into memory beside the tensors: a rank that is lost, late or sends something else makes
-   the exchange raise, and nothing of this layer has changed.
-3. All ranks that exchange rows say that they hold every row. Only then each overwrites its tensors and the layer's
-   placement.
+`routes` says which experts a rank sends to which other rank when the placement changes, and `holders` says which ranks
+hold the slices of a tensor. A move happens either completely or not at all, layer by layer:
+1. All ranks compare digests of the whole plan. If one digest differs, every rank raises ClusterError, and nothing has
+   changed.
+2. The rows of a layer are received into separate buffers, not into the tensors: if a rank is lost, is late or sends
+   other data, the exchange raises ClusterError, and nothing of this layer has changed.
+3. All ranks that exchange rows confirm that they have received every row. Only after this confirmation each rank
+   overwrites its tensors and the layer's placement.
 
-Each pipeline stage moves its own layers. Where several EP groups hold the same experts, each group moves them by
-itself. An optimizer that is sharded over the groups cuts a tensor into more slices than an EP group has ranks, and a
-slice may hold a part of an expert only: then parts are what travels, between the ranks that hold one slice each.
+Each pipeline stage moves its own layers. If several EP groups hold the same experts, each group moves them
+independently. An optimizer that is sharded over the groups cuts a tensor into more slices than an EP group has ranks,
+and a slice may hold only a part of an expert: then these parts are sent, between the ranks that hold one slice each.
 
-A rank that dies between 3 and the end of its writing ends the run, as the others find out in their next exchange. What
-counts then is the last checkpoint, which is written after the move of its step and never within one.
+If a rank dies after the confirmation and before it has written all tensors, the run ends, because the other ranks
+notice it in their next exchange. The run then resumes from the last checkpoint, which is written after the move of its
+step and never during a move.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from plugins.errors import ClusterError
 def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray:
     """Return the ranks of a pipeline stage that hold the slices of a tensor along axis 0, int [sets, slices].
 
-    The ranks of a row hold each slice once, in the order of the slices; all ranks of the stage are in one row each.
+    The ranks of a row together hold each slice once, in the order of the slices; each rank of the stage is in exactly
+    one row.
 
     Args:
         mesh: the mesh of the stage's devices, with the axis of neighbouring ranks last. cuts: the axes of the mesh that
             cut axis 0, counted from the last, the outermost cut first; -1: none.
         slices: the number of slices of axis 0. If there are more slices than the mesh makes, the optimizer is sharded,
-            and neighbours among the ranks with the same part share this part.
+            and neighbouring ranks with the same part share this part.
     """
     cutting = [len(mesh) - 1 - axis for axis in cuts if axis != -1]
     copying = [axis for axis in range(len(mesh)) if axis not in cutting]
@@ -53,7 +56,7 @@ def routes(old: np.ndarray, new: np.ndarray, devices: int, rank: int) -> tuple[l
     """Return which experts `rank` sends to each rank and receives from it when the placement changes; experts that stay
     on `rank` are included.
 
-    Both ends count the experts between two ranks in the order of their new slots.
+    Sender and receiver both list the experts that one rank sends to another in the order of their new slots.
 
     Args:
         old, new: int [E], logical expert -> slot; slot // (E / D) is the device.
@@ -91,7 +94,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Slice:
-    """A `Slice` is the part of a tensor that this rank holds. Along axis 0 the tensor has an equal number of rows for
+    """A `Slice` is the part of a tensor that this rank holds. The tensor has an equal number of rows along axis 0 for
     each expert, in the order of slots.
 
     Attributes:
@@ -148,8 +151,8 @@ def agree(ranks: Ranks, what: str, content: bytes) -> None:
 
 
 def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray, write: Write) -> int:
-    """Send experts from rank to rank so that the placement becomes `new` instead of `old`; every rank must call this at
-    the same time.
+    """Send experts from rank to rank so that the placement becomes `new` instead of `old`; every rank must call this
+    function at the same time.
 
     Args:
         ranks: the connection to all ranks that follow the plan. layers: the layers of this rank's stage.

@@ -1,17 +1,17 @@
 """This module moves experts in a sharded graph, on Ascend and on CPU.
 
-`CollectiveRanks` is what ranks send each other when experts move, by MindSpore's own AlltoAllV, for no TCP mesh joins
-them here. It is a graph of its own for each group of ranks, apart from the train step's, compiled once: everything
-travels as int32 words, counted in words.
+`CollectiveRanks` exchanges data between ranks when experts move, by MindSpore's own AlltoAllV, because these runs have
+no TCP mesh. Each group of ranks has its own graph for this exchange, which is separate from the graph of the train step
+and is compiled once: all data are sent as int32 words, and sizes are counted in words.
 
-`PlacedGroupedGEMM` and `PlacedDispatch` are the routed experts with a parameter that says in which slot each expert
-lives. As in `placed.py`, one Gather renames the experts that tokens were routed to, on the way into the dispatch.
-MindSpore cuts it as it cuts the tokens, so that it needs no communication; every rank has the whole placement, 4 x E
-bytes.
+`PlacedGroupedGEMM` and `PlacedDispatch` are the routed experts with a parameter that holds the slot of each expert. As
+in `placed.py`, one Gather replaces the numbers of the experts to which tokens were routed by the numbers of their
+slots, before the dispatch. MindSpore splits this Gather as it splits the tokens, so that the Gather needs no
+communication; every rank has the whole placement, 4 x E bytes.
 
-`ShardedExpertBalance` records and moves. The router counts for itself: MindSpore averages its loads over the ranks of a
-pipeline stage, so that each has the loads of all. Those of the other stages come from the ranks at the same place in
-them, so that all ranks of all stages plan the same.
+`ShardedExpertBalance` records the loads and moves experts. MindSpore averages the loads that a router counts over the
+ranks of a pipeline stage, so that each rank has the loads of all ranks of its stage. A rank receives the loads of the
+other stages from the ranks at the same position in those stages, so that all ranks of all stages compute the same plan.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def apart() -> Iterator[None]:
     """While the block runs, compile every graph for this rank only, without semi-auto parallel and without the compile
     cache.
 
-    MindSpore would take their inputs for parts of a batch. And it would number them among those of the compile cache,
-    which knows a graph by its number only: another start makes them in another order.
+    In semi-auto parallel mode MindSpore would treat the inputs of these graphs as parts of a batch. The compile cache
+    identifies a graph only by its number, and the next start may compile these graphs in another order, so they must
+    not be numbered among the cached graphs.
     """
     mode, cached = ms.get_auto_parallel_context("parallel_mode"), ms.get_context("enable_compile_cache")
     if cached is None:
@@ -67,8 +68,8 @@ def apart() -> Iterator[None]:
 
 
 class Exchange(nn.Cell):
-    """This All-to-All operator sends int32 words to the ranks of a group; `send` holds the number of words for each
-    rank.
+    """An `Exchange` is an All-to-All operator that sends int32 words to the ranks of a group; `send` holds the number
+    of words for each rank.
     """
 
     def __init__(self, group):
@@ -84,7 +85,8 @@ class Exchange(nn.Cell):
 
 
 class CollectiveRanks:
-    """This is `plugins.expert_balance.executor.Ranks` for a subset of a run's ranks, in any order.
+    """A `CollectiveRanks` is the class `plugins.expert_balance.executor.Ranks` for a subset of a run's ranks, in any
+    order.
 
     Args:
         members: global ranks, this one among them; more than one.
@@ -156,8 +158,8 @@ def _rows(words: np.ndarray, count: int, shape: tuple[int, ...], dtype: np.dtype
 
 
 class PlacedGroupedGEMM(FFNGroupedGEMM):
-    """This is MindFormers' `FFNGroupedGEMM` with its own dispatch, in which a `placement` parameter says where each
-    expert lives.
+    """This is MindFormers' `FFNGroupedGEMM` with MindFormers' dispatch, and with a `placement` parameter that holds the
+    slot of each expert.
     """
 
     def __init__(self, config):
@@ -172,8 +174,8 @@ class PlacedGroupedGEMM(FFNGroupedGEMM):
 
 
 class PlacedDispatch(RoutedExperts):
-    """These are the experts of `plugins.hierarchical_ep` with its dispatch, in which a `placement` parameter says where
-    each expert lives.
+    """A `PlacedDispatch` is the routed experts of `plugins.hierarchical_ep` with their dispatch, and with a `placement`
+    parameter that holds the slot of each expert.
     """
 
     def __init__(self, config, settings, net, rows, streams):
@@ -186,8 +188,8 @@ class PlacedDispatch(RoutedExperts):
 
 
 def place(cell, config) -> None:
-    """Add to `cell` the parameter `placement` and a Gather that looks experts up in it; the Gather is split over the
-    ranks of a stage.
+    """Add to `cell` the parameter `placement` and a Gather that looks up the slots of experts in it; the Gather is
+    split over the ranks of a stage.
     """
     identity = Tensor(np.arange(config.num_moe_experts), ms.int32)
     cell.placement = Parameter(identity, name="placement", requires_grad=False, parallel_optimizer=False)
@@ -198,9 +200,9 @@ def place(cell, config) -> None:
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ShardedExpertBalance(ExpertBalance):
-    """This is `ExpertBalance` for a sharded graph, in which each rank already has the token counts of all ranks of its
-    pipeline stage; `copies` is therefore the number of (token, expert) pairs of a micro-batch on all data-parallel
-    ranks.
+    """This is the callback `ExpertBalance` for a sharded graph, in which each rank already has the token counts of all
+    ranks of its pipeline stage; the field `copies` is therefore the number of (token, expert) pairs of a micro-batch on
+    all data-parallel ranks.
     """
 
     def connect(self):
@@ -230,7 +232,9 @@ class ShardedExpertBalance(ExpertBalance):
         return from_first(self.stage, from_first(self.pipeline, own))
 
     def movable(self):
-        """Return the tensors of the MoE layers of this rank's stage, cut as the weights are."""
+        """Return the tensors of the MoE layers of this rank's pipeline stage, split over the ranks as the weights
+        are.
+        """
         return [
             Layer(row, layer.number, layer.placement, [self._slice(tensor) for tensor in layer.tensors])
             for row, layer in enumerate(self.layers)
@@ -260,7 +264,9 @@ class ShardedExpertBalance(ExpertBalance):
 
 
 def use_placed_experts(config) -> None:
-    """Give models that are built later a placement; call this after `plugins.hierarchical_ep.adapter.enable`."""
+    """Give models that are built later a `placement` parameter; call this function after
+    `plugins.hierarchical_ep.adapter.enable`.
+    """
     telechat3_moe.use_edited_model(config, KEY)
     if (config.get("plugins") or {}).get("hierarchical_ep"):
         telechat3_moe.use_experts(ModuleSpec(PlacedDispatch, params=telechat3_moe.experts().params))

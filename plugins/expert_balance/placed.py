@@ -1,8 +1,9 @@
-"""This module adds to the routed experts of CPU runs a parameter that says in which slot each expert lives.
+"""This module adds a parameter to the routed experts of CPU runs, which holds the slot of each expert.
 
-The router, its bias, the auxiliary loss and the counted loads stay logical: only the experts that a token was routed to
-are renamed, by one Gather, on the way into the dispatch. A model has the parameter where the plugin is on, also with
-nothing to move: a checkpoint of a balanced run can then be trained on with `every: 0`, or on one worker.
+The router, its bias, the auxiliary loss and the counted loads use logical expert numbers: only the experts to which a
+token was routed are translated to slots, by one Gather before the dispatch. A model has this parameter whenever the
+plugin is on, even if no expert moves: so training can continue from a checkpoint of a balanced run with `every: 0`, or
+on one worker.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """This module plans which device holds which expert of one layer. The module needs only NumPy.
 
-A placement is int [E], logical expert -> slot; slot // (E / D) is the device. Loads are [E], tokens of each logical
-expert. Every rank of the EP group waits for the fullest device, so a placement is judged by max/mean: tokens of the
-fullest device over the mean of all.
+A placement is int [E], logical expert -> slot; slot // (E / D) is the device. Loads are an array [E] with the number of
+tokens of each logical expert. Every rank of the EP group waits for the fullest device, so a placement is judged by the
+ratio max/mean: the tokens of the fullest device divided by the mean over all devices.
 
-`improved` makes a placement better by few swaps from the one there is; other methods plan from scratch. When a layer
-moves at all is decided by `next_placement`, from loads that `Prediction` expects.
+`improved` improves the present placement by a few swaps; other methods plan from scratch. `next_placement` decides
+whether a layer's experts move at all, from the loads that `Prediction` expects.
 
 All ranks plan for themselves and must come to the same placement, and so must a replay of the recorded loads: planners
-compare whole numbers, whose sums are the same in any order, and break ties by the lowest index.
+compare whole numbers, whose sums are the same in any order, and among equal loads they take the lowest index.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def near_enough(each: int) -> float:
     """Return by which share of the best possible load a device with `each` experts may exceed that load. Smaller gains
     are not worth a move, because they are lost when loads change.
 
-    A swap has `each` squared pairs to choose from, so a single swap can close a gap of that order; smaller gaps take
-    many. The factor is from the drifting loads of benchmarks/expert_balance_plan.py.
+    A swap has `each` squared pairs of experts to choose from, so a single swap can close a gap of the order 1 / `each`
+    squared; closing a smaller gap takes many swaps. The factor was chosen for the drifting loads of
+    benchmarks/expert_balance_plan.py.
     """
     return min(NEAR, 0.6 / each**2)
 
@@ -51,9 +52,10 @@ def improved(
     """Return the placement int64 [E] that results from swaps of experts between the fullest device and another device.
     Each swap is chosen so that afterwards the fuller of its two devices has the lowest load.
 
-    Where no swap of two experts helps and devices hold few, two are swapped with two. A device that nothing helps is
-    set aside and the next one looked at: the fullest device is often one large expert, and what the others carry counts
-    when loads change. What was set aside is looked at once more. No device ever gets fuller than the fullest was.
+    If no swap of two experts helps and devices hold few experts, two experts are swapped with two experts. A device
+    whose load no swap lowers is set aside, and the next fullest device is tried: the fullest device is often one with a
+    very large expert, and the loads of the other devices matter when loads change. The devices that were set aside are
+    tried once more at the end. No device ever gets more tokens than the fullest device had before.
 
     Args:
         loads: integers [E]. old: int [E]. most: the largest number of swaps of two experts.
@@ -154,12 +156,16 @@ def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarr
 
 
 def imbalance(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
-    """Return max/mean of the devices for loads and slots [..., E]; a layer without tokens gives 1."""
+    """Return the imbalance of the devices for loads and slots [..., E]: the largest number of tokens of a device
+    divided by the mean; a layer without tokens gives 1.
+    """
     return fullest_over_mean(device_loads(loads, slots, devices))
 
 
 def fullest_over_mean(on: np.ndarray) -> np.ndarray:
-    """Return max/mean of the tokens `on` of devices, [..., D]; 1 where there are none."""
+    """Return the largest of the devices' token counts `on`, [..., D], divided by their mean; return 1 for devices
+    without tokens.
+    """
     mean = on.mean(-1)
     return np.where(mean > 0, on.max(-1) / np.where(mean > 0, mean, 1), 1.0)
 
@@ -181,7 +187,7 @@ def moved(new: np.ndarray, old: np.ndarray, devices: int) -> int:
 
 
 def greedy(loads: np.ndarray, devices: int) -> np.ndarray:
-    """Return the placement of the greedy rule: take the experts from the largest load down, and put each on the device
+    """Return the placement by the greedy rule: assign the experts in the order of falling loads, each to the device
     with the least load that has a free slot.
     """
     each = len(loads) // devices
@@ -208,8 +214,9 @@ def swaps(
     """Return the placement that `improved` makes from the current one. If there are few experts, also try other
     starting placements, and return the best result if it is clearly better.
 
-    Few experts leave swaps stuck up to 2 % above the best placement; of many, there is always one more that helps.
-    The others are greedy's and two shuffles: with them, a thousand random cases of 8 to 12 experts ended within 0.4 %.
+    With few experts, swaps can get stuck up to 2 % above the best placement; with many experts, another swap that helps
+    is always found. The other starting placements are the result of `greedy` and two random placements: with them, a
+    thousand random cases of 8 to 12 experts ended within 0.4 % of the best placement.
     """
     new = improved(loads, old, devices, most=most, near=near, aligned=aligned)
     if len(loads) > FEW or most is not None or aligned:
@@ -244,7 +251,8 @@ def node_limited(
 class Prediction:
     """A `Prediction` predicts the loads of the next steps by an exponential moving average of the recorded loads.
 
-    Feeding the same loads again gives the same numbers, bit for bit: a resumed run and a replay plan alike.
+    The same loads give the same prediction, bit for bit, so a resumed run and a replay make the same plans as the
+    original run.
 
     Args:
         decay: the share of the old average that remains after a step.

@@ -1,8 +1,9 @@
 """This module writes, reads and continues `RUN/metrics/expert_load.jsonl`, which holds a run's expert loads, one line
 for each step.
 
-The prediction of loads starts from the recorded loads of the steps before a resume, and the record goes on behind them
-(`carry_over`). A checkpoint holds no prediction: the same loads, fed again, give the same one, bit for bit. Pure.
+After a resume, the prediction of loads starts from the recorded loads of the earlier steps, and new lines are appended
+to this record (`carry_over`). A checkpoint holds no prediction, because the same recorded loads give the same
+prediction again, bit for bit. The module is pure Python and NumPy.
 """
 
 from __future__ import annotations
@@ -97,12 +98,12 @@ def load_file(run_dir: str | Path) -> Path:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a line; if a killed run left an incomplete line, end that line first."""
+    """Append a record as one line to the file; if a killed run left an incomplete line, end that line first."""
     append_line(path, as_json(record))
 
 
 def as_json(record: Record) -> dict[str, Any]:
-    """Return the record as values fit for JSON."""
+    """Return the record as a dictionary that can be written as JSON."""
     moved = record.moved
     copies = {} if record.copies is None else {"copies": record.copies.tolist()}
     new = {} if moved is None or moved.copies is None else {"copies": moved.copies.tolist()}
@@ -127,7 +128,8 @@ def as_json(record: Record) -> dict[str, Any]:
 
 
 def read(path: Path, until: int | None = None, say: Callable[[str], None] | None = None) -> list[Record]:
-    """Return the records in a file, by step. A resumed run replaces the steps that it repeats.
+    """Return the records in a file, as a dictionary by step. The steps that a resumed run repeats replace the earlier
+    records of these steps.
 
     Args:
         until: the last step to read, such as the one from which a run is resumed; None: all.
@@ -285,7 +287,7 @@ def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str |
 def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -> tuple[list[Record], str]:
     """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
     another layout or cannot be read. If `source` is the file `own` itself and its records cannot be used, the file is
-    put aside.
+    renamed.
 
     Args:
         form: devices, layers and experts of this run.

@@ -126,7 +126,7 @@ def divided_slowly(loads: list[int], devices: int, spare: int) -> list[int]:
 
 
 def least_with_copies(loads: list[int], slots: list[int], devices: int, spare: int) -> int:
-    """Return the tokens of the fullest device with the best of all choices of copies, found by trying every one."""
+    """Return the tokens of the fullest device with the best of all choices of copies, found by trying every choice."""
     found = max(_counted(loads, _held(slots, [NOTHING] * (devices * spare), devices)))
     for copies in product(range(NOTHING, len(loads)), repeat=devices * spare):
         held = _held(slots, list(copies), devices)

@@ -1,8 +1,8 @@
 """This module computes step by step which placements a policy would have made under recorded loads; the policy may be
 that of this plugin or of another planner.
 
-The decision of a replay is the live run's own. `eplb` (DeepSeek; MindFormers packs alike) and `eplb_with_copies` plan
-from scratch at every plan; they are here for reports and benchmarks.
+A replay decides by the same function as a live run. `eplb` (DeepSeek; MindFormers' planner works in the same way) and
+`eplb_with_copies` plan from scratch each time; reports and benchmarks use them for comparison.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def replay(records: Sequence[Record], settings: Settings) -> Replay:
     """Return the placements and copies that the plugin with these settings would have made, starting from the placement
     and copies of the first record.
 
-    With the settings of the run that recorded them, from its first step on, `slots` and `copies` are the run's own.
+    With the settings of the run that made the records, and from its first step on, `slots` and `copies` are equal to
+    those of the run.
     """
     devices, nodes = records[0].devices, {record.step: record.nodes for record in records}
     slots, copies = records[0].slots, records[0].held
@@ -98,7 +99,7 @@ def _replayed(
 
 
 def differences(records: Sequence[Record], found: Replay) -> list[int]:
-    """Return the steps after which a replay's placement or copies differ from the recorded ones."""
+    """Return the steps after which a replay's placement or copies differ from those that the run recorded."""
     rows = zip(records, found.slots, found.copies, strict=True)
     return [
         record.step
@@ -108,8 +109,8 @@ def differences(records: Sequence[Record], found: Replay) -> list[int]:
 
 
 def eplb(loads: np.ndarray, devices: int) -> np.ndarray:
-    """Return EPLB's placement int64 [E] without replicas, by the description of the global policy in EPLB's README:
-    experts are packed to devices. The policy's earlier step, which makes copies of hot experts, is left out;
+    """Return the placement int64 [E] of EPLB without replicas, by the description of the global policy in EPLB's
+    README: experts are packed onto devices. The policy's earlier step, which makes copies of hot experts, is left out;
     `eplb_with_copies` includes it.
     """
     return _slots(_packed(loads, devices))
@@ -118,10 +119,12 @@ def eplb(loads: np.ndarray, devices: int) -> np.ndarray:
 def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
     """Return the expert of every slot, int64 [D, E / D + spare], as EPLB's global policy fills them for inference.
 
-    1. Each of the D x spare copies is of the expert whose copies have most tokens each until then.
-    2. All copies are packed to devices, the heaviest first, to the lightest device that has room.
+    1. The D x spare copies are made one by one; each is a copy of the expert that has the most tokens per slot at that
+       moment.
+    2. All slots' contents are packed onto devices, the heaviest first, each onto the lightest device that has a free
+       slot.
 
-    No slot stays empty and no expert has a home, so that a change moves whole experts; a device may hold one twice.
+    No slot stays empty and no expert has a home, so a new plan moves whole experts; a device may hold an expert twice.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):
@@ -147,8 +150,8 @@ def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int)
 
 
 def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Return for each layer the tokens of the fullest device divided by the mean, if an expert's tokens are dealt
-    equally to all slots that hold it.
+    """Return for each layer the tokens of the fullest device divided by the mean, if the tokens of an expert are dealt
+    equally to all slots that hold the expert.
 
     Args:
         loads: [layers, E]. held: int [layers, D, slots], the expert of each slot.

@@ -1,8 +1,8 @@
 """This module measures a run's routers after each step from the tokens that each expert got, and says which routers
-need attention. Pure.
+need attention. The module is pure Python and NumPy.
 
-Rank 0 writes what is measured to `RUN/metrics/routers.jsonl`, one line of a few kilobytes for each step, so that a
-month of training can be watched (`tc3 runs watch`) and drawn (TensorBoard). Each line has lists with one value for each
+Rank 0 writes these measures to `RUN/metrics/routers.jsonl`, one line of a few kilobytes for each step, so that a month
+of training can be monitored (`tc3 runs watch`) and plotted (TensorBoard). Each line has lists with one value for each
 MoE layer:
 
 | key | what | even routers |
@@ -13,9 +13,9 @@ MoE layer:
 | `idle` | experts that got no token | 0 |
 | `streak` | longest run of steps in which one expert stayed on the same side of the mean | a few |
 
-`Watcher` also raises alarms. A router raises one when a measure has left its own values of the last `WINDOW` steps,
-when an expert has stayed without tokens for `WINDOW` steps, and when the bias of an expert has moved in the same
-direction until it has passed the whole range of a router's score, which is 1, and still does not even out the load.
+`Watcher` also raises alarms. A router raises an alarm in three cases: a measure is outside the range of its own values
+in the last `WINDOW` steps; an expert got no tokens for `WINDOW` steps; or the bias of an expert has moved in one
+direction by more than the whole range of a router's score, which is 1, and the load is still not even.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DIGITS = 4
 
 
 def routers_file(run_dir: str | Path) -> Path:
-    """Return where a run records the measures of its routers."""
+    """Return the file in which a run records the measures of its routers."""
     return Path(run_dir) / "metrics" / "routers.jsonl"
 
 
@@ -80,7 +80,9 @@ class Measures:
     alarms: tuple[Alarm, ...] = ()
 
     def as_json(self, time: float) -> dict[str, Any]:
-        """Return the measures as values fit for JSON; `time` is when the step ended, in seconds since 1970."""
+        """Return the measures as a dictionary that can be written as JSON; `time` is the time at which the step ended,
+        in seconds since 1970.
+        """
         found: dict[str, Any] = {"step": self.step, "time": time, "layers": list(self.layers)}
         for name in ("fullest", "entropy", "similarity"):
             found[name] = [None if math.isnan(x) else float(f"{x:.{_DIGITS}g}") for x in getattr(self, name)]
@@ -89,8 +91,8 @@ class Measures:
 
 
 class Watcher:
-    """A `Watcher` measures the routers step after step. A resumed run uses a new `Watcher`, to which the recorded loads
-    of the earlier steps can be shown; measures that were written before are not replaced.
+    """A `Watcher` measures the routers step after step. A resumed run uses a new `Watcher`, which can read the recorded
+    loads of the earlier steps; measures that were written before are not replaced.
 
     Args:
         layers: numbers of the MoE layers in the model.

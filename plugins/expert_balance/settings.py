@@ -1,8 +1,9 @@
-"""This module reads `plugins.expert_balance` of a recipe, and checks where experts can be counted and moved; every
+"""This module reads `plugins.expert_balance` of a recipe, and checks whether experts can be counted and moved; every
 default is defined here.
 
-`Settings.read` reads the section; `check` refuses a recipe in which a move would fail in the middle of a run, or leave
-behind half of what belongs to an expert. `tc3 check` and a launch call it. The module needs no MindSpore.
+`Settings.read` reads the section; `check` refuses a recipe in which a move would fail in the middle of a run, or would
+move only a part of the tensors that belong to an expert. `tc3 check` and the launch of a run call these functions. The
+module needs no MindSpore.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SHARE = "write a share from 0 to below 1, such as "
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say how often experts move, by which method, and what is recorded."""
+    """A `Settings` says how often experts move, by which method, and what is recorded."""
 
     KEY = KEY
     RIGHT = (

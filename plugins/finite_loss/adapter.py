@@ -1,12 +1,13 @@
 """This module ends a run whose loss, gradients or saved weights are not finite (see `plan`), before such a step is
 saved.
 
-MindFormers sorts unknown callbacks after its CheckpointMonitor, which would already have saved the step. So this module
-reads the loss and its parts in MFLossMonitor, the first callback, whose reading clears them.
+MindFormers runs callbacks that it does not know after its CheckpointMonitor, which would already have saved the step.
+So this module reads the loss and its parts inside MFLossMonitor, the first callback, because MFLossMonitor clears these
+values when it reads them.
 
-Every rank decides for itself, and no step needs a collective for this. With data parallelism the values are already
+Every rank decides for itself, so no step needs an additional collective. With data parallelism the values are already
 reduced, so all ranks stop at the same step. In a pipeline only the last stage knows the loss, and all ranks know the
-global norm. If a single rank stops, it ends the run as any failed worker does.
+global norm. If only a single rank stops, the run ends as it does when any other worker fails.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def undefined_of(config) -> tuple[str, ...]:
 
 
 def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
-    """Let `watch` judge the steps of a run of `config`, and let no checkpoint be saved of a step that `watch` refuses.
+    """Let `watch` check the steps of a run of `config`, and prevent that a checkpoint is saved of a step that `watch`
+    refuses.
 
     Args:
         end: a function that raises the error which ends the run; it is called with the monitor that saves (or None),
@@ -125,13 +127,13 @@ def _stop(params, step, wrong, end):
 
 
 def end(saver, step, wrong):
-    """End the run with StoppedError, which says what was `wrong` and from which checkpoint to resume."""
+    """End the run with a StoppedError, whose message says what was `wrong` and from which checkpoint to resume."""
     raise StoppedError(f"{wrong}; {way_on(saver)}")
 
 
 def way_on(saver):
-    """Return the end of the error message: the checkpoint from which to resume (or that the run has to start over), and
-    what to change first.
+    """Return the end of the message of the error that ends a run: the checkpoint from which to resume (or that the run
+    has to start over), and what to change first.
     """
     change = "with a lower learning rate or other data: as it was, it would come to the same"
     newest = newest_of_rank(Path(saver.directory), get_real_rank()) if saver and not saver.use_legacy_format else None

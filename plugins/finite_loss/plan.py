@@ -1,8 +1,8 @@
 """This module decides when a run whose values are no longer finite must end. The module uses only Python and NumPy.
 
-A step counts as not finite if a part of its loss, its loss or its global norm is NaN or infinite. One case does not
-count: gradients that overflow under a loss scale that can still fall. The optimizer skips such a step, the scale falls,
-and training goes on.
+A step counts as not finite if its loss, a part of its loss or its global norm is NaN or infinite. There is one
+exception: a step whose gradients overflow is not counted while the loss scale can still be lowered. In this case the
+optimizer skips the step, the loss scale is lowered, and training goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _CHUNK = 1 << 22  # numbers looked at together
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This setting is the number of steps in a row that are not finite after which a run ends."""
+    """The only setting, `stop_after`, is the number of consecutive steps with values that are not finite after which a
+    run ends.
+    """
 
     KEY = KEY
     RIGHT = f"write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is"
@@ -51,8 +53,9 @@ class Settings(Section):
 def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tuple[str, ...]:
     """Return the parts of the loss that MindFormers computes as 0/0 although the training is correct.
 
-    `MFPipelineWithLossScaleCell` (`wrapper/wrapper.py`) divides the auxiliary loss by `aux_loss_scale`, also by 0; the
-    wrapper of other runs looks whether that is above 0. It is taken for a pipeline and for gradient accumulation.
+    `MFPipelineWithLossScaleCell` (`wrapper/wrapper.py`) divides the auxiliary loss by `aux_loss_scale` even if that is
+    0; the wrapper of other runs divides only if it is above 0. MindFormers uses this cell for a pipeline and for
+    gradient accumulation.
 
     Args:
         stages: the number of pipeline stages; micro_steps: `gradient_accumulation_steps`;
@@ -63,7 +66,7 @@ def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tup
 
 @dataclass
 class Watch:
-    """A `Watch` counts how many steps in a row had a loss, a part of the loss or a gradient norm that is not finite.
+    """A `Watch` counts how many consecutive steps had a loss, a part of the loss or a gradient norm that is not finite.
 
     Attributes:
         stop_after: the number of consecutive steps that are not finite after which the run ends; scale_falls: whether a
@@ -83,7 +86,8 @@ class Watch:
     def see(
         self, step: int, losses: Mapping[str, float | None], norm: float | None, overflow: bool, scale: float
     ) -> str | None:
-        """Judge a step, and count it if it is not finite. Return the reason if the run must end now, otherwise None.
+        """Check the values of a step, and count the step if one of them is not finite. Return the reason if the run
+        must end now, otherwise None.
 
         Args:
             step: the number of the step, from 1 on; losses: name -> loss, see `METRICS`, None if it is unknown; norm:
@@ -108,7 +112,9 @@ class Watch:
 
     @property
     def verdict(self) -> str:
-        """Return a text that lists the last steps in a row that were not finite, each with what was wrong."""
+        """Return a text that lists the last consecutive steps that were not finite, each with the value that was
+        wrong.
+        """
         first, wrong = self.run[0]
         if len(self.run) == 1:
             return f"step {first}: {wrong}"
@@ -129,7 +135,8 @@ def _words(value: float | None) -> str:
 def not_finite(file: Path) -> str | None:
     """Return the name of the first tensor in a safetensors file that holds a NaN or an infinity; None if none does.
 
-    The file is read in pieces, because a resume gets the values on disk, in the type in which they were written.
+    The file is read in pieces, and its values are checked in the type in which they are stored, because these are the
+    values that a resumed run loads.
     """
     with file.open("rb") as data:
         size = int.from_bytes(data.read(8), "little")

@@ -1,14 +1,14 @@
-"""This module enables `plugins.group_aux_loss` of a recipe: the auxiliary loss balances the tokens of an EP group
-together (Pangu Ultra MoE).
+"""This module enables `plugins.group_aux_loss` of a recipe: the auxiliary loss is computed over the tokens of an EP
+group together (Pangu Ultra MoE).
 
 With p the mean of the router's normalised scores over tokens, f the share of choices that falls on an expert, and E
-experts, the loss of a layer is coefficient x E x sum(p f). It is linear in p, and f has no gradient: so it is enough
-to average f over the ranks of the group. The mean over ranks of their losses, and its gradient, are then those of one
-process that holds all the group's tokens.
+experts, the loss of a layer is coefficient x E x sum(p f). The loss is linear in p, and f has no gradient: so it is
+enough to average f over the ranks of the group. The mean of the ranks' losses, and its gradient, then equal those of
+one process that holds all the group's tokens.
 
-MindFormers averages f over the tensor-parallel ranks already (`seq_aux_loss`). On Ascend and in sharded runs on CPU
-that average is made wider, by the same two operators; MindSpore inserts an AllGather of [E] numbers for it. In
-data-parallel runs on CPU an AllReduce takes the place of the average. The formula itself stays MindFormers'.
+MindFormers averages f over the tensor-parallel ranks already (`seq_aux_loss`). On Ascend and in sharded runs on CPU the
+same two operators average f over more ranks; MindSpore inserts an AllGather of E elements for this. In data-parallel
+runs on CPU an AllReduce replaces this average. The formula itself remains that of MindFormers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GroupMean(nn.Cell):
 
 
 def enable(config, settings) -> None:
-    """Make the routers of models that are built later balance over the EP group.
+    """Make the routers of models that are built later compute the auxiliary loss over the EP group.
 
     Raises:
         RecipeError: the settings are impossible, the recipe has no auxiliary loss, or the plugin does not support the

@@ -1,5 +1,5 @@
 """This module reads `plugins.group_aux_loss`, and refuses recipes for which the auxiliary loss of a group cannot be
-computed. Pure.
+computed. The module is pure Python.
 """
 
 from __future__ import annotations

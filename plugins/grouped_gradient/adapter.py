@@ -1,8 +1,9 @@
-"""This module passes `plugins.grouped_gradient` to MindSpore: it registers a compiler pass of this repository by
+"""This module passes `plugins.grouped_gradient` to MindSpore: it registers a compiler pass of this repository through
 MindSpore's hook for custom passes.
 
 `mindspore.graph.register_custom_pass` (experimental in 2.9.0) runs the pass of `csrc/` on each graph that is compiled
-later, between the pipeline scheduler and the validator. `tc3 dryrun` compiles with it, too, and shows what it did.
+later, between the pipeline scheduler and the validator. `tc3 dryrun` also compiles with this pass, and shows the effect
+of the pass.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ WITHOUT = f"until then write {plan.KEY}: False"
 
 
 def enable(config, settings) -> None:
-    """Make graphs that are compiled later add the gradients of their grouped weights in place; on a CPU this does
-    nothing.
+    """Make graphs that are compiled later add the gradients of their grouped weights in place; on a CPU this function
+    does nothing.
 
     Raises:
         RecipeError: see `plan.check`.
@@ -33,8 +34,8 @@ def enable(config, settings) -> None:
 
 
 def add_pass() -> None:
-    """Compile the C++ pass if needed, and register it for this process. Later, compiling a model fails if the pass
-    cannot do its work.
+    """Compile the C++ pass if needed, and register it for this process. If the pass cannot do its work, compiling a
+    model fails later.
 
     Raises:
         ClusterError: the pass cannot be compiled, or MindSpore refuses it.

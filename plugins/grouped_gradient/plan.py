@@ -1,11 +1,12 @@
 """This module reads `plugins.grouped_gradient` and says for which recipes one operator can add the experts' weight
-gradients to their sum in place. Pure.
+gradients to their sum in place. The module is pure Python.
 
-A micro-batch's gradient of grouped weights is GroupedMatmul, [experts, k, n] in bfloat16. MindFormers' weights have two
-dimensions, so a Reshape follows, and MindSpore's pipeline adds the result to a float32 sum by AssignAdd. MindSpore has
-one operator for the three, InplaceGroupedMatmulAdd (`ops.auto_generate.grouped_matmul_add_`: Ascend, kernel by kernel),
-which takes a sum of two dimensions, too; its own pass to it is stopped by the Reshape (docs/grouped-gradient.md). Where
-`plugins.ep_overlap` cuts a micro-batch into chunks, each chunk's gradient is added by an operator of its own.
+GroupedMatmul computes a micro-batch's gradient of grouped weights, [experts, k, n] in bfloat16. MindFormers' weights
+have two dimensions, so a Reshape follows, and MindSpore's pipeline adds the result to a float32 sum by AssignAdd.
+MindSpore has one operator that replaces these three, InplaceGroupedMatmulAdd (`ops.auto_generate.grouped_matmul_add_`:
+Ascend, in kernel-by-kernel mode), which also accepts a sum of two dimensions; MindSpore's own pass that inserts it does
+not apply here, because of the Reshape (docs/grouped-gradient.md). If `plugins.ep_overlap` cuts a micro-batch into
+chunks, a separate operator adds the gradient of each chunk.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """This module measures the loss on text that is never trained on: a separate corpus of `tc3 data prepare --held-out`.
 
-MindFormers' own evaluation runs the network's prediction graph against metrics; this runs the training loss itself, on
-the same batches every time, so that its fall is a fair measure of what was learned. Of several corpora each gives whole
-batches of its own, so that the loss of each is known. It does so under every layout:
+MindFormers' own evaluation runs the network's prediction graph against metrics; this plugin computes the training loss,
+on the same batches every time, so that a fall of the loss measures fairly what the model has learned. If there are
+several corpora, each batch holds samples of only one corpus, so that the loss of each corpus is known. The evaluation
+works under every parallel layout:
 
-* Where a step is one batch (data, tensor, context and expert parallelism), the network runs forward only.
-* Where a step has micro-batches (a pipeline, accumulated gradients), the compiled train step runs with its update
-  switched off (`SwitchedStep`). MindSpore 2.9.0 compiles no forward-only graph of a pipeline that computes the training
-  loss. An evaluation costs about three forward passes that way.
+* If a step is one batch (data, tensor, context and expert parallelism), the network runs only forward.
+* If a step has micro-batches (a pipeline, accumulated gradients), the compiled train step runs with its update switched
+  off (`SwitchedStep`). MindSpore 2.9.0 cannot compile a forward-only graph of a pipeline that computes the training
+  loss. In this case an evaluation costs about as much time as three forward passes.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _LOSS = "lm_loss"
 
 
 class SwitchedStep(MFPipelineWithLossScaleCell):
-    """This is MindFormers' train step for micro-batches with a switch; when it is set, the step updates neither weights
-    nor optimizer.
+    """This is MindFormers' train step for micro-batches with an additional switch; when the switch is set, the step
+    updates neither weights nor optimizer.
     """
 
     def __init__(self, *args, **kwargs):
@@ -60,15 +61,19 @@ class SwitchedStep(MFPipelineWithLossScaleCell):
         self.keep = Parameter(Tensor(False), name="keep_weights", requires_grad=False, parallel_optimizer=False)
 
     def process_loss_scale(self, overflow):
-        """Run MindFormers' step; a step that must keep the weights is skipped like one that overflows."""
+        """Run MindFormers' step; if the step must not change the weights, it is skipped like a step whose gradients
+        overflow.
+        """
         return ops.logical_or(super().process_loss_scale(overflow), self.keep)
 
 
 class Forward(nn.Cell):
-    """This cell wraps the network for the evaluation, so that the wrapper is compiled and not the network itself.
+    """This cell wraps the network for the evaluation, so that MindSpore compiles the wrapper and not the network
+    itself.
 
-    A compile notes the layouts of weights in the cell that it was asked for. MindSpore looks for them in the cell that
-    it saves, which is the network, and would write whole weights where a rank's slices belong.
+    When MindSpore compiles a cell, it records the layouts of the weights in this cell. When MindSpore saves a
+    checkpoint, it looks for these layouts in the network; after a compilation of the network itself for the evaluation,
+    it would write whole weights instead of a rank's slices.
     """
 
     def __init__(self, network):
@@ -82,7 +87,7 @@ class Forward(nn.Cell):
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HeldOutLoss(Callback):
-    """This callback evaluates the held-out loss before the first step, every `every` steps of the whole run (see
+    """This callback evaluates the held-out loss before the first step, after every `every` steps of the whole run (see
     `plan.due`), and after the last step.
 
     Args:

@@ -54,7 +54,7 @@ def _is_number(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say which held-out data is evaluated, and how often."""
+    """A `Settings` says which held-out data is evaluated, and how often."""
 
     KEY = KEY
     RIGHT = f"write data_path and every under it, or {KEY}: False"
@@ -85,17 +85,19 @@ class Settings(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return the prefix of each corpus, or the file."""
+        """Return the path prefix of each held-out corpus, or the path of the file."""
         return paths_of(self.data_path)
 
     @property
     def names(self) -> list[str] | None:
-        """Return the names under which a list's corpora are recorded; None if `data_path` is not a list."""
+        """Return the names under which the losses of several corpora are recorded; None if `data_path` is not a
+        list.
+        """
         return None if isinstance(self.data_path, str) else short_names(self.data_path)
 
 
 def paths_of(data_path: Any) -> tuple[str, ...]:
-    """Return the paths in a `data_path`, without the entries that are not paths, such as weights."""
+    """Return the paths in a `data_path`, without entries that are not paths, such as the weights of a blend."""
     entries = [data_path] if isinstance(data_path, str) else data_path if isinstance(data_path, list | tuple) else []
     return tuple(entry for entry in entries if isinstance(entry, str))
 
@@ -158,7 +160,9 @@ _ACCUMULATED = "runner_config.gradient_accumulation_steps"
 
 
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the stages of the pipeline and the micro-batches of a rank's step, each 1 if it is not written."""
+    """Return the number of pipeline stages and the number of micro-batches of a rank's step; a number that the recipe
+    does not give is 1.
+    """
     stages, _ = pipeline_of(recipe)
     return stages, count_at(recipe, "parallel_config.micro_batch_num" if stages > 1 else _ACCUMULATED)
 
@@ -210,8 +214,8 @@ def due(step: int, every: int, total: int | None = None) -> bool:
     """Return whether a run evaluates after `step`, counted from the run's beginning; `total` is the run's last step, if
     it is known.
 
-    A resumed part evaluates at the steps of a run that was never interrupted. The agent, which must not take an
-    evaluation for a hang, asks the same (`launch/agent/phases.py`).
+    A resumed run evaluates at the same steps as a run that was never interrupted. The agent calls the same function, so
+    that it does not take an evaluation for a hang (`launch/agent/phases.py`).
     """
     return step % every == 0 or step == total
 
@@ -269,8 +273,9 @@ def check_step(recipe: Mapping[str, Any]) -> None:
 def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> dict[str, Any]:
     """Return a `train_dataset.data_loader` section that reads the held-out data as `loader` reads the training data.
 
-    Megatron's loader reads another corpus. HFDataLoader reads another file, through the same handlers:
-    conversations are packed, and prompts masked, as in training. Without a number of `samples` the whole file is read.
+    For Megatron's loader, the section reads another corpus. For HFDataLoader, the section reads another file through
+    the same handlers: conversations are packed, and prompts masked, as in training. Without a number of `samples`
+    HFDataLoader reads the whole file.
     """
     own = copy.deepcopy(loader)
     if not of_instructions(loader):
@@ -286,6 +291,6 @@ def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> d
 
 def of_instructions(loader: Any) -> bool:
     """Return whether a data loader is an HFDataLoader, which reads files of conversations; the held-out data is then
-    one such file and not a list of Megatron prefixes.
+    one file of conversations and not a list of Megatron prefixes.
     """
     return isinstance(loader, Mapping) and loader.get("type") == "HFDataLoader"

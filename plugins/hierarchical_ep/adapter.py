@@ -1,5 +1,5 @@
 """This module enables `plugins.hierarchical_ep` of a recipe: it builds MindFormers' routed experts with this plugin's
-dispatch of tokens.
+token dispatch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _current: list[reader.Part] = []
 
 
 def enable(config, settings) -> None:
-    """Make the model's routed experts dispatch as `settings` say; call this before the model is built.
+    """Make the model's routed experts dispatch tokens as `settings` say; call this function before the model is built.
 
-    The groups of this rank are created here, early and in one order on every rank.
+    This function creates the communication groups of this rank, early and in the same order on every rank.
 
     Raises:
         RecipeError: the settings are impossible, or the plugin does not support the model.
@@ -51,7 +51,7 @@ def enable(config, settings) -> None:
 
 
 def current() -> reader.Part:
-    """Return the settings that models built from now on use; call `enable` first."""
+    """Return the settings with which models are built from now on; call `enable` first."""
     return _current[0]
 
 

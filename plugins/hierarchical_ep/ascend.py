@@ -1,7 +1,9 @@
-"""This module holds collectives and row operations for Ascend, used in the same way as in MindFormers' own dispatchers.
+"""This module holds the collectives and row operations for Ascend, used in the same way as in MindFormers' own
+dispatchers.
 
-Shapes follow the data. Counts, ids and index lists are kept for the backward pass, not recomputed: they are small,
-and counts make the host wait for the device. Rows are sent again when a layer is recomputed.
+The shapes of tensors depend on the data. Counts, expert ids and index lists are stored for the backward pass and not
+recomputed: they are small, and recomputing counts would make the host wait for the device. When a layer is recomputed,
+its rows are sent again.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from mindspore.ops.auto_generate import CumsumExt, IndexSelect, SortExt
 
 
 class AllToAllV(nn.Cell):
-    """This All-to-All operator sends rows to the members of a group; `send` holds the number of rows for each
-    member.
+    """An `AllToAllV` sends rows to the members of a group (an All-to-All of unequal parts); `send` holds the number of
+    rows for each member.
     """
 
     def __init__(self, group, width, small):
@@ -32,8 +34,8 @@ class AllToAllV(nn.Cell):
 
 
 class ExchangeCounts(nn.Cell):
-    """This operator tells each member of a group how many rows it sends to, and receives from, each other member, as
-    counts in host memory.
+    """An `ExchangeCounts` tells each member of a group how many rows it sends to, and receives from, each other member,
+    as counts in host memory.
     """
 
     def __init__(self, group, size):
@@ -42,8 +44,8 @@ class ExchangeCounts(nn.Cell):
         self.to_host = ops.MoveTo().add_prim_attr("recompute", False)
 
     def construct(self, counts):
-        """Return send [n], receive [n] and the arriving rows by kind [m], for `counts` int32 [n, m]: the number of rows
-        of each of m kinds that this rank sends to each of n members.
+        """Return the numbers of rows to send [n], to receive [n], and to receive of each kind [m]; the argument
+        `counts`, int32 [n, m], holds the number of rows of each of m kinds that this rank sends to each of n members.
         """
         counts = ops.stop_gradient(ops.cast(counts, ms.float32))
         arriving = self.move(counts)
@@ -108,8 +110,8 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values `sort` and `invert` must be able to sort, for `count` keys of `kinds`
-        values.
+        """Return how many different values `sort` and `invert` must be able to sort for `count` keys that take `kinds`
+        different values.
         """
         return max(kinds, count)
 
@@ -122,7 +124,7 @@ class Rows(nn.Cell):
         self.cumsum = CumsumExt()
 
     def sort(self, keys):
-        """Return for int [n] the sorted int32 keys, and the original index of each."""
+        """Return the sorted keys, int32 [n], of the keys int [n], and the original index of each key."""
         # float32 as in MindFormers' dispatchers; exact up to the limit
         ordered, order = self.ascending(ops.cast(keys, ms.float32))
         return ops.cast(ordered, ms.int32), ops.cast(order, ms.int32)

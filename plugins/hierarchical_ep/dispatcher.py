@@ -1,32 +1,33 @@
 """This module sends tokens to experts and back in three ways (report section 4.3), written once for Ascend and CPU.
 
-A dispatch has two legs. The first crosses nodes, between the ranks of one inter-node group:
+A dispatch has two steps. The first step sends data between nodes, among the ranks of one inter-node group:
 
     global         there is no first leg
     hierarchical   AllGather: every rank holds the rows of its counterparts on all nodes
     deduplicated   All-to-All: each row goes once to each node where it has an expert
 
-The second leg stays inside a node (it spans the whole EP group in global mode): keep the (row, choice) pairs whose
-expert is here, sort them by expert, All-to-All to the owners, who weight what their experts return by the router's
-probability. The combine walks back: All-to-All, sum of a row's pairs, then ReduceScatter or All-to-All and sum.
-Nothing is dropped. `RoutedLayer` takes the tokens of all chunks through dispatch, experts and combine, in a given
-order.
+The second step stays inside a node (in global mode it spans the whole EP group): each rank keeps the (row, choice)
+pairs whose expert is in its node, sorts them by expert, and sends them by All-to-All to the ranks that own the experts;
+these ranks multiply the experts' outputs by the router's probabilities. The combine does the same in reverse order: an
+All-to-All, the sum over a row's pairs, then a ReduceScatter or an All-to-All and a sum. No token is dropped.
+`RoutedLayer` passes the tokens of all chunks through dispatch, experts and combine, in a given order.
 
-What differs between devices is behind two objects of a backend (`ascend.py`, on CPU `cpu_backend.expert_parallel`):
-`net` makes the collectives of a group of ranks, `rows` sorts and gathers. On CPU shapes are static: buffers hold as
-many rows as could ever arrive, those in use first, zeros behind; only rows in use travel. Expert ids travel as
-id + 1, so that a row of zeros has no expert.
+The differences between devices are in two objects of a backend (`ascend.py`, on CPU `cpu_backend.expert_parallel`):
+`net` makes the collectives of a group of ranks, `rows` sorts and gathers rows. On CPU shapes are static: a buffer holds
+as many rows as could ever arrive, used rows first and zeros behind them; only used rows are sent. An expert id is sent
+as id + 1, so that a row of zeros has no expert.
 
-Ranks that start two collectives in different orders hang. `Depend` orders only the forward pass: its gradient does not
-keep the order. So every collective takes and returns a scalar, the turn (`InTurn`): it goes from collective to
-collective; each waits for it and passes it on when done. In the backward pass the turn's gradient goes the same way
-back, and the gradients wait for it. Only these dependencies matter: the values of the turn and of its gradient are
-never read.
+If two ranks start two collectives in different orders, both ranks hang. The operator `Depend` orders only the forward
+pass, because its gradient does not keep the order. So every collective takes and returns a scalar, called the turn
+(`InTurn`), which is passed from collective to collective: each collective waits for the turn, and passes it on when the
+collective is done. In the backward pass the gradient of the turn is passed in the reverse order, and the gradients of
+the collectives wait for it. Only these dependencies matter: the values of the turn and of its gradient are never read.
 
-Where shapes follow the data, an All-to-All that brings a rank no row would return a scalar without meaning
-(MindSpore's documentation of `AlltoAllV`), and reshaping that stops the run. So with `rows.spare` each rank always
-sends itself a row: in the first leg its first token, in the second one pair of that row with its own first expert, of
-probability 0. Neither adds anything to a result or a gradient, and no row more crosses a link.
+If shapes depend on the data and an All-to-All brings a rank no row, AlltoAllV would return a scalar without meaning
+(MindSpore's documentation of `AlltoAllV`), and reshaping this scalar stops the run. So with `rows.spare` each rank
+always sends itself a row: in the first step its first token, and in the second step one pair of that row with its own
+first expert and the probability 0. These additional rows add nothing to a result or a gradient, and no additional row
+is sent over a link.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class InTurn(nn.Cell):
 
 
 class InTurnOnce(nn.Cell):
-    """This is a collective without gradient: it starts only after the collective before it in the forward pass, and has
-    no backward pass.
+    """An `InTurnOnce` wraps a collective that has no gradient: in the forward pass the collective starts only after the
+    collective before it, and it has no backward pass.
     """
 
     def __init__(self, collective):
@@ -125,13 +126,13 @@ def first_turn(rows):
 
 
 class Stay(nn.Cell):
-    """This is the first step of the dispatch in the global mode, which does nothing."""
+    """A `Stay` is the first step of the dispatch in the global mode, which does nothing."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
 
     def construct(self, rows, meta, turn):
-        """Return rows [N, h] and meta [N, 2k] unchanged; nothing has to be remembered for the way back."""
+        """Return rows [N, h] and meta [N, 2k] unchanged; the way back needs no stored data."""
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
@@ -140,8 +141,8 @@ class Stay(nn.Cell):
 
 
 class Gather(nn.Cell):
-    """This is the first step of the dispatch in the hierarchical mode: an AllGather between nodes on the way to the
-    experts, and a ReduceScatter on the way back.
+    """A `Gather` is the first step of the dispatch in the hierarchical mode: an AllGather between nodes on the way to
+    the experts, and a ReduceScatter on the way back.
     """
 
     def __init__(self, group, net):
@@ -164,8 +165,8 @@ class Gather(nn.Cell):
 
 
 class Select(nn.Cell):
-    """This is the first step of the dispatch in the deduplicated mode: an All-to-All between nodes that sends each row
-    once to every node that needs it.
+    """A `Select` is the first step of the dispatch in the deduplicated mode: an All-to-All between nodes that sends
+    each row once to every node that needs it.
     """
 
     def __init__(self, topology: Topology, rank, hidden, top_k, net, rows):
@@ -214,8 +215,9 @@ class Select(nn.Cell):
 class Beside(nn.Cell):
     """A `Beside` joins two vectors [n] as the two columns of a matrix [n, 2]; the first vector has no gradient.
 
-    Its gradient is written out because MindSpore's recompute pass takes a slice or reshape behind the gradient of a CPU
-    collective for the cell's first one, lets what is recomputed wait for it, and has built a cycle.
+    The gradient is written as code of this class to avoid a fault of MindSpore's recompute pass: the pass takes a slice
+    or reshape behind the gradient of a CPU collective for the cell's first gradient and makes the recomputed operators
+    wait for it, which has led to a dependency cycle.
     """
 
     def __init__(self):
@@ -231,8 +233,8 @@ class Beside(nn.Cell):
 
 
 class Exchange(nn.Cell):
-    """This is the second step of the dispatch in every mode: it sends (token, expert) pairs to the ranks of `group`
-    that own the experts, and the results back.
+    """An `Exchange` is the second step of the dispatch in every mode: it sends (token, expert) pairs to the ranks of
+    `group` that own the experts, and the results back.
 
     Args:
         group: the ranks, in the order of their experts.
@@ -264,8 +266,8 @@ class Exchange(nn.Cell):
         self.rows = rows
 
     def construct(self, rows, meta, turn):
-        """Return for rows [M, h] and meta [M, 2k] the copies [R, h] sorted by local expert, the cumulative counts
-        [E_local], and the route.
+        """Return the copies [R, h] of the rows that this rank's experts process, sorted by local expert, the cumulative
+        counts [E_local], and the route; the arguments are rows [M, h] and meta [M, 2k].
         """
         count, top_k = rows.shape[0], self.top_k
         ids = ops.reshape(ops.cast(ops.stop_gradient(meta[:, :top_k]), ms.int32), (-1,)) - 1 - self.first
@@ -297,7 +299,9 @@ class Exchange(nn.Cell):
         return self.rows.take(copies, by_expert), ends, (source, inverse, weights, send, receive, count), turn
 
     def back(self, copies, route, turn):
-        """Return for rows [R, h], sorted by expert, the weighted sum over each row's (token, expert) pairs, [M, h]."""
+        """Return for each of M rows the weighted sum over its (token, expert) pairs, [M, h]; the argument `rows` [R, h]
+        is sorted by expert.
+        """
         source, inverse, weights, send, receive, count = route
         copies = ops.cast(ops.cast(copies, ms.float32) * weights, copies.dtype)
         # the index is cut, not the rows, for the same reason
@@ -361,12 +365,13 @@ def pack(probs, ids):
 
 
 class RoutedLayer(nn.Cell):
-    """A `RoutedLayer` holds the chunks of a rank's tokens, each with its own dispatcher, whose steps are issued as
-    `order` says.
+    """A `RoutedLayer` holds the chunks of a rank's tokens and a dispatcher for each chunk; it issues the steps of all
+    chunks in the order `order`.
 
-    The router has chosen experts for all tokens before, and its auxiliary loss is taken over all of them: cutting
-    changes neither. Collectives of one link class wait for each other in the order of issue, so that every rank
-    starts them in the same order; different classes run side by side, where the device has a stream for each.
+    The router has already chosen the experts of all tokens, and its auxiliary loss is computed over all of them:
+    cutting the tokens into chunks changes neither. Collectives over the same class of links wait for each other in the
+    order of issue, so that every rank starts them in the same order; collectives over different classes run at the same
+    time if the device has a stream for each class.
 
     Args:
         dispatchers: one dispatcher for each chunk.

@@ -1,4 +1,4 @@
-"""This module gives MindFormers' routed experts this plugin's dispatch (hook: `MoESubmodules.experts`)."""
+"""This module builds MindFormers' routed experts with this plugin's token dispatch (hook: `MoESubmodules.experts`)."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ class RoutedExperts(FFNGroupedGEMM):
         return self.routed(tokens, probs, routing_map, w1, w2)
 
     def routed(self, tokens, probs, routing_map, w1, w2):
-        """Compute the same output as `forward_func`. Subclasses call the method by this name, because MindSpore's
-        parser resolves `super()` by the class of the object, so that an inherited method could not call its parent's.
+        """Compute the same output as `forward_func`. Subclasses call this method instead of `super().forward_func`,
+        because MindSpore's parser resolves `super()` by the class of the object, so that an inherited method could not
+        call the method of its parent.
         """
         hidden, top_k = tokens.shape[2], probs.shape[2]
         w1 = ops.reshape(w1, (-1, hidden, 2 * self.moe_ffn_hidden_size))

@@ -1,22 +1,23 @@
-"""This module plans the exact sends and receives of each rank for one MoE layer, in three dispatch modes. NumPy only.
-Report 4.3.
+"""This module plans the exact sends and receives of each rank for one MoE layer, in three dispatch modes. The module
+needs only NumPy. The dispatch modes are described in section 4.3 of the report.
 
-All modes are the same two moves and differ in the first:
+All modes consist of the same two steps, and differ only in the first:
 
-1. *rows*: token rows cross to the nodes (`inter`), along the ranks with the same local index;
+1. *rows*: token rows are sent between nodes (`inter`), among the ranks with the same local index;
      global        nothing moves: a rank holds its own rows;
      hierarchical  AllGather: a rank holds the rows of its whole inter-node group (the report's scheme, MindFormers'
                    `alltoall_deredundency`);
      deduplicated  All-to-All(V): a row goes once to each node where it has an expert, and to no other;
-2. *copies*: of the rows it holds, a rank takes each (row, choice) whose expert its group owns (global: every pair;
-   else: the pairs of this node), sorts them by expert and sends them to the owners by All-to-All(V): over the
-   EP group in global mode, inside the node in the others.
+2. *copies*: each rank takes, from the rows that it holds, each (row, choice) pair whose expert belongs to its group (in
+   global mode every pair; in the other modes the pairs of this node), sorts the pairs by expert and sends them to the
+   experts' owners by All-to-All(V): over the EP group in global mode, inside the node in the other modes.
 
-Combine is the same way back: copies return, are weighted by router probability and added into the rows held, and the
-rows return to their source, which adds up what comes from several nodes (hierarchical: ReduceScatter).
+The combine is the same in reverse: copies return, are weighted by router probability and are added into the rows that
+the rank holds; the rows return to their source rank, which adds up the rows from several nodes (hierarchical:
+ReduceScatter).
 
-A `Transfer` is one collective step of this: who hands how many rows to whom, and what that is in bytes (`step_bytes`).
-What is counted, per row:
+A `Transfer` is one collective step of a dispatch or combine: it says how many rows each rank sends to each other rank,
+and `step_bytes` says how many bytes these are. The following bytes are counted for each row:
 
 * dispatch of copies: hidden * itemsize, one expert id and its router probability;
 * dispatch of token rows: hidden * itemsize, k expert ids and k router probabilities;
@@ -24,7 +25,8 @@ What is counted, per row:
 * before each All-to-All(V) of dispatch an exchange of int32 counts: one per expert of the destination for copies, one
   per destination for token rows (AllGather needs none).
 
-Ids and probabilities share one fp32 buffer. Gradients take the way back, with zeros for the ids; counts have none.
+Ids and probabilities are sent in one fp32 buffer. Gradients are sent in the reverse direction, with zeros for the ids;
+counts have no gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ MODES = ("global", "hierarchical", "deduplicated")
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say by which mode tokens are sent to their experts, and for which hardware `auto` chooses the
+    """A `Settings` says by which mode tokens are sent to their experts, and for which hardware `auto` chooses the
     mode.
     """
 
@@ -59,7 +61,7 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Transfer:
-    """This is one communication step of a dispatch, in which ranks of a group exchange rows.
+    """A `Transfer` is one communication step of a dispatch, in which the ranks of a group exchange rows.
 
     Attributes:
         step: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
@@ -89,18 +91,22 @@ class Transfer:
         return replace(self, kind=kinds[self.kind], rows=self.rows.T)
 
     def returning(self) -> Transfer:
-        """Return the combine step that undoes this dispatch step."""
+        """Return the step of the combine that sends the rows of this dispatch step back."""
         return replace(self.adjoint(), step=self.step.replace("dispatch", "combine"))
 
 
 def row_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
-    """Return step 1 of the hierarchical and deduplicated modes, with `rows` [ep, ep]."""
+    """Return the first step of the dispatch in the hierarchical and deduplicated modes; `rows` [ep, ep] holds the
+    numbers of token rows from each rank to each rank.
+    """
     kind = "all_gather" if mode == "hierarchical" else "all_to_all_v"
     return Transfer("dispatch.inter", kind, topology.inter_groups, rows, "token")
 
 
 def copy_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
-    """Return step 2 (the only step of the global mode), with `rows` [ep, ep]."""
+    """Return the second step of the dispatch (in the global mode the only step); `rows` [ep, ep] holds the numbers of
+    copies from each rank to each rank.
+    """
     if mode == "global":
         return Transfer("dispatch", "all_to_all_v", (topology.ep_group,), rows, "copy")
     return Transfer("dispatch.intra", "all_to_all_v", topology.intra_groups, rows, "copy")
@@ -108,8 +114,8 @@ def copy_transfer(mode: str, topology: Topology, rows: np.ndarray) -> Transfer:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """These are the bytes that one step sends between each pair of ranks: `inter` and `intra`, each [ep, ep], hold the
-    bytes from rank s to rank d over that link, with zero on the diagonal.
+    """A `StepBytes` holds the bytes that one step sends between each pair of ranks: `inter` and `intra`, each [ep, ep],
+    hold the bytes from rank s to rank d over that link, with zero on the diagonal.
     """
 
     name: str
@@ -125,7 +131,7 @@ class StepBytes:
         return getattr(self, link).sum(0)
 
     def busiest(self, link: str) -> float:
-        """Return the most that any rank sends or receives over `link`."""
+        """Return the largest number of bytes that any rank sends or receives over `link`."""
         return float(max(self.sent(link).max(), self.received(link).max()))
 
 
@@ -133,7 +139,7 @@ def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int) -> int
     """Return the bytes of one row of a step with its metadata: a token's k ids and probabilities, or a copy's id and
     probability.
 
-    They travel in one buffer, and so do their gradients, with zeros for the ids.
+    Ids and probabilities are sent in one buffer, and so are their gradients, with zeros for the ids.
     """
     row = hidden * itemsize
     if transfer.step.startswith("combine"):

@@ -1,8 +1,9 @@
-"""This module checks statically, before launch, that the collectives of a set of ranks cannot hang. Pure Python.
+"""This module checks statically, before launch, that the collectives of a set of ranks cannot hang. The module is pure
+Python.
 
-A collective waits for every member of its group. It hangs when the members do not make the same calls on the group in
-the same order, when their split lists disagree, or when two groups that share ranks are called in orders that wait for
-each other. All of this can be found from the ranks' programs without running them.
+A collective waits for every member of its group. A collective hangs if the members do not make the same calls on the
+group in the same order, if their split lists disagree, or if two groups that share ranks are called in orders that wait
+for each other. All of these faults can be found from the ranks' programs without running them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from plugins.hierarchical_ep.topology import Topology
 
 @dataclass(frozen=True)
 class Call:
-    """This is one call of a collective by one rank.
+    """A `Call` is one call of a collective by one rank.
 
     Attributes:
         op: "all_gather", "all_to_all", "all_to_all_v", "reduce_scatter", "create_group".
@@ -44,8 +45,9 @@ Program = Sequence[Call]
 def programs_of(*plans: Plan, order: Sequence[tuple[int, int]] | None = None) -> list[list[Call]]:
     """Return the calls of each rank for one layer, forward and backward, in the order in which they are issued.
 
-    Before its rows a dispatch step exchanges counts (All-to-All(V) only) and ids and probabilities; groups of one rank
-    call nothing. Backward is the mirror image: the adjoint of each call, from last to first, without counts.
+    A dispatch step first exchanges counts (only for All-to-All(V)), then ids and probabilities, then the rows; groups
+    of one rank make no calls. The backward pass is the mirror image of the forward pass: the adjoint of each call, from
+    last to first, without counts.
 
     Args:
         plans: one plan for each chunk (one plan means no overlap).
@@ -93,15 +95,16 @@ def _call(step: Transfer, rank: int, tag: str) -> Call:
 
 
 def creation_orders(topology: Topology) -> list[list[tuple[int, ...]]]:
-    """Return the groups that each rank creates, in the one order that all ranks share: EP group, inter-node,
-    intra-node.
+    """Return the groups that each rank creates, in the order that all ranks share: EP group, inter-node group,
+    intra-node group.
     """
     groups = dict.fromkeys((topology.ep_group, *topology.inter_groups, *topology.intra_groups))
     return [[group for group in groups if rank in group and len(group) > 1] for rank in range(topology.ep)]
 
 
 def check_groups(orders: Sequence[Sequence[tuple[int, ...]]]) -> None:
-    """Check the groups that each rank creates; creating a group waits for its members, as a call does.
+    """Check the groups that each rank creates; creating a group waits for its members, as the call of a collective
+    does.
 
     Args:
         orders: for each rank the groups it creates, in order.

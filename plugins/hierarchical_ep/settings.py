@@ -1,8 +1,8 @@
 """This module reads `plugins.hierarchical_ep` of a recipe. The module returns the values with which a rank's experts
 are built, and checks that the device can sort as many rows as a rank may receive. The module is pure Python.
 
-`Part` is topology, mode and chunks. `largest_sorts` says how many rows can meet at one rank, and `check_room`
-refuses more than its device can sort.
+A `Part` holds topology, mode and chunks of one rank. `largest_sorts` says how many rows one rank may have to sort at
+once, and `check_room` refuses more rows than the rank's device can sort.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Part:
 
 
 def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Part:
-    """Return `plugins.hierarchical_ep` of a recipe for the global rank `rank`.
+    """Return the settings of `plugins.hierarchical_ep` in a recipe, as a `Part` for the global rank `rank`.
 
     Raises:
         RecipeError: a key or mode is unknown, or the EP groups do not fit the nodes.

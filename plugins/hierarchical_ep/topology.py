@@ -1,8 +1,9 @@
-"""This module decides which rank owns which expert, and which ranks share a machine, inside one expert-parallel (EP)
-group. NumPy only.
+"""This module decides which rank owns which expert, and which ranks are on the same node, inside one expert-parallel
+(EP) group. The module needs only NumPy.
 
-Ranks of an EP group are 0 .. ep - 1, node-major, as MindFormers lays them out: rank = node * devices_per_node + local.
-MindFormers calls the number of nodes `oep` (outer expert parallel) and the ranks of a node `iep` (inner).
+The ranks of an EP group are numbered 0 .. ep - 1, node after node, as MindFormers orders them: rank = node *
+devices_per_node + local. MindFormers calls the number of nodes `oep` (outer expert parallel) and the ranks of a node
+`iep` (inner).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Topology:
     def expert_bounds(self) -> np.ndarray:
         """Return the bounds [ep + 1] of each rank's experts: rank r owns experts bounds[r] to bounds[r + 1] - 1.
 
-        Blocks are contiguous. The first `experts % ep` ranks own one expert more; with fewer experts than ranks the
-        last ranks own none.
+        The experts of a rank are contiguous. The first `experts % ep` ranks own one more expert than the others; with
+        fewer experts than ranks the last ranks own none.
         """
         counts = np.full(self.ep, self.experts // self.ep)
         counts[: self.experts % self.ep] += 1
@@ -76,11 +77,13 @@ class Topology:
         return np.asarray(ranks) % self.devices_per_node
 
     def inter_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with the same local index on every node, in node order (MindFormers' oep group)."""
+        """Return the ranks that have the same local index as `rank` on every node, in the order of the nodes
+        (MindFormers' oep group).
+        """
         return tuple(range(rank % self.devices_per_node, self.ep, self.devices_per_node))
 
     def intra_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of this rank's node (MindFormers' iep group)."""
+        """Return the ranks on the same node as `rank` (MindFormers' iep group)."""
         first = rank // self.devices_per_node * self.devices_per_node
         return tuple(range(first, first + self.devices_per_node))
 
@@ -106,13 +109,13 @@ class Topology:
 
     @property
     def same_node(self) -> np.ndarray:
-        """Return for each two ranks whether they share a machine, [ep, ep]."""
+        """Return for each pair of ranks whether both are on the same node, [ep, ep]."""
         node = self.node_of(np.arange(self.ep))
         return node[:, None] == node[None, :]
 
 
 def of_mesh(ep: int, devices_per_node: int, experts: int) -> Topology:
-    """Return the topology of `ep` consecutive ranks on machines of `devices_per_node` devices.
+    """Return the topology of an EP group of `ep` consecutive ranks on nodes of `devices_per_node` devices.
 
     Args:
         ep: ranks of the EP group (`expert_parallel`).

@@ -1,8 +1,8 @@
-"""This module counts the bytes of one MoE layer's dispatch and combine on each class of link: exact from a plan, or
-expected in closed form.
+"""This module computes the bytes of one MoE layer's dispatch and combine on each class of link: exactly from a plan, or
+as expected values in closed form.
 
-`inter` links join machines (RoCE), `intra` links join the devices of one machine (HCCS). `transfer` says what is
-counted for a row.
+`inter` links join nodes (RoCE), `intra` links join the devices of one node (HCCS). `transfer` says what is counted for
+a row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINKS = ("inter", "intra")
 
 @dataclass(frozen=True)
 class Step:
-    """This is one communication step of an MoE layer, with the bytes of the busiest rank.
+    """A `Step` is one communication step of an MoE layer, with the bytes of the busiest rank.
 
     Attributes:
         name: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
@@ -77,9 +77,10 @@ def expected_steps(
         hierarchical  N rows (d in s's inter-node group), then nodes N k E_d / E copies (d on s's node);
         deduplicated  N (1 - C(E - n_d, k) / C(E, k)) rows, then the same copies as hierarchical.
 
-    `skew` is the load of the busiest rank (of the busiest node, for rows) over the mean: it multiplies what that rank
-    receives, up to what k distinct experts allow (min(k, E_d) copies and one row per token). What ranks send forward
-    is not multiplied: every rank has N k copies to send, wherever they go. AllGather does not depend on routing.
+    `skew` is the load of the busiest rank (of the busiest node, for rows) divided by the mean: the rows that this rank
+    receives are multiplied by it, up to the limit that k distinct experts allow (min(k, E_d) copies and one row per
+    token). The rows that ranks send in the forward pass are not multiplied: every rank has N k copies to send, whatever
+    their destination. The AllGather does not depend on routing.
 
     Args:
         mode: one of `plan.MODES`.
@@ -178,8 +179,8 @@ def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradi
 
 
 def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "forward") -> tuple[StepBytes, ...]:
-    """Return the exact bytes between all pairs of ranks, step by step as executed; direction is "forward" or
-    "backward".
+    """Return the exact bytes between all pairs of ranks for each step, in the order of execution; `direction` is
+    "forward" or "backward".
     """
     forward = [
         step_bytes(plan.topology, step, plan.top_k, hidden, itemsize, gradient=direction == "backward")

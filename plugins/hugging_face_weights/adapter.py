@@ -1,16 +1,17 @@
 """This module is a weight template for TeleChat3-MoE, so that MindFormers loads Hugging Face's weights as it loads
 those of Qwen3.
 
-MindFormers 1.9.0 looks for `network.template`, a `WeightTemplate` of conversions by name, which it has for qwen3 and
-qwen3_moe (`checkpoint/converter/template.py`). MindFormers' decorator makes a template from patterns in the class.
-Patterns cannot express TeleChat3-MoE, so the template below is made from every parameter's own name, and changes its
-parent for these reasons:
+MindFormers 1.9.0 looks for `network.template`, a `WeightTemplate` that converts weights by their names; MindFormers has
+such templates for qwen3 and qwen3_moe (`checkpoint/converter/template.py`). A decorator of MindFormers makes a template
+from name patterns in the class. Such patterns cannot express TeleChat3-MoE, so the template of this module is made from
+every parameter's full name, and changes the methods of MindFormers' template for these reasons:
 
-* every tensor with "experts" in its name is taken for routed experts, including the shared expert, which then fits no
-  pattern;
-* the optimizer's sharding is read from layer 0, which has no experts here;
-* `model.layers.N` of the MTP layer is `mtp.layers.0`, whose number a pattern does not know;
-* a missing or unknown tensor is only a line in a log, and the parameter keeps its random initial value.
+* MindFormers takes every tensor with "experts" in its name for routed experts, including the shared expert, which then
+  matches no pattern;
+* MindFormers reads the optimizer's sharding from layer 0, which has no experts in this model;
+* `model.layers.N` of the MTP layer is `mtp.layers.0` in MindFormers, and a pattern cannot express the change of the
+  number;
+* MindFormers only logs a missing or unknown tensor, and the parameter keeps its random initial value.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ for _line in (
 
 
 class Halves(ConcatConvertOp):
-    """This operation concatenates gate and up along the rows; MindFormers' own operation would alternate their rows."""
+    """A `Halves` operation concatenates gate and up along the rows; MindFormers' own operation would alternate their
+    rows.
+    """
 
     def _hf_to_mf(self, weights: list) -> list:
         return [np.concatenate([np.asarray(weight) for weight in weights])]
 
 
 class TeleChat3MoeTemplate(WeightTemplate):
-    """This template says for each parameter of one model, by its full name, from which Hugging Face tensors it is
-    made.
+    """This weight template says for each parameter of one model, by its full name, from which Hugging Face tensors the
+    parameter is made.
     """
 
     def __init__(self, config: Any):
@@ -82,7 +85,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return [self.parameters[hf_name]]
 
     def check_weights_for_experts(self, weight_name: str) -> bool:
-        """Return whether a tensor is one of the routed experts, under either name."""
+        """Return whether a tensor is one of the routed experts, under its name in MindFormers or in Hugging Face."""
         return ".mlp.experts." in weight_name
 
     def check_weights_for_qkv(self, weight_name: str) -> bool:
@@ -149,7 +152,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
 
 
 def enable(config: Any) -> None:
-    """Give the template to the model that is built later; `checkpoint.load_path` is a Hugging Face folder.
+    """Give the template to the model that is built later; `checkpoint.load_path` is the path of a Hugging Face folder.
 
     Raises:
         RecipeError: the checkpoint belongs to another model, or the optimizer state is missing.

@@ -1,10 +1,10 @@
-"""This module finds which Hugging Face tensors make up which parameter of TeleChat3 and TeleChat2. The module works
-with names only, without MindFormers.
+"""This module finds which Hugging Face tensors make up which parameter of TeleChat3 and TeleChat2. The module uses only
+names, and does not need MindFormers.
 
-MTP is named as in DeepSeek-V3's checkpoints: it is one more layer, and these checkpoints also hold the `copies` of
-embedding and head. TeleChat2's names are those of Tele-AI's own class, which vLLM (`telechat2.py`) and MindFormers
-(`models/telechat2`) read: keys and values are one tensor, in which each head's key comes before its value.
-`tools/weights/hugging_face_names.py` adds shapes, and the conversion of arrays.
+MTP tensors are named as in DeepSeek-V3's checkpoints: an MTP layer is one more decoder layer, and these checkpoints
+also hold copies of embedding and head (`copies`). TeleChat2's names are those of Tele-AI's own class, which vLLM
+(`telechat2.py`) and MindFormers (`models/telechat2`) read: keys and values are one tensor, in which the key of each
+head comes before its value. `tools/weights/hugging_face_names.py` adds shapes, and the conversion of arrays.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Row:
     """A `Row` describes one parameter of MindFormers' model: its name, the Hugging Face tensors from which it is made,
     and the way in which these tensors are joined.
 
-    how: `same`; `gate_up` (rows that alternate, or halves, as the model has it); `qkv` (of each group its queries, its
-        key, its value; of two parts, the second has both of each group); `experts` (each turned, one over the other;
-        of two kinds side by side), whose `parts` name every expert.
+    how: `same`; `gate_up` (gate and up, whose rows alternate, or in two halves, as the model stores them); `qkv` (for
+        each group its queries, its key and its value; with two parts, the second part holds key and value of each
+        group); `experts` (each matrix is transposed, and the matrices are stacked; two kinds are put side by side),
+        whose `parts` name every expert.
     """
 
     mindformers: str
@@ -48,8 +49,8 @@ class Row:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Return `parts` with one common name, without the expert's number, in place of the tensors of one kind of all
-        experts.
+        """Return `parts`, in which one common name without the expert's number replaces the names of all experts'
+        tensors of one kind.
         """
         if self.how != "experts":
             return self.parts
@@ -64,8 +65,8 @@ def _without_number(part: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Model:
-    """These sizes of a model decide which parameters it has: among them `layers` (decoder layers without MTP) and
-    `dense` (the number of first layers that have no experts).
+    """A `Model` holds the sizes of a model that decide which parameters it has: among them `layers` (decoder layers
+    without MTP) and `dense` (the number of first layers that have no experts).
 
     latent_query: whether latent attention has it; grouped: grouped-query attention in its place; telechat2: TeleChat2's
     names and biases, of a grouped model without experts; hyper_connected: Xing4.0's residual streams, in all layers but
@@ -83,12 +84,12 @@ class Model:
 
     @property
     def embedding(self) -> str:
-        """Return the name of Hugging Face's embedding."""
+        """Return the name of the embedding in Hugging Face's form."""
         return "transformer.word_embeddings.weight" if self.telechat2 else EMBEDDING
 
 
 def rows(model: Model) -> list[Row]:
-    """Return every parameter that is a weight, in the order of the forward pass."""
+    """Return a row for every parameter that is a weight, in the order of the forward pass."""
     if model.telechat2:
         return _telechat2(model)
     found = [Row("embedding.word_embeddings.weight", (EMBEDDING,))]
@@ -106,8 +107,8 @@ def rows(model: Model) -> list[Row]:
 
 
 def copies(model: Model) -> dict[str, str]:
-    """Return for each tensor that is a copy in DeepSeek's MTP layers (embedding and head) the tensor of which it is a
-    copy; MindFormers has no such copies.
+    """Return a dictionary from each copy of the embedding or the head in DeepSeek's MTP layers to the tensor of which
+    it is a copy; MindFormers has no such copies.
     """
     ends = (("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", HEAD))
     layers = range(model.layers, model.layers + model.mtp_layers)
@@ -172,7 +173,7 @@ def _telechat2(model: Model) -> list[Row]:
 
 
 def is_hugging_face(folder: Any) -> bool:
-    """Return whether MindFormers takes a `checkpoint.load_path` for a Hugging Face folder (its `is_hf_checkpoint`)."""
+    """Return whether MindFormers treats a `checkpoint.load_path` as a Hugging Face folder (its `is_hf_checkpoint`)."""
     if not isinstance(folder, str) or not folder or not Path(folder).is_dir():
         return False
     return (Path(folder) / "model.safetensors").exists() or any(Path(folder).glob("*model.safetensors.index.json"))

@@ -1,13 +1,13 @@
 """This module enables `plugins.hyper_connections` of a recipe: it builds the layers of a model with n residual streams
 (docs/hyper-connections.md).
 
-Layers enter through MindFormers' own hook, the module of a layer's ModuleSpec. Between layers, and between pipeline
-stages, the streams are one tensor [S, B, n h], stream after stream. The first layer makes it from the embedding, and
-the last one takes the mean, so that embedding, last norm, head and MTP layer are MindFormers'.
+The layers are replaced through MindFormers' own hook, the module of a layer's ModuleSpec. Between layers, and between
+pipeline stages, the streams are one tensor [S, B, n h], in which the streams are concatenated. The first layer makes
+this tensor from the embedding, and the last layer returns the mean of the streams, so that embedding, last norm, head
+and MTP layer remain MindFormers' own.
 
-What is computed for each token by itself (gates, Sinkhorn, sums over streams) runs on each device for its own tokens,
-in `Morph` as MindFormers' linear layers do; with sequence or context parallelism, tokens are split over these ranks,
-too.
+The computations of single tokens (gates, Sinkhorn, sums over streams) run on each device for its own tokens, in `Morph`
+as MindFormers' linear layers do; with sequence or context parallelism, tokens are split over these ranks, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ for _line in (
 
 
 def enable(config, settings) -> None:
-    """Build models later with the streams that `settings` asks for, for `config` (a MindFormerConfig).
+    """Make models that are built later for `config` (a MindFormerConfig) have the residual streams that `settings` asks
+    for.
 
     Raises:
         RecipeError: a setting is wrong, or the recipe has a feature that does not work with several streams.
@@ -158,7 +159,7 @@ class HyperConnection(nn.Cell):
 
 
 class HyperConnectedLayer(TransformerLayer):
-    """This is a transformer layer that reads from and writes to n residual streams.
+    """A `HyperConnectedLayer` is a transformer layer that reads from and writes to n residual streams.
 
     Args:
         settings: the settings of the plugin. The other arguments are those of TransformerLayer.

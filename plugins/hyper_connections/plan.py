@@ -1,5 +1,5 @@
 """This module reads `plugins.hyper_connections`, and computes sizes, FLOPs and names of manifold-constrained
-hyper-connections (mHC). Pure.
+hyper-connections (mHC). The module is pure Python.
 
 A layer with hyper-connections carries n residual streams of width h instead of one. Before each sublayer (attention,
 then MLP or experts) three gates are computed for each token from all streams x [n, h]:
@@ -38,7 +38,7 @@ OFF = f"or {KEY}: False"
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say how many residual streams a model has, and with which values its gates begin."""
+    """A `Settings` says how many residual streams a model has, and with which values its gates begin."""
 
     KEY = KEY
     RIGHT = f"write {{streams: 4}}, or {KEY}: False"
@@ -71,7 +71,7 @@ active: list[Settings] = []  # of the models that this process builds, if they h
 
 
 def gates(streams: int) -> int:
-    """Return the number of gates of a token at a sublayer: H_pre, H_post and H_res."""
+    """Return the number of gates that one sublayer computes for a token: the elements of H_pre, H_post and H_res."""
     return streams * (2 + streams)
 
 

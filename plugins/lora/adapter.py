@@ -1,21 +1,24 @@
-"""This module enables `plugins.lora` of a recipe: linear layers with adapters, in a model whose other weights are
+"""This module enables `plugins.lora` of a recipe: it adds adapters to linear layers, in a model whose other weights are
 frozen.
 
-MindFormers 1.9.0 has LoRA for its training graph (`model_config.pet_config`), which replaces linear layers by name
-after a model is built (`pet/tuners/lora_adapter.py`). What does not serve, and what is done here:
+MindFormers 1.9.0 has LoRA for its training graph (`model_config.pet_config`): it replaces linear layers by name after a
+model is built (`pet/tuners/lora_adapter.py`). This LoRA does not work here for four reasons, and this module does
+otherwise:
 
-* The new layers come too late for the stage of a pipeline that a layer has given its parameters, and draw new base
-  weights. Here they stand in the layer's spec, which is MindFormers' own hook, and are built in their places.
-* All layers are taken for column- or row-parallel ones, also those of latent attention that tensor parallelism leaves
-  whole (`LinearNoTP`, `SequenceParallelLinear`). Here each kind has an adapter that is cut as the layer itself.
-* Sums are sharded over tensor parallelism in a row-parallel layer, whose result is not cut that way, or along the
-  sequence. Here they have the layout of the layer's result.
-* The wrapped model lacks what the trainer asks a model for. Here nothing is wrapped.
+* MindFormers' new layers are created too late to be assigned to the pipeline stage of their layer, and they draw new
+  random base weights. In this module the new layers are part of the layer's spec, which is MindFormers' own hook, so
+  they are built in their places.
+* MindFormers treats all layers as column- or row-parallel, also those layers of latent attention that tensor
+  parallelism leaves whole (`LinearNoTP`, `SequenceParallelLinear`). In this module each kind of layer has an adapter
+  that is split as the layer itself.
+* MindFormers shards the sum of layer and adapter over tensor parallelism even in a row-parallel layer, whose result is
+  not split in this way, or along the sequence. In this module the sum has the layout of the layer's result.
+* MindFormers' wrapped model lacks methods that the trainer needs from a model. In this module no model is wrapped.
 
-Weights are frozen by MindFormers' `PetAdapter.freeze_mcore_pretrained_model`, which sets `requires_grad = False`. Of a
-weight that requires gradients MindSpore wants a sum of them, or it cannot compile a pipeline whose stages have several
-devices. MindFormers loads and saves a sharded model by MindSpore's list of how parameters are sharded; frozen weights
-are in it only if MindSpore is told so (`only_trainable_params`).
+Weights are frozen by MindFormers' `PetAdapter.freeze_mcore_pretrained_model`, which sets `requires_grad = False`.
+MindSpore requires a sum of gradients for each weight that requires gradients; otherwise it cannot compile a pipeline
+whose stages have several devices. MindFormers loads and saves a sharded model by MindSpore's list of how parameters are
+sharded; frozen weights are in this list only if MindSpore is set to include them (`only_trainable_params`).
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ _WHOLE, _CUT, _ALONG = ("cp", "dp", "None"), ("cp", "dp", "tp"), (("cp", "tp"), 
 
 
 def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
-    """Give a linear layer, which is built, the parameters `lora_A` and `lora_B` and the operators that use them.
+    """Add the parameters `lora_A` and `lora_B`, and the operators that use them, to a linear layer that is already
+    built.
 
     | layer | A | B | layout of the sum [sequence, batch, outputs] |
     |---|---|---|---|
@@ -92,8 +96,8 @@ class Adapted:
     """This class adds an adapter to a linear layer; the linear layer's class must follow it in the list of base
     classes.
 
-    `plain` is that layer's `construct`: of `super().construct` in a class with two bases MindSpore's compiler makes an
-    endless recursion.
+    `plain` is the method `construct` of the linear layer: MindSpore's compiler turns `super().construct` in a class
+    with two base classes into an endless recursion.
     """
 
     plain: Any
@@ -117,26 +121,26 @@ class Adapted:
 
 
 class ColumnAdapted(Adapted, ColumnParallelLinear):
-    """This is a column-parallel linear layer with an adapter."""
+    """A `ColumnAdapted` is a column-parallel linear layer with an adapter."""
 
     plain = ColumnParallelLinear.construct
 
 
 class RowAdapted(Adapted, RowParallelLinear):
-    """This is a row-parallel linear layer with an adapter."""
+    """A `RowAdapted` is a row-parallel linear layer with an adapter."""
 
     plain = RowParallelLinear.construct
 
 
 class WholeAdapted(Adapted, LinearNoTP):
-    """This is a linear layer that tensor parallelism leaves whole, with an adapter."""
+    """A `WholeAdapted` is a linear layer that tensor parallelism leaves whole, with an adapter."""
 
     plain = LinearNoTP.construct
 
 
 class SequenceAdapted(Adapted, SequenceParallelLinear):
-    """This is a linear layer with an adapter that every device holds whole; each device computes it for a part of the
-    sequence.
+    """A `SequenceAdapted` is a linear layer with an adapter that every device holds whole; each device computes the
+    layer for a part of the sequence.
     """
 
     plain = SequenceParallelLinear.construct
@@ -151,7 +155,7 @@ ADAPTED = {
 
 
 def enable(config, settings) -> None:
-    """Build models later with the adapters that `settings` asks for, and with all other weights frozen.
+    """Make models that are built later have the adapters that `settings` asks for, and freeze all other weights.
 
     Raises:
         RecipeError: the settings are impossible, or a pattern matches no layer of the model.
@@ -196,8 +200,8 @@ def _linear_layers(layer: Any) -> list[tuple[str, Any, str]]:
 
 
 def freeze(model: Any) -> None:
-    """Freeze all weights of `model` (a GPTModel) except the adapters, so that the optimizer, which is built next, gets
-    only these, and keep the routers' biases unchanged.
+    """Freeze all weights of `model` (a GPTModel) except the adapters, and keep the routers' biases unchanged; the
+    optimizer, which is built next, then gets only the adapters.
     """
     if hasattr(model, RATE):  # the biases have no gradient to freeze: a callback moves them, at a rate by default
         setattr(model, RATE, 0.0)

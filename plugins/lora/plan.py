@@ -1,10 +1,10 @@
 """This module reads `plugins.lora`, and says which linear layers of a model get adapters, and how adapters are merged
-into the weights. Pure.
+into the weights. The module is pure Python and NumPy.
 
 LoRA (Hu et al., 2021, arXiv 2106.09685) freezes a trained model and learns for a linear layer y = x W^T the product of
 two thin matrices: y = x W^T + (alpha / rank) x A^T B^T, with A [rank, inputs] and B [outputs, rank]. B begins with
-zeros, so that training begins with the model as it is. Parameters have the names of MindFormers' own LoRA layers:
-`decoder.layers.0.self_attention.linear_qkv.lora_A.weight` beside `...linear_qkv.weight`.
+zeros, so that at the beginning of training the model computes the same as before. Parameters have the names of
+MindFormers' own LoRA layers: `decoder.layers.0.self_attention.linear_qkv.lora_A.weight` beside `...linear_qkv.weight`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _targets(written: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say which adapters are trained."""
+    """A `Settings` says which adapters are trained."""
 
     KEY = KEY
     RIGHT = f"write {{rank: 16, alpha: 32}}, or {KEY}: False"
@@ -86,7 +86,7 @@ def layers_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def chosen(settings: Settings, names: Iterable[str]) -> list[str]:
-    """Return the linear layers in `names` that the setting `targets` of `plugins.lora` selects, in order.
+    """Return, in order, the linear layers in `names` that the setting `targets` of `plugins.lora` selects.
 
     Raises:
         RecipeError: a pattern matches none of them.
@@ -146,7 +146,7 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
 
 
 def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:
-    """Return a dictionary name -> shape of the adapters' parameters, for a model whose own parameters have these names
+    """Return a dictionary name -> shape of the adapters' parameters, for a model with own parameters of the given names
     and shapes.
     """
     found: dict[str, tuple[int, int]] = {}

@@ -1,10 +1,10 @@
-"""This module enables `plugins.mtp_documents`, with which MTP predicts no token of the next document.
+"""This module enables `plugins.mtp_documents`, with which MTP predicts no token of the following document.
 
-GPTModel builds its `MultiTokenPredictionBlock` by name, so the class of the built block is changed. What the block
-shifts (tokens, labels, loss mask) is set to 0 where a document begins, before it is shifted: shifted by one place, the
-end of a document then holds what the end of a sample holds. (MindFormers allows one MTP layer; a second one would shift
-once more, and need the beginnings of documents shifted, too.) Attention needs no mend, because the MTP layer gets the
-masks of the layers before it.
+GPTModel creates its `MultiTokenPredictionBlock` directly, without a layer spec, so this module changes the class of the
+built block. The values that the block shifts (tokens, labels, loss mask) are set to 0 at the beginning of each document
+before they are shifted: after a shift by one place, the end of a document then holds the same values as the end of a
+sample. (MindFormers allows one MTP layer; a second MTP layer would shift once more, and would also need shifted
+beginnings of documents.) Attention needs no change, because the MTP layer gets the masks of the layers before it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def enable(config, settings) -> None:
 
 
 def layers_of(model_config) -> int:
-    """Return the number of MTP layers, under either of MindFormers' two keys, or its default for TeleChat3-MoE."""
+    """Return the number of MTP layers from either of MindFormers' two keys for it, or MindFormers' default for
+    TeleChat3-MoE.
+    """
     written = [model_config[name] for name in ("num_nextn_predict_layers", "mtp_num_layers") if name in model_config]
     return (written[0] or 0) if written else _DEFAULT_LAYERS
 
@@ -61,13 +63,13 @@ def keep_within(model, end_of_document: int) -> None:
 
 
 class BlockWithinDocuments(MultiTokenPredictionBlock):
-    """This is a `MultiTokenPredictionBlock` that predicts only within documents; the function `keep_within`
-    makes it.
+    """A `BlockWithinDocuments` is MindFormers' `MultiTokenPredictionBlock`, but it predicts only within documents; the
+    function `keep_within` makes it.
     """
 
     def continues(self, tokens):
-        """Return the result of `plan.continues` for token ids [B, S], in the type of the ids; the first column may be 0
-        as well.
+        """Return the result of `plan.continues` for token ids [B, S], in the type of the ids; the first column may be
+        0, too.
         """
         batch, length = self.shape(tokens)
         before = self.slice(tokens, (0, 0), (batch, length - 1), (1, 1))
@@ -91,7 +93,9 @@ class BlockWithinDocuments(MultiTokenPredictionBlock):
         extra_loss=None,
         attention_loss=None,
     ):
-        """Compute the loss as the parent does; input_ids and labels are int32 [B, S], loss_mask float32 [B, S]."""
+        """Compute the loss as MindFormers' block does; input_ids and labels are int32 [B, S], loss_mask is float32 [B,
+        S].
+        """
         kept = self.continues(input_ids)
         return super().construct(
             self.keep(input_ids, kept),

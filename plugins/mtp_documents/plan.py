@@ -3,8 +3,9 @@ and says which tokens begin a document. The module needs only NumPy.
 
 MindFormers 1.9.0 shifts tokens, labels and the loss mask of a whole sample for its multi-token prediction (MTP) layer
 (`multi_token_prediction.py`, `roll_tensor`). The MTP layer's input at the last token of a document is then the first
-token of the next one, its label is that document's second token, and its loss counts. So a document has another MTP
-loss in a packed sample than in a sample of its own, although attention keeps the documents apart.
+token of the next document, its label is the second token of that document, and the loss of this prediction is counted.
+So a document in a packed sample has another MTP loss than the same document in a sample of its own, although attention
+keeps the documents apart.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Settings(Section):
 def crosses(config: Mapping[str, Any], model: Mapping[str, Any], layers: int) -> bool:
     """Return whether MindFormers' MTP predicts across documents that attention keeps apart.
 
-    Packed conversations (`PackingHandler`) are left out: each begins with a prompt whose labels are ignored, so that
-    the loss at the end of the conversation before it does not count.
+    Packed conversations (`PackingHandler`) do not count as a case of this: each conversation begins with a prompt whose
+    labels are ignored, so the loss at the end of the conversation before it is not counted.
 
     Args:
         config: `train_dataset.data_loader.config` of a Megatron loader. model: `model.model_config`.
@@ -81,8 +82,8 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
 def continues(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
     """Return 0 where a token begins a document, 1 elsewhere: bool [B, S] for token ids [B, S].
 
-    A document begins behind `end_of_document`, as MindFormers' GPTDataset has it. The first column does not matter to
-    a shift by one place, and is 1.
+    A document begins after each token `end_of_document`, as in MindFormers' GPTDataset. The first column is 1; its
+    value does not matter to a shift by one place.
     """
     kept = np.ones(tokens.shape, bool)
     kept[:, 1:] = tokens[:, :-1] != end_of_document

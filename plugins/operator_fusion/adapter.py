@@ -1,8 +1,8 @@
 """This module passes `plugins.operator_fusion` of a recipe to MindSpore as environment flags.
 
 MindFormers passes no flags to graph kernels, and MindSpore 2.9.0 reads them only from the environment. So the plugin
-sets a variable, which must be set before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script` export it;
-`before_mindspore` also sets it when a user starts msrun by hand.
+sets an environment variable, which must be set before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script`
+export this variable; `before_mindspore` also sets it when a user starts msrun by hand.
 """
 
 from __future__ import annotations

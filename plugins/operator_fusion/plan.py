@@ -1,13 +1,14 @@
 """This module turns `plugins.operator_fusion` of a recipe into the flags of MindSpore's graph kernels. The module is
-pure Python (report section 4.5).
+pure Python; operator fusion is section 4.5 of the report.
 
 MindSpore 2.9.0 enables graph kernels if the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0 (vector
 operators only), and reads all other settings from one environment variable when it compiles.
 
 The first part lists the operators that the graph kernels may fuse for DVM, by the level of `fusion_ops_level` that
-takes them in. The list is taken from MindSpore's public sources: `clusterable_ops_with_level_dvm` of
-graph_kernel_cluster_cloud.cc and `expand_ops_with_level_dvm` of graph_kernel_expander_cloud.cc. The compiled lists of a
-wheel cannot be read. 25 of the vector operators were seen in clusters of 2.9.0's passes (docs/fusion.md).
+includes them. The list is taken from MindSpore's public sources: `clusterable_ops_with_level_dvm` of
+graph_kernel_cluster_cloud.cc and `expand_ops_with_level_dvm` of graph_kernel_expander_cloud.cc. The lists in the
+compiled library of a wheel cannot be read. 25 of the vector operators were seen in clusters of 2.9.0's passes
+(docs/fusion.md).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Fusion(Section):
-    """These settings say what is fused: all that `level` fuses, except the operators of `disable`."""
+    """A `Fusion` says what is fused: all operators that `level` fuses, except the operators of `disable`."""
 
     KEY = KEY
     RIGHT = f"write level: {', '.join(LEVELS)} under it, or {KEY}: False"
@@ -73,7 +74,7 @@ class Fusion(Section):
     disable: tuple[str, ...] = setting((), "operators that are not fused", parse=_operators)
 
     def agree(self) -> None:
-        """Raise RecipeError for operators that this level does not fuse."""
+        """Raise RecipeError if `disable` names operators that this level does not fuse."""
         key = f"{KEY}.disable"
         if self.disable and self.level == "off":
             raise RecipeError("level: off fuses nothing, so no fusion can be disabled; leave disable out", key)
@@ -87,8 +88,8 @@ class Fusion(Section):
 
     @property
     def flags(self) -> str:
-        """Return the value of `VARIABLE`, with every flag of the level written out, so that MindSpore's defaults do not
-        matter.
+        """Return the value of the environment variable `VARIABLE`, with every flag of the level written out, so that
+        MindSpore's defaults do not matter.
         """
         if self.level == "off":
             return "--opt_level=0"
@@ -100,7 +101,8 @@ class Fusion(Section):
 
 
 def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
-    """Return the settings of `plugins.operator_fusion` in a recipe; None if the recipe leaves MindSpore its defaults.
+    """Return the settings of `plugins.operator_fusion` in a recipe; return None if the recipe keeps MindSpore's
+    defaults.
 
     Raises:
         RecipeError: see `Fusion.read`.

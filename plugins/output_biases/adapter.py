@@ -1,9 +1,10 @@
 """This module enables `plugins.output_biases` of a recipe: only those linear layers of a dense model that write into
 the residual stream have a bias, as in the public TeleChat2.
 
-`add_bias_linear` gives all of them one. The plugin takes those of `linear_qkv` and `linear_fc1` from a model that is
-built; their forward pass adds a bias only if the layer has one, so that nothing else changes, sharded or not. A spec
-would have to name the layers' class, which `plugins.lora` chooses.
+MindFormers' key `add_bias_linear` gives a bias to all linear layers. The plugin removes the biases of `linear_qkv` and
+`linear_fc1` from a model that is built; their forward pass adds a bias only if the layer has one, so nothing else
+changes, with or without sharding. The plugin does not use a layer spec, because a spec would have to name the layers'
+class, which `plugins.lora` chooses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ for _owner, _line in (
 
 
 def enable(config, settings) -> None:
-    """Build models later with biases on outputs only, for `config` (a MindFormerConfig).
+    """Make models that are built later for `config` (a MindFormerConfig) have biases only on outputs.
 
     Raises:
         RecipeError: a setting is wrong, or the plugin does not support the model.

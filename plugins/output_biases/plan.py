@@ -1,8 +1,9 @@
-"""This module reads `plugins.output_biases`, and says which linear layers of a dense model have a bias. Pure.
+"""This module reads `plugins.output_biases`, and says which linear layers of a dense model have a bias. The module is
+pure Python.
 
-The public weights of TeleChat2 (7B, 35B, 115B) have biases where a layer writes into the residual stream: behind
-attention's output and behind the MLP's second product. Queries, keys, values, gate and up have none. MindFormers'
-training graph knows `add_bias_linear`, which gives a bias to all of them.
+The public weights of TeleChat2 (7B, 35B, 115B) have biases where a layer writes into the residual stream: in the output
+projection of attention and in the second projection of the MLP. The projections for queries, keys, values, gate and up
+have no bias. MindFormers' training graph has only the key `add_bias_linear`, which gives a bias to all linear layers.
 """
 
 from __future__ import annotations

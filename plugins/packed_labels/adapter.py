@@ -1,4 +1,4 @@
-"""This module lets MindFormers' PackingHandler pack conversations by `plugins.packed_labels.plan.pack`."""
+"""This module replaces the packing of MindFormers' PackingHandler by `plugins.packed_labels.plan.pack`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def pack_examples(dataset, config):
 
 def process_source(process_name, dataset, **kwargs):
     """Return the data set after a processing step of MindFormers' HFDataLoader (the method `process_name` of
-    `datasets.Dataset`). This replaces HFDataLoader's own function, and raises a clear error if `take` asks for more
-    samples than the data set has.
+    `datasets.Dataset`). This function replaces HFDataLoader's own function, and raises a clear error if `take` asks for
+    more samples than the data set has.
     """
     if process_name == "take":
         enough(kwargs.get("n", 0), len(dataset))

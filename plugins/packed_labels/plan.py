@@ -1,10 +1,10 @@
-"""This module packs conversations into samples of full length, in which each token's label is the next token. Pure
-Python.
+"""This module packs conversations into samples of full length, in which each token's label is the next token. The
+module is pure Python.
 
-MindFormers 1.9.0's PackingHandler moves labels by one place (`dataset/handler/packing_handler.py`), although
-AlpacaInstructDataHandler has already done so: the model is trained to predict the token after the next. PackingHandler
-also puts the padding token behind the last label instead of the ignored label, so at the end of each conversation the
-model is trained to predict token 0.
+MindFormers 1.9.0's PackingHandler shifts labels by one place (`dataset/handler/packing_handler.py`), although
+AlpacaInstructDataHandler has already shifted them: the model is trained to predict the token after the next token.
+PackingHandler also puts the padding token behind the last label instead of the ignored label, so at the end of each
+conversation the model is trained to predict token 0.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
 
 
 def next_token_labels(labels: Sequence[int], shifted: bool, ignore: int) -> list[int]:
-    """Return the labels of one conversation, [tokens], so that each token's label is the next token; the last token has
-    no label unless text was cut off behind it.
+    """Return the labels of one conversation, [tokens], in which each token's label is the next token; the last token
+    has no label unless text was cut off after it.
     """
     return list(labels) if shifted else [*labels[1:], ignore]
 
@@ -77,9 +77,9 @@ def next_token_labels(labels: Sequence[int], shifted: bool, ignore: int) -> list
 def pack(
     conversations: Iterable[Mapping[str, Sequence[int]]], shifted: bool, seq_length: int, pad: int, ignore: int
 ) -> dict[str, list[list[int]]]:
-    """Return samples of whole conversations in the order in which they come, as the columns that HFDataLoader reads.
+    """Return samples of whole conversations, in the order of the conversations, as the columns that HFDataLoader reads.
 
-    A conversation that is longer than a sample is left out, and one without a label: its answer was cut away.
+    A conversation is left out if it is longer than a sample, or if it has no label because its answer was cut off.
 
     Args:
         conversations: `input_ids` and `labels` of equal length, as the previous handler makes them.

@@ -1,8 +1,8 @@
 """This module extends MindFormers' CheckpointMonitor: it also seals the saved files (records their sizes and
 checksums), and can resume with another global batch size.
 
-This module is imported for its registration. `forget_logits` leaves out of a resume what belongs to a finished step.
-`load_scaled_step` corrects the optimizer's count of steps, on which the learning rate and Adam's bias correction
+Importing this module registers the monitor. `forget_logits` clears values of a finished step that a resume must not
+load. `load_scaled_step` corrects the optimizer's count of steps, on which the learning rate and Adam's bias correction
 depend. MindFormers 1.9.0 scales this count as it scales the step of the data (`trainer/base_trainer.py`: "Scaled global
 step"), and passes it to `load_checkpoint`, which uses it only if the checkpoint lists no count, as with a sharded
 graph. Checkpoints of one process, and of data parallelism on CPU, list the count, and would go on with the learning
@@ -42,8 +42,9 @@ from plugins.sealed_checkpoint.plan import (
 def forget_logits(network: Any) -> None:
     """Set the largest attention logits of a step to zero; Muon's QK-clip scales attention heads by these values.
 
-    MindFormers saves them before its callback resets them. One process would load those of the last step before the
-    save, and clip its heads once more; with several ranks no metadata list them, so they are not loaded.
+    MindFormers saves these values before its callback resets them. A resumed run of one process would load the values
+    of the last step before the save, and would scale its heads once more; with several ranks no metadata list these
+    values, so they are not loaded.
     """
     import mindspore as ms
 
@@ -53,7 +54,9 @@ def forget_logits(network: Any) -> None:
 
 
 def load_scaled_step() -> None:
-    """Make MindFormers' trainer load the step count that it has computed, wherever the checkpoint stores the count."""
+    """Make MindFormers' trainer load the step count that it has computed, whether or not the checkpoint lists a step
+    count.
+    """
     import mindspore as ms
     from mindformers.trainer import base_trainer
 
@@ -82,12 +85,14 @@ class SealingCheckpointMonitor(CheckpointMonitor):
     """This checkpoint monitor seals each new-format checkpoint (records the sizes and checksums of its files) when the
     files are written (with `async_save`, when the saving thread has finished).
 
-    Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
-    The legacy format is left unchanged: it cannot be resumed on one worker anyway.
+    The class is registered under the name of MindFormers' own class, because MindFormers' trainer passes constructor
+    arguments by that name. Checkpoints in the legacy format are not sealed, because a run on one worker cannot resume
+    from them anyway.
 
-    MindFormers removes the oldest checkpoint when a new one is written, before it is sealed, and in the background
-    before it is there; and it counts those of its own process only. Here it goes once every rank has sealed the new
-    one, and what earlier attempts of the run have saved counts, too.
+    MindFormers removes the oldest checkpoint when it writes a new one: before the new checkpoint is sealed, and with
+    background saves before it exists; and it counts only checkpoints of its own process. This class removes the oldest
+    checkpoint after every rank has sealed the new one, and also counts the checkpoints that earlier attempts of the run
+    have saved.
     """
 
     run_dir: str | None = None  # where it notes for how long the training stood still; None: nowhere
@@ -152,7 +157,9 @@ class SealingCheckpointMonitor(CheckpointMonitor):
             note(self.run_dir, Span("save", int(step), began, time.time(), sealed=self.unsealed is None))
 
     def seal_alone(self):
-        """Seal this rank's part of a background save, because the run ends here; this does not wait for other ranks."""
+        """Seal this rank's part of a background save, because the run ends here; the method does not wait for other
+        ranks.
+        """
         if self.unsealed is not None:
             self.async_save_manager.check_async_save_alive(wait_finish=True)
             self._seal()

@@ -1,17 +1,17 @@
 """This module writes and reads seals, which say whether a checkpoint folder is complete, and which attempt of a run
-made it. Pure Python.
+made it. The module is pure Python.
 
 MindFormers writes an iteration's files in place and names the newest iteration in a tracker file; a run killed in the
-middle of a save leaves a folder that looks like a checkpoint. Here every rank, after its files are on disk, writes
-`seal_rank_N.json` with their sizes and checksums. A checkpoint is complete when the seals of all ranks exist, all by
-one attempt, and every sealed file matches.
+middle of a save leaves a folder that looks like a checkpoint. With this plugin every rank, after its files are on disk,
+writes `seal_rank_N.json` with their sizes and checksums. A checkpoint is complete if the seals of all ranks exist, all
+seals are of one attempt, and every sealed file matches its seal.
 
-A run that is started again after a failure saves the same steps again, while a rank of the attempt before may still be
-alive: on a host that was cut off, or in a write that its disk has delayed for minutes. So each attempt saves into a
-folder of its own, `saving_ATTEMPT/iteration_N`, to which no other attempt writes; a save that all ranks have sealed is
+A run that is started again after a failure saves the same steps again, while a rank of the previous attempt may still
+be running: on a host that was cut off, or in a write that its disk has delayed for minutes. So each attempt saves into
+its own folder, `saving_ATTEMPT/iteration_N`, to which no other attempt writes; a save that all ranks have sealed is
 renamed to `iteration_N`. A late rank damages only the unfinished save of its own attempt. Attempts are identified by
-`NUMBER-TOKEN`, which a launch passes to its workers in $TC3_ATTEMPT. Workers without this variable (msrun by hand, a
-script) save in place, and seals from before attempts had names remain valid.
+`NUMBER-TOKEN`, which the launch of a run passes to its workers in $TC3_ATTEMPT. Workers without this variable (msrun by
+hand, a script) save directly into `iteration_N`, and seals that name no attempt, from older versions, remain valid.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ def expected_files(prefix: str, rank: int, world_size: int, optimizer: bool) -> 
     """Return the names of all files that rank `rank` writes in a complete save (MindFormers 1.9.0,
     `checkpoint/checkpoint.py`).
 
-    Weights, the optimizer's state where `optimizer` (not `checkpoint.no_save_optim`), and for rank 0 common.json and,
-    with several ranks, metadata.json. `checkpoint.save_remove_redundancy` changes what is in the files, not their
-    names: MindFormers counts the ranks that have a share, and breaks off in one that has none.
+    These are the weights, the optimizer's state if `optimizer` is true (that is, without `checkpoint.no_save_optim`),
+    and for rank 0 common.json and, with several ranks, metadata.json. `checkpoint.save_remove_redundancy` changes the
+    content of the files, not their names: MindFormers counts the ranks that have a share, and raises an error in a rank
+    that has none.
     """
     kinds = ("model", "opt") if optimizer else ("model",)
     shared = ["common.json", "metadata.json"][: min(world_size, 2)] if rank == 0 else []
@@ -141,8 +142,8 @@ def write_seal(
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
-    """Write atomically a file that takes the place of a seal and says why no run may go on from this checkpoint. Return
-    the path of the written file.
+    """Write atomically a file that says why no run may continue from this checkpoint, and that counts instead of a
+    seal. Return the path of the written file.
     """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
     return _write({"rank": rank, "refused": reason}, folder, rank)
@@ -157,8 +158,9 @@ def publish(saved: Path, root: Path) -> Path | None:
     """Move a checkpoint that all ranks have completed and sealed into `root`, the folder of finished checkpoints;
     return the new path.
 
-    An iteration of that name makes room: it is of an attempt before. None where it is of a later one, or somebody else
-    has published this one meanwhile. Who saves in place is done already.
+    An iteration of the same name in `root` is replaced if an earlier attempt saved it. The result is None if a later
+    attempt saved it, or if another process has published this checkpoint in the meantime. A checkpoint that was saved
+    directly into `root` stays there, and its path is returned.
     """
     place = root / saved.name
     if saved == place:
@@ -192,9 +194,10 @@ def adopt(root: Path) -> list[Path]:
     """Move complete checkpoints to the folder of finished checkpoints, if the attempt that saved them ended before it
     could move them; return the new paths.
 
-    For a launch, between attempts; several nodes may do so at once. What is whole already stays. A checkpoint that a
-    killed launch was about to set aside gets its name back: whoever plans judges it again. The tracker file then names
-    the newest complete checkpoint, also if a process died before it could write that.
+    The launch of a run calls this function between two attempts; several nodes may call it at once. A finished
+    checkpoint that is complete stays as it is. A checkpoint that a killed launch was about to set aside is renamed
+    back, and the next plan of an attempt judges it again. Finally the tracker file names the newest complete
+    checkpoint, even if a process died before it could write the tracker file.
     """
     for folder in root.glob(f"{MOVING}*/iteration_*"):
         with contextlib.suppress(OSError):  # another one has its name meanwhile
@@ -207,10 +210,12 @@ def adopt(root: Path) -> list[Path]:
 
 
 def renew_tracker(root: Path) -> None:
-    """Let the tracker file name the newest complete checkpoint; remove the file if no checkpoint is complete.
+    """Write the number of the newest complete checkpoint into the tracker file; remove the file if no checkpoint is
+    complete.
 
-    A tracker file that names an iteration without seals is of a run without this plugin, and stays. Another process may
-    publish a checkpoint meanwhile, so after each write this function looks again.
+    A tracker file that names an iteration without seals belongs to a run without this plugin, and is left unchanged.
+    Another process may publish a checkpoint at the same time, so after each write this function checks the tracker file
+    again.
     """
     with contextlib.suppress(OSError):  # a folder that cannot be written stays as it is
         while _is_wrong(root, said := _said(root), newest := next(filter(_complete, iterations(root)), None)):
@@ -260,9 +265,9 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
     """Remove the oldest checkpoints of a run and keep `keep` of them, whichever attempts saved them; return their
     paths.
 
-    None while ranks have yet to seal the newest. What is older than it and was sealed by some ranks only, or refused by
-    one, goes, too, and what earlier attempts have begun and not finished. A rank of an attempt that another one has
-    followed removes nothing of that one: it may be late.
+    Nothing is removed before all ranks have sealed the newest checkpoint. The function also removes older checkpoints
+    that only some ranks have sealed or that one rank has refused, and the unfinished saves of earlier attempts. A rank
+    never removes checkpoints of an attempt that is later than its own, because the rank may be late.
 
     Args:
         root: the root of the iterations; newest: the iteration that was sealed last; attempt: the attempt that saved
@@ -360,7 +365,8 @@ def newest_of_rank(root: Path, rank: int) -> Path | None:
     """Return the newest checkpoint below `root` whose part of this rank is complete (sealed), even if parts of other
     ranks are not; return None if there is no such checkpoint.
 
-    One that is not in its place yet is named by where it will be.
+    A complete checkpoint that is still in the folder of its attempt is returned under the path to which it will be
+    moved.
     """
     for folder in sorted([*iterations(root), *unfinished(root)], key=iteration, reverse=True):
         with contextlib.suppress(OSError, ValueError, RefusedError):
@@ -376,7 +382,7 @@ class RefusedError(Exception):
 def _read_seal(folder: Path, rank: int) -> dict:
     seal = json.loads(seal_file(folder, rank).read_text(encoding="utf-8"))
     if not isinstance(seal, dict):
-        raise ValueError("it holds no object")
+        raise ValueError("the file holds no JSON object")
     if "refused" in seal:
         raise RefusedError(seal["refused"])
     return seal

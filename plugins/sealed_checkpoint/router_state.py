@@ -1,14 +1,15 @@
 """This module adds the routers' biases and the placement of experts to the metadata of a sharded checkpoint, so that a
-resume loads them, and lists Muon's moments for the stage that has them.
+resume loads them, and lists Muon's moments for the pipeline stage that holds them.
 
-MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads by it
-(`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in that list: every rank saves them, no
-rank loads them, and training goes on from biases of zero. The same holds for the placements of plugins.expert_balance,
-so tokens would go to other experts than before. All of these tensors are replicated on all ranks of a stage.
+MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads checkpoints by this file
+(`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in this list: every rank saves them, no
+rank loads them, and a resumed run trains on with biases of zero. The placements of plugins.expert_balance are not in
+the list either, so after a resume tokens would go to other experts than before. All of these tensors are replicated on
+all ranks of a stage.
 
-In a pipeline MindSpore 2.9.0 knows by the prefixes `adam_m.` and `adam_v.` to which stage the state of the optimizer
-belongs, but not by Muon's `muon_m.`, and lists Muon's moments for a stage that does not hold them. Here each is listed
-beside its weight.
+In a pipeline, MindSpore 2.9.0 recognises by the prefixes `adam_m.` and `adam_v.` to which stage the state of the
+optimizer belongs, but does not recognise Muon's prefix `muon_m.`, and so lists Muon's moments for a stage that does not
+hold them. This module lists each of Muon's moments for the stage that holds its weight.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def orthogonal(name: str, axes: int) -> bool:
 
 
 def with_muon(entries: Entries) -> Entries:
-    """Return a rank's metadata with Muon's moments of the matrices that the rank has, each laid out like its weight.
+    """Return a rank's metadata, to which Muon's moments of the rank's matrices are added; each moment has the layout of
+    its weight.
 
-    Muon has a moment of each matrix of which AdamW has none.
+    Muon has one moment for each matrix that it updates, and AdamW has no moments for these matrices.
     """
     found = {name: entry for name, entry in entries.items() if not name.startswith(MUON_MOMENT)}
     weights = [name for name, entry in found.items() if not name.startswith(_OF_WEIGHTS) and len(entry[2]) > 1]
@@ -66,7 +68,7 @@ def keeps_muon(ranks: Iterable[Entries]) -> bool:
 
 
 def copied_like(layout: Any) -> Any:
-    """Return the layout of a vector that is replicated on every rank of `layout`."""
+    """Return the metadata layout of a vector that is replicated on every rank of `layout`."""
     from mindspore import Layout
 
     known = layout.to_dict()
@@ -75,8 +77,8 @@ def copied_like(layout: Any) -> Any:
 
 
 def enable() -> None:
-    """Let MindFormers' checkpoint metadata include the routers' state wherever MindFormers asks MindSpore for layouts;
-    the metadata of the CPU backend already include this state.
+    """Make MindFormers' checkpoint metadata include the state of the routers wherever MindFormers requests layouts from
+    MindSpore; the metadata of the CPU backend already include this state.
     """
     from mindformers.checkpoint import sharded_tensor
 

@@ -1,13 +1,14 @@
-"""This module lets the stages of a pipeline tell rank 0 which tensors they save, because each rank knows only its own
-stage.
+"""In this module the stages of a pipeline send to rank 0 the names of the tensors that they save, because each rank
+knows only its own stage.
 
-Rank 0 writes a checkpoint's metadata.json from what MindSpore tells it of all ranks. With AdamW each rank's optimizer
-has the weights of all stages before MindSpore cuts the pipeline, so it knows them all. With Muon MindFormers 1.9.0
-leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`), and MindSpore then tells a
-rank of its own stage only: metadata.json would list the tensors of stage 0, and no resume would find the others.
+Rank 0 writes a checkpoint's metadata.json from MindSpore's layouts of all ranks. With AdamW each rank's optimizer holds
+the weights of all stages before MindSpore cuts the pipeline, so MindSpore knows the layouts of all stages. With Muon,
+MindFormers 1.9.0 leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`), and
+MindSpore then returns only the layouts of the rank's own stage: metadata.json would list only the tensors of stage 0,
+and a resume would not find the other tensors.
 
 The first rank of each stage therefore writes its stage's list into the folder where the checkpoint is being saved, and
-rank 0 reads and removes all of them. Each rank saves there, so the folder is one that all ranks share.
+rank 0 reads and removes all of them. Every rank saves into this folder, so all ranks share the folder.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def of_all_stages(
 
 
 def enable() -> None:
-    """Let saves of a pipeline with Muon list the tensors of all stages."""
+    """Make the checkpoints of a pipeline with Muon list the tensors of all stages."""
     import mindspore as ms
     from mindformers.core.callback import callback
     from mindformers.tools.utils import get_real_group_size, get_real_rank

@@ -1,9 +1,9 @@
 """This module makes MindFormers' Trainer train a sharded recipe on CPU. `launch/train.py` calls this module for recipes
 that `chosen` accepts.
 
-`Host` serves the calls of MindSpore's graph in this process: collectives with the other workers, and operators that
-have no CPU kernel. `enable_checkpoints` patches lines of MindFormers 1.9.0 that keep a sharded run on CPU from saving
-and resuming.
+A `Host` executes in this process the operators for which MindSpore's graph calls Python: collectives with the other
+workers, and operators that have no CPU kernel. `enable_checkpoints` patches code of MindFormers 1.9.0 that prevents a
+sharded run on CPU from saving and resuming.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ _host: list[Host] = []
 
 
 def enable_checkpoints(ranks: Ranks) -> None:
-    """Let MindFormers save and resume the slices of this rank; call this after importing MindFormers.
+    """Make MindFormers save and resume the slices of this rank; call this function after importing MindFormers.
 
-    * `checkpoint/utils.py:compile_model` compiles before it loads slices, in sink mode only, which CPU has not.
-    * `checkpoint/sharded_tensor.py` asks MindSpore for the layouts of this rank, and gets those of rank 0 where no
-      communication library told it otherwise. Those of all ranks are right, with one pipeline stage and with many.
+    * `checkpoint/utils.py:compile_model` compiles the graph before it loads slices, but only in sink mode, which does
+      not exist on CPU.
+    * `checkpoint/sharded_tensor.py` asks MindSpore for the layouts of this rank, but gets those of rank 0 if there is
+      no communication library that tells MindSpore the rank. The layouts of all ranks are right, with one pipeline
+      stage and with several.
     """
     from mindformers.checkpoint import sharded_tensor
     from mindformers.trainer import base_trainer
@@ -55,8 +57,8 @@ def enable_checkpoints(ranks: Ranks) -> None:
 
 
 def compile_without_sink(model: Any, dataset: Any, **_: Any) -> None:
-    """Compile the train step of a `mindspore.train.Model`, because the layout of slices is known only after a
-    compile.
+    """Compile the train step of a `mindspore.train.Model`, because MindSpore knows the layout of slices only after a
+    compilation.
     """
     batch = next(iter(dataset.create_tuple_iterator(num_epochs=1)))
     model._train_network.set_train()
@@ -130,7 +132,7 @@ class Host:
 
 def refuse_missing(nodes: dict[str, int]) -> None:
     """Raise RecipeError, before anything runs, if the graph has operators that the plugin cannot compute; the message
-    names them and counts their nodes.
+    names these operators and says how often each occurs.
     """
     if nodes:
         told = ", ".join(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sorted(nodes.items()))
@@ -161,7 +163,7 @@ def before_mindformers(recipe: Mapping[str, Any]) -> Host:
 
 
 def after_import() -> None:
-    """Replace lines of MindFormers itself; call this function after importing MindFormers, before `build_context`."""
+    """Replace functions of MindFormers; call this function after importing MindFormers, before `build_context`."""
     from mindformers.core.callback import callback
     from mindformers.core.context import parallel
 
@@ -176,8 +178,8 @@ def after_import() -> None:
 
 
 def after_context() -> None:
-    """Set the rank in MindSpore's Python code, which would ask only a communication library for it; call this after
-    `build_context`.
+    """Set the rank in MindSpore's Python code, which would otherwise ask a communication library for the rank; call
+    this function after `build_context`.
     """
     from mindspore._c_expression import AutoParallelContext
 

@@ -1,9 +1,9 @@
-"""This module compiles a plugin's `csrc/` against the headers of MindSpore's wheel. Run it as `python -m
-plugins.semi_auto_cpu.build`.
+"""This module compiles a plugin's `csrc/` against the headers of MindSpore's wheel. The command `python -m
+plugins.semi_auto_cpu.build` runs the module.
 
-The library is kept in the user's cache folder under a name made of everything on which it depends: the installed
-MindSpore, the sources and the flags. Therefore another version of MindSpore never loads a library that was made for
-this one.
+The library is stored in the user's cache folder under a name that contains a digest of everything on which it depends:
+the installed MindSpore, the sources and the flags. Therefore another version of MindSpore never loads a library that
+was made for this one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ WITHOUT = "until then recipes with `device_target: CPU` and `parallel_mode: semi
 
 
 def ensure(sources: Path = SOURCES, without: str = WITHOUT) -> Path:
-    """Return the path of the plugin's library; if there is none, one of the processes that ask compiles it.
+    """Return the path of the plugin's library; if the library does not exist, one of the processes that call this
+    function compiles it.
 
     Args:
         sources: the folder `csrc` of the plugin whose library is built; by default this plugin's.

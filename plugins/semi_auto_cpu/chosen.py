@@ -1,5 +1,5 @@
 """This module reads `parallel.parallel_mode` and says which recipes split their model over devices, and which of these
-recipes this plugin executes.
+recipes the plugin `semi_auto_cpu` executes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def splits_model(mode: Any) -> bool:
 def chosen(recipe: Mapping[str, Any]) -> bool:
     """Return whether a recipe (or MindFormerConfig) is for CPU and has `parallel.parallel_mode: 1`.
 
-    A section that is not a mapping counts as empty: `tc3 check`, which asks, too, has its own word for it.
+    A section that is not a mapping counts as empty, because `tc3 check`, which also calls this function, reports it
+    with its own message.
     """
     context, parallel = (section if isinstance(section := recipe.get(name), Mapping) else {} for name in SECTIONS)
     return context.get("device_target") == "CPU" and is_semi_auto(parallel.get("parallel_mode"))

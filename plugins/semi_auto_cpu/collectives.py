@@ -4,21 +4,23 @@
     collectives = Collectives(mesh, ranks)
     collectives.run("AllReduce", {"group": "2-77", "op": "sum", "group_rank_ids": "(0, 1)"}, [x], [out])
 
-Results do not depend on the order of arrival. If members of a group are not at the same call, a Send has no Receive, or
-ranks wait for each other, a ClusterError names operator, group and ranks. The module has these parts:
+Results do not depend on the order of arrival. A ClusterError names operator, group and ranks if members of a group are
+not at the same call, if a Send has no Receive, or if ranks wait for each other. The module has these parts:
 
-* `Calls`: what a rank called in a step, in order, to be compared with what `tc3 dryrun` says that it would call.
-* `Disturbance`, for tests only: delays before collectives, and faults that a run must notice. `TC3_COLLECTIVES_TEST`
-  names them. "delay=20 seed=3" waits up to 20 ms before each call, otherwise on each rank. "drop:Send:2@0" never sends
-  the third Send of rank 0, "skip:AllReduce" leaves all AllReduce of all ranks out (each returns its own input),
-  "skip:Receive:0@1" the first Receive of rank 1, which gets zeros, so that its next one takes what was sent to the
-  first, "reverse:AllGather:0@1" has the first AllGather of rank 1 believe in the reverse order of its group.
-  "synchronous" makes each Send wait for its Receive.
-* `Groups`: which ranks a collective concerns, from what Python created and from the operator's own attributes.
-* `PointToPoint`: Send and Receive of pipelines. A Send leaves its tensor behind and goes on, a Receive waits for it.
-  Messages of one pair of ranks, group and `sr_tag` are matched by order, so that micro-batches that share a tag arrive
-  as they were sent.
-* `Collectives`: all of it for one rank; what each collective does is in `exchange.py`.
+* `Calls` records which collectives a rank called in a step, in order, so that they can be compared with the prediction
+  of `tc3 dryrun`.
+* `Disturbance`, for tests only, inserts delays before collectives, and faults that a run must notice. The environment
+  variable `TC3_COLLECTIVES_TEST` names the delays and faults. "delay=20 seed=3" waits up to 20 ms before each call, for
+  a different time on each rank. "drop:Send:2@0" never sends the third Send of rank 0; "skip:AllReduce" leaves out every
+  AllReduce on all ranks (each rank returns its own input); "skip:Receive:0@1" leaves out the first Receive of rank 1,
+  which gets zeros, so that its next Receive takes the tensor that was sent to the first; "reverse:AllGather:0@1" runs
+  the first AllGather of rank 1 with its group in reverse order. "synchronous" makes each Send wait for its Receive.
+* `Groups` finds which ranks take part in a collective, from the groups that Python created and from the operator's own
+  attributes.
+* `PointToPoint` runs Send and Receive of pipelines. A Send stores its tensor and returns at once; a Receive waits for
+  the tensor. Messages with the same pair of ranks, group and `sr_tag` are matched by order, so that micro-batches that
+  share a tag arrive in the order in which they were sent.
+* `Collectives` combines these parts for one rank; `exchange.py` computes each collective.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ class CallRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """This is a fault that a test inserts on this rank: a fault of this `kind` happens at call number `call` of the
-    operator; None stands for any call.
+    """A `Fault` is a fault that a test inserts on this rank: a fault of this `kind` happens at call number `call` of
+    the operator; None stands for any call.
     """
 
     kind: str
@@ -85,7 +87,7 @@ class Fault:
 
 
 class Disturbance:
-    """These are the delays and faults that a test inserts into the collectives of one rank.
+    """A `Disturbance` holds the delays and faults that a test inserts into the collectives of one rank.
 
     Args:
         text: the text that the module describes; "" means none.
@@ -111,7 +113,9 @@ class Disturbance:
         self._calls: defaultdict[str, int] = defaultdict(int)
 
     def begin(self, operator: str) -> str:
-        """Wait for the set delay; return the kind of fault that this call of the operator has, or "" for none."""
+        """Wait for the delay that the test has set; return the kind of fault to insert into this call of the operator,
+        or "" for none.
+        """
         if self._most:
             time.sleep(self._random.uniform(0, self._most))
         if not self._faults:
@@ -288,7 +292,7 @@ class Collectives:
             raise
 
     def begin_recording(self) -> None:
-        """Record the calls from now on; without this nothing is recorded."""
+        """Record the calls of collectives from now on; without this call nothing is recorded."""
         self._calls = []
 
     def end_recording(self) -> list[CallRecord]:

@@ -1,8 +1,8 @@
 """This module tells MindSpore's front end the rank and the device target, which it needs to shard a graph for Ascend.
 
-The front end for Ascend needs its rank and the sizes of groups. There is no communication library for this, so a rank's
-`Ranks` answers instead of MindSpore's C++. The front end also shards a graph only for Ascend: `target_ascend` and
-`target_cpu` change the device for which MindSpore compiles.
+MindSpore's front end for Ascend needs the rank of the process and the sizes of groups. No communication library
+provides them here, so a rank's `Ranks` answers instead of MindSpore's C++ code. The front end also shards a graph only
+for the target Ascend: `target_ascend` and `target_cpu` change the device for which MindSpore compiles.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CollectiveManager:
 
 
 def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
-    """Let `ranks` answer MindSpore's questions about communication until `stack` closes, or permanently if no stack is
+    """Let `ranks` answer MindSpore's calls about communication until `stack` closes, or permanently if no stack is
     given.
 
     Raises:
@@ -94,8 +94,8 @@ def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
 def target_ascend() -> None:
     """Compile for Ascend from now on; eager operators crash until `target_cpu` is called.
 
-    `set_device_target_inner` would look for the Ascend plugin, and a world of another size than the (absent)
-    communication library's would be refused (`GetCommInfo` in step_parallel_utils.cc).
+    MindSpore's `set_device_target_inner` would look for the Ascend plugin, and would refuse a number of ranks that
+    differs from that of the (absent) communication library (`GetCommInfo` in step_parallel_utils.cc).
     """
     from mindspore._c_expression import AutoParallelContext, DeviceManagerConf
 

@@ -24,7 +24,7 @@ SHARDED = ("semi_auto_parallel", "auto_parallel")
 
 @dataclass
 class Turn:
-    """This is one call of MindSpore's compile, which returns at once if MindSpore already has the graph.
+    """A `Turn` is one call of MindSpore's compile function, which returns at once if MindSpore already has the graph.
 
     Attributes:
         what: a description of the compile; None if nothing was compiled or loaded.
@@ -46,8 +46,9 @@ class FrontEnd:
     """A `FrontEnd` sets MindSpore's device target to Ascend before each compile of a sharded graph; the method `done`
     sets the target back to CPU.
 
-    The library's pass calls `done` when the front end is through: the rest of the compile is for CPU. A graph of the
-    compile cache is one for CPU already and goes through no front end: for that one the target stays.
+    The library's pass calls `done` when the front end has finished: the rest of the compilation is for CPU. A graph
+    from the compile cache is already a graph for CPU and does not go through the front end: for such a graph the target
+    is not changed.
     """
 
     def __init__(self, ranks: Ranks):
@@ -57,7 +58,7 @@ class FrontEnd:
         self._turn: Turn | None = None
 
     def begin(self) -> None:
-        """Set the device target to Ascend and tell MindSpore this process's rank, before a compile."""
+        """Set the device target to Ascend and set this process's rank in MindSpore, before a compilation."""
         self._tell_rank()
         target_ascend()
         self.running = True
@@ -69,7 +70,9 @@ class FrontEnd:
         self._back_to_cpu()
 
     def around_compiles(self) -> None:
-        """Patch MindSpore so that every compile of this process begins with `begin` and ends with the target CPU."""
+        """Patch MindSpore so that every compilation in this process begins with a call of `begin` and ends with the
+        target set to CPU.
+        """
         executor = api._CellGraphExecutor
         compile_graph, before_compile = executor.compile, executor._set_compile_cache_dep_files
 
@@ -138,8 +141,8 @@ class FrontEnd:
 
 
 def refuse_compiling(turn: Turn, error: RuntimeError) -> None:
-    """Raise ClusterError if MindSpore did not take a graph of the compile cache, and failed to compile the graph for
-    the CPU, because no front end has split it.
+    """Raise ClusterError if MindSpore did not accept a graph of the compile cache, and failed to compile the graph for
+    CPU because no front end had split it.
     """
     if turn.entry is not None and "Invalid backend" in str(error):
         raise ClusterError(_contrary(turn, "compiled", "loaded")) from error
@@ -154,8 +157,8 @@ def initialise_by_name(cell: Any) -> None:
     """Draw the initial values of each whole weight from a seed made of the weight's name and the run's seed, so that
     they do not depend on the layout.
 
-    MindSpore draws each slice by itself, so that another layout would start from other weights. A graph that is
-    compiled cuts its slices out of the whole.
+    MindSpore initialises each slice separately, so that another layout would start from other weights. This function
+    initialises the whole weight, and a graph that is compiled cuts its slices out of the whole weight.
     """
     from mindspore import get_seed
 
@@ -172,8 +175,8 @@ def initialise_by_name(cell: Any) -> None:
 def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -> None:
     """Raise ClusterError if, after a compile, a rank's slice of a weight does not match the weight's layout.
 
-    MindSpore cuts with what a communication library tells it of groups. Here `Ranks` tells it: were that wrong,
-    training would start from other weights, and nothing else would say so.
+    MindSpore cuts slices by the ranks of groups that a communication library reports. Here `Ranks` reports them: if its
+    ranks were wrong, training would start from other weights, and no other check would notice it.
 
     Args:
         whole: for each weight that this compile cuts, its values before the compile.
@@ -201,7 +204,7 @@ def slice_of(whole: np.ndarray, layout: tuple[Any, ...], rank: int, size: int) -
     Args:
         layout: an entry of MindSpore's `parameter_layout_dict`: [0] the mesh of a stage's devices, [1] for each axis of
             the weight the axis of the mesh that cuts it, counted from the last, or -1; [6] the weight's shape.
-        size: the number of elements of the slice. If the slice of the mesh has more elements, neighbours among the
+        size: the number of elements of the slice. If the slice by the mesh has more elements than `size`, neighbouring
             ranks with the same slice share it (optimizer sharding).
     """
     mesh, cuts = layout[0], [axes if isinstance(axes, (list, tuple)) else (axes,) for axes in layout[1]]

@@ -1,8 +1,9 @@
-"""This module runs one collective as one member of its group: every member gives every other member a part.
+"""This module runs one collective as one member of its group: every member sends a part to every other member.
 
-Each part carries a note with the operator, its number within the group, and its tensors. The note shows at once, and by
-name, if members are not at the same operator. Each function of `OPERATORS` is a collective: inputs of this rank ->
-outputs of this rank, written in place. Sums and similar results have the same bits in any order of arrival.
+Each part has a note with the operator, the number of the call within the group, and the tensors. If members are not at
+the same operator, the note shows it at once, and names the operators. Each function in `OPERATORS` computes one
+collective: it reads the inputs of this rank, and writes the outputs of this rank in place. Sums and similar results
+have the same bits in any order of arrival.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def name_ranks(members: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A `Meeting` holds the members of a group at one call of a collective, and exchanges their parts.
+    """A `Meeting` represents the members of a group at one call of a collective, and exchanges their parts.
 
     Attributes:
         operator, group: names for messages; members: global ranks in the order of the group;
@@ -116,7 +117,7 @@ class Meeting:
         return f"{self.operator}, call {self.number} of {name_ranks(self.members)}"
 
     def swap(self, parts: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
-        """Give part j to member j; return the parts that the members gave to this one, in the order of the group. A
+        """Send part j to member j; return the parts that the members sent to this member, in the order of the group. A
         member's own part is not copied.
 
         Args:
@@ -139,10 +140,12 @@ class Meeting:
 
 
 def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write into `outputs` the sum (max, ...) of each input tensor over all members.
+    """Write into `outputs` the sum of each input tensor over all members (or the maximum, minimum or product, as the
+    operator says).
 
-    Small tensors, and those of two members, go to every member whole. Of others each member adds up one piece and gives
-    it to all: the same bits, and 2 (n - 1) / n of a tensor to move in place of n - 1.
+    Small tensors, and tensors of groups with two members, are sent whole to every member. For other tensors each member
+    adds up one piece and sends the sum to all members: the result has the same bits, and a member sends 2 (n - 1) / n
+    of a tensor instead of n - 1 tensors.
     """
     operation = attrs.get("op", "sum")
     for x, out in zip(inputs, outputs, strict=True):
@@ -171,8 +174,8 @@ def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
 
 
 def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """Write into `outputs` this member's part, along axis 0, of the sum (max, ...) of each input tensor over all
-    members.
+    """Write into `outputs` this member's part, along axis 0, of the sum of each input tensor over all members (or of
+    the maximum, minimum or product).
     """
     operation = attrs.get("op", "sum")
     for x, out in zip(inputs, outputs, strict=True):

@@ -1,18 +1,19 @@
 """This module stores, in a file beside a cached sharded graph, the information that MindSpore's compile cache leaves
 out, and restores this information when the graph is loaded.
 
-A process that loads a graph runs no front end, so it does not know the places of its weights' slices (the layouts by
-which checkpoints are cut), which parameters are its own, its index in each group, what MindFormers writes into a
-checkpoint's metadata, and which kernels the compiler pass needs. MindSpore's file has only the slices' shapes. Beside
-that file, `sharding.json` has one entry for each compile of the process, in order, because MindSpore identifies its
-files only by their number:
+A process that loads a graph runs no front end, so it lacks five things: the layouts of its weights' slices, by which
+checkpoints are cut; which parameters are its own; its index in each group; the entries that MindFormers writes into a
+checkpoint's metadata; and which kernels the compiler pass needs. MindSpore's cache file contains only the shapes of the
+slices. In the same folder, `sharding.json` has one entry for each compilation of the process, in order, because
+MindSpore identifies its files only by their number:
 
     {"cell": what was compiled, "layouts": ..., "names": ..., "strategies": ..., "groups": ..., "places": ...,
      "weights": ..., "sliced": ..., "shared": ..., "kernels": ...}
 
-A graph is loaded only for the same compile: the same cell, inputs, and parameters with their shapes. If anything is
-missing or differs, its file is removed, and the graph is compiled anew. The slices after a load are compared with those
-after the compile: another shape or group ends the run, because nothing else would notice it.
+A graph is loaded only for the same compile: the same cell, inputs, and parameters with their shapes. If any information
+is missing or differs, the file of the graph is removed, and the graph is compiled again. The slices after a load are
+compared with the slices after the compilation: another shape or group ends the run, because no other check would notice
+it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class KeptGraphs:
         return None
 
     def restore(self, cell: Any, entry: Entry) -> None:
-        """Give `cell`, whose graph was loaded, the information that its compile would have given.
+        """Give `cell`, whose graph was loaded, the information that a compilation would have given it.
 
         Raises:
             ClusterError: the slices or groups of the loaded graph are not those of the compile.
@@ -112,7 +113,8 @@ class KeptGraphs:
         """Write to the file beside the graph the information that a later process needs to load the graph of `cell`,
         which was just compiled.
 
-        Nothing is kept where MindSpore could not write the graph (its file holds not every kind of attribute).
+        Nothing is written if MindSpore could not write the graph (its file format does not support every kind of
+        attribute).
         """
         if self.folder is None:
             return
@@ -221,7 +223,7 @@ def registered() -> list[str]:
 
 
 def register(names: Iterable[str]) -> None:
-    """Let Python compute these operators in addition to those that it already computes."""
+    """Make Python compute these operators in addition to the operators that it already computes."""
     for name in sorted(set(names) - set(registered())):
         library.load().register(name)
 
@@ -235,7 +237,7 @@ def _groups(ranks: Ranks) -> dict[str, list[int]]:
 
 
 def strategies(phase: str) -> Entry:
-    """Return what MindSpore knows about the parameters of all ranks and of this rank, after the compile of `phase`."""
+    """Return MindSpore's layouts of the parameters of all ranks and of this rank, after the compilation of `phase`."""
     from mindspore.parallel.strategy import StrategyLayout
 
     known = StrategyLayout.get_instance()

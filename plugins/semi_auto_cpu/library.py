@@ -1,9 +1,9 @@
 """This module is the Python side of the plugin's C++ library (`csrc/`): it registers the operators that Python
-computes, and reads the arguments of each launch.
+computes, and reads the arguments of each call.
 
-A launch of an operator comes as JSON text (csrc/text.h) and as the addresses of its tensors. The text changes only with
-shapes, so it is parsed once (`parse`); the arrays are views of MindSpore's memory, which are valid until the launch
-ends.
+A call of an operator arrives as JSON text (csrc/text.h) and as the addresses of its tensors. The text changes only if
+shapes change, so it is parsed once (`parse`); the arrays are views of MindSpore's memory, which are valid until the
+call ends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Call:
-    """This is one operator of MindSpore's graph, with the shapes of its inputs and outputs.
+    """A `Call` is one operator of MindSpore's graph, with the shapes of its inputs and outputs.
 
     Attributes:
         name: the operator's name in MindSpore's front end;
@@ -161,7 +161,8 @@ def _constant(told: Any) -> Any:
 
 
 def store(results: Any, outputs: Sequence[np.ndarray]) -> None:
-    """Write a kernel's results into MindSpore's memory, rounded to its types; None leaves an output unchanged.
+    """Write a kernel's results into MindSpore's memory, rounded to the types of the outputs; None leaves an output
+    unchanged.
 
     Args:
         results: an array, or a tuple with one array or None for each output.
@@ -182,7 +183,7 @@ def store(results: Any, outputs: Sequence[np.ndarray]) -> None:
 
 
 class Library:
-    """This is the loaded library; each process has one, from `load`.
+    """A `Library` is the loaded C++ library; each process has one, which `load` returns.
 
     Attributes:
         path: the file of the library;
@@ -208,16 +209,17 @@ class Library:
         self._loaded.tc3_registered.restype = ctypes.c_char_p
 
     def set_host(self, function: Host, rank: int = 0) -> None:
-        """Let `function(name, attrs, inputs, outputs)` compute every operator that Python computes, from now on.
+        """Make `function(name, attrs, inputs, outputs)` compute, from now on, every operator that Python computes.
 
-        It is called in threads of MindSpore. Inputs are the operator's own, in their order: arrays, lists of arrays
-        and constants; outputs are arrays to be written. The arrays share MindSpore's memory during the call only.
+        MindSpore calls this function in its own threads. The inputs are the operator's own inputs, in their order:
+        arrays, lists of arrays and constants; the outputs are arrays into which the results are written. The arrays
+        share MindSpore's memory during the call only.
         """
         self._host, self.rank = function, rank
 
     def register(self, name: str) -> bool:
-        """Let Python compute the operator `name` of MindSpore's graph; return whether MindSpore could compute it,
-        too.
+        """Make Python compute the operator `name` of MindSpore's graph; return whether MindSpore itself could compute
+        it, too.
         """
         return bool(self._loaded.tc3_register(name.encode()))
 
@@ -226,10 +228,10 @@ class Library:
         return json.loads(self._loaded.tc3_registered())
 
     def replace(self, name: str, low: bool = False) -> None:
-        """Let Python compute the operator `name`; the compiler pass renames it in each graph, so that MindSpore does
-        not compute it.
+        """Make Python compute the operator `name`; the compiler pass renames the operator in each graph, so that
+        MindSpore does not compute it.
 
-        `low`: only where it takes or gives bfloat16 or float16.
+        With `low`, Python computes the operator only where it reads or writes bfloat16 or float16.
         """
         self._loaded.tc3_replace(name.encode(), int(low))
 
@@ -253,10 +255,12 @@ class Library:
             )
 
     def set_cluster(self, ranks: Ranks) -> None:
-        """Tell MindSpore's C++ how many ranks a group has, and this process's rank in it, while it compiles for Ascend.
+        """Set in MindSpore's C++ code the number of ranks of each group, and this process's rank in each group, for the
+        time in which MindSpore compiles for Ascend.
 
-        Otherwise it takes 2,048 for every size. An AllReduce of a constant becomes a product with that number, so that
-        the gradient of a plain mean over data-parallel ranks would be too large by 2,048 over their number.
+        Without this call, MindSpore takes 2,048 as the size of every group. MindSpore replaces an AllReduce of a
+        constant by a product with the size of the group, so the gradient of a mean over n data-parallel ranks would be
+        too large by the factor 2,048 / n.
         """
         self._ranks = ranks
         self._loaded.tc3_register_cluster(ranks.rank)
@@ -302,7 +306,7 @@ def _no_host(name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[
 
 @lru_cache(maxsize=1)
 def load() -> Library:
-    """Return the library of this process, which is compiled first if needed.
+    """Return the library of this process; compile it first if needed.
 
     Raises:
         ClusterError: the library cannot be compiled or loaded; the message says why, and how to mend it.

@@ -1,11 +1,11 @@
-"""This module describes the cluster as one rank sees it: its own number, the number of ranks, and the ranks of each
-communication group.
+"""This module describes the cluster from the point of view of one rank: its own number, the number of ranks, and the
+ranks of each communication group.
 
-Python creates some groups, with their ranks. MindSpore's C++ creates others, of which Python gets only a name,
-"<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so a name identifies its
-ranks (`made_up_name`): the parts of a device mesh that contain a rank are tried until one has this name
-(`parts_of_meshes`). If no ranks match a group's name, the group is unknown, because wrong ranks would slice weights
-wrongly.
+Python creates some groups, and knows their ranks. MindSpore's C++ code creates other groups, of which Python gets only
+a name, "<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so a name identifies
+its ranks (`made_up_name`): the parts of a device mesh that contain a rank are tried until one has this name
+(`parts_of_meshes`). If no set of ranks matches a group's name, the group counts as unknown, because weights would be
+sliced wrongly with wrong ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MADE_UP = re.compile(r"(\d+)-\d+")
 
 
 class Ranks:
-    """This is one rank's view of its cluster: its number `rank` among `devices` ranks, and the communication groups
-    that it knows.
+    """A `Ranks` describes the cluster of one rank: its number `rank` among `devices` ranks, and the communication
+    groups that it knows.
 
     Attributes:
         groups: name -> global ranks of the created groups, in order, without the group of all ranks.
@@ -58,7 +58,7 @@ class Ranks:
         self.groups[group] = tuple(ranks)
 
     def ranks_of(self, group: str) -> tuple[int, ...] | None:
-        """Return the global ranks of a group in the order of their ranks in it; None if they are not known."""
+        """Return the global ranks of a group in the order of the group; None if they are not known."""
         if group == WORLD:
             return tuple(range(self.devices))
         return self.groups.get(group) or members_of(group, self.devices, self.rank)
@@ -108,10 +108,10 @@ def made_up_name(ranks: tuple[int, ...]) -> str:
 
 @lru_cache(maxsize=4096)
 def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
-    """Return the ranks of a group that MindSpore's C++ created and that contains `rank`; None if no such group has the
-    name.
+    """Return the ranks of the group `name` that MindSpore's C++ code created and that contains `rank`; None if no set
+    of ranks has this name.
 
-    They ascend.
+    The ranks are in ascending order.
     """
     made_up = MADE_UP.fullmatch(group)
     if made_up is None:
@@ -126,8 +126,9 @@ def parts_of_meshes(devices: int, rank: int, size: int) -> Iterator[tuple[int, .
     """Yield every group of `size` ranks that contains `rank` and whose ranks differ only in their positions along some
     axes of a device mesh.
 
-    Then, where `optimizer_weight_shard_size` cuts such a group of more ranks into equal parts, the part with `rank`.
-    Axes of any mesh are products of the axes of one whose lengths are primes: these are tried in each order.
+    After these groups, if `optimizer_weight_shard_size` cuts a larger group into equal parts of `size` ranks, the
+    function also yields the part that contains `rank`. The axes of any device mesh are products of axes with prime
+    lengths, so the function tries the prime factors of the number of devices in each order.
     """
     for limit in (size, devices):
         seen: set[tuple[int, ...]] = set()

@@ -1,14 +1,14 @@
 """This module enables `plugins.spike_guard` of a recipe: it adds monitors that end the run at a spike, and a data
 loader that leaves samples out.
 
-Nothing is rolled back in the process. A rank that sees a spike writes `RUN/skipped.json` (`ledger.py`) and ends the
-run, as `plugins.finite_loss` does, which this plugin replaces. The launch starts the run again from the newest good
-checkpoint, with the left-out samples in `plugins.spike_guard.skipped` of the effective recipe.
+No state is rolled back within the process. A rank that observes a spike writes `RUN/skipped.json` (`ledger.py`) and
+ends the run, as `plugins.finite_loss` does, which this plugin replaces. The launch then starts the run again from the
+newest good checkpoint, with the left-out samples in `plugins.spike_guard.skipped` of the effective recipe.
 
-No step needs a collective for this. With data parallelism all ranks have the loss and the norm, so all write the same
-file. In a pipeline the ranks that have the loss judge it, and all ranks judge the norm; if a single rank ends, it ends
-the run. The good steps before this part of the run are read from the rank's own metrics, so the verdict on a step does
-not depend on where the run was interrupted.
+No step needs an additional collective for this check. With data parallelism all ranks have the loss and the norm, so
+all ranks write the same file. In a pipeline the ranks that compute the loss judge the loss, and all ranks judge the
+norm; if a single rank ends, the whole run ends. The values of the good steps before a resume are read from the rank's
+own metrics, so the verdict on a step does not depend on where the run was interrupted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ relies_on(BlendedDataset, "dataset_sample_id = self.dataset_sample_index[idx]")
 
 
 def enable(config, settings) -> None:
-    """Guard the run of `config` (a MindFormerConfig), and leave out the samples that its settings list.
+    """Watch the run of `config` (a MindFormerConfig) for spikes, and leave out the samples that its settings list.
 
     Raises:
         RecipeError: the settings are wrong, or the plugin does not support the recipe.
@@ -111,7 +111,7 @@ class Guard(Watch):
         return self.window.see(readings if self.has_loss else {NORM: readings[NORM]})
 
     def end(self, saver, step: int, wrong: str) -> None:
-        """Write `RUN/skipped.json` if the run is to go back, and end the run with StoppedError."""
+        """Write `RUN/skipped.json` if the run is to go back to a checkpoint, and end the run with StoppedError."""
         entry, words = what_follows(
             step, wrong, self.before, self.settings, self.ramp.samples_until, self.settings.skipped
         )
@@ -153,8 +153,8 @@ def _skipping(loader: Any, guard: Guard):
 
 
 class Skipping:
-    """This is a view of a random-access dataset without the samples in `skipped`; samples from beyond the usual end of
-    the dataset take the place of the skipped samples at the end.
+    """A `Skipping` is a view of a random-access dataset without the samples in `skipped`; samples from beyond the usual
+    end of the dataset follow at the end, one for each skipped sample.
     """
 
     def __init__(self, source: Any, skipped: Ranges):
@@ -176,7 +176,7 @@ def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
     """Return up to `wanted` samples that follow the last sample of a blend, as int64 [n, 2] of (number of the data set,
     item), and the list of the blend's data sets.
 
-    A single data set has no more samples than it says.
+    A dataset that is not a blend has no samples beyond its length.
     """
     blend = getattr(source, "source", source)  # of attention_balance's view
     parts = getattr(blend, "datasets", [])

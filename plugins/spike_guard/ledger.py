@@ -1,15 +1,16 @@
 """This module handles the samples that a run leaves out: it counts them, and reads and writes `RUN/skipped.json`, which
-records the spikes. Pure.
+records the spikes. The module is pure Python and NumPy.
 
-Samples are counted in the order in which the loader would deliver them if none were left out: 0 is the first one of the
-first step. The left-out samples are ranges (first, stop) of that count. The samples after each range take its place,
-and samples after the last one that the recipe trains fill the end: the run keeps its number of steps, and with it its
-learning rates. (`reference.py` has the obvious way.) The ledger:
+Samples are numbered in the order in which the loader would deliver them if no sample were left out: sample 0 is the
+first sample of the first step. The left-out samples are ranges (first, stop) of these numbers. The samples after each
+range move forward into its place, and samples after the last one that the recipe trains fill the end: the run keeps its
+number of steps, and therefore its learning rates. (`reference.py` computes this in an obvious way.) The file has this
+form:
 
     {"skipped": [{"step": 12, "first": 12, "why": "step 12: loss is NaN", "samples": [[44, 48]]}]}
 
-Every rank that decides to go back adds the same entry, and writes the file whole, before it ends the run; nobody else
-writes it.
+Every rank that decides to go back to a checkpoint adds the same entry, and writes the whole file again before it ends
+the run; no other process writes this file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FILE = "skipped.json"
 
 
 def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Return `ranges` of samples as sorted ranges that hold the same samples and neither overlap nor touch."""
+    """Return `ranges` of samples as sorted ranges that hold the same samples and neither overlap nor adjoin."""
     found: list[tuple[int, int]] = []
     for first, stop in sorted((int(first), int(stop)) for first, stop in ranges):
         if found and first <= found[-1][1]:
@@ -40,7 +41,7 @@ def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 def count(skipped: Ranges) -> int:
-    """Return the number of samples that are left out."""
+    """Return the number of samples in `ranges`, the samples that are left out."""
     return sum(stop - first for first, stop in skipped)
 
 
@@ -63,12 +64,16 @@ def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
 
 
 def reached(done: int, skipped: Ranges) -> int:
-    """Return the number of the sample that follows the last one that a run has trained after `done` samples."""
+    """Return the number of the sample after the last sample that a run has trained, if the run has trained `done`
+    samples.
+    """
     return original(done - 1, skipped) + 1 if done else 0
 
 
 def same_until(done: int, one: Ranges, two: Ranges) -> bool:
-    """Return whether two runs of `done` samples have trained the same samples in the same order."""
+    """Return whether two runs, of which each has trained `done` samples, have trained the same samples in the same
+    order.
+    """
     end = reached(done, one)
     return end == reached(done, two) and _until(end, one) == _until(end, two)
 
@@ -78,7 +83,7 @@ def _until(end: int, skipped: Ranges) -> Ranges:
 
 
 def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence[int], wanted: int) -> np.ndarray:
-    """Return the items with which a blend of data sets would go on, as MindFormers' `build_blending_indices` would
+    """Return the items with which a blend of data sets would continue, as MindFormers' `build_blending_indices` would
     choose them.
 
     Args:
@@ -102,9 +107,8 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. In an entry, `step` is the step
-    of the spike, `first` is the first step whose samples are left out, and `samples` are the ranges that `skip`
-    returns.
+    """An `Entry` records that a run goes back to an earlier checkpoint after a spike. The field `step` is the step of
+    the spike, `first` is the first step whose samples are left out, and `samples` are the ranges of these samples.
     """
 
     step: int
@@ -152,8 +156,8 @@ def add_entry(run_dir: str | Path, entry: Entry) -> None:
     """Add `entry` to the current entries, unless another rank has added it. A rank that writes later than others does
     not remove their entries.
 
-    No lock keeps ranks of two hosts apart. The ranks of one attempt all add the same entry, so that nothing is lost. If
-    a late rank of an earlier attempt replaces a newer list by an older one, the next attempt still leaves out what the
+    No lock coordinates ranks of two hosts. The ranks of one attempt all add the same entry, so no entry is lost. If a
+    late rank of an earlier attempt replaces a newer list by an older one, the next attempt still leaves out what the
     attempts before it have left out (`launch.resume.data.apply_ledger`).
     """
     with locked(Path(run_dir)):

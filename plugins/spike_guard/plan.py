@@ -1,15 +1,15 @@
 """This module decides which steps are spikes and how a run goes on after a spike, and reads `plugins.spike_guard` of a
 recipe. The module uses only Python and NumPy.
 
-Loss and global norm are compared on a logarithmic scale, on which their noise is about even, with the last good steps.
-These steps have a trend, the median of the slopes between any two of them (Theil and Sen), which is extrapolated only
-if it falls, because a loss is not expected to go on rising. A value is a spike when it lies more than `threshold`
-robust standard deviations (1.4826 times the median absolute deviation from the trend) above it; values below it are
-never spikes. Until the window is full no step is judged.
+Loss and global norm are compared with the last good steps on a logarithmic scale, on which their noise is almost
+constant. The trend of these steps is the median of the slopes between any two of them (Theil and Sen); it is
+extrapolated only if it falls, because a loss is not expected to keep rising. A value is a spike if it lies more than
+`threshold` robust standard deviations (1.4826 times the median absolute deviation from the trend) above the trend; a
+value below the trend is never a spike. No step is judged until the window is full.
 
-`SPIKE` and `NO_MORE` are words in a run's last message, by which a launch recognises that the run ended after a spike,
-and whether it may go on. `read` and `check` read the settings, and refuse other settings of the recipe that do not go
-together with them.
+`SPIKE` and `NO_MORE` are words in a run's last message, by which the launch recognises that the run ended after a
+spike, and whether the run may go on. `read` and `check` read the settings, and refuse other settings of the recipe that
+contradict them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _skipped(value: Any) -> Ranges:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say what a spike is, and what happens after one. `benchmarks/cluster/spike_guard.py` measures how
-    rarely clean runs raise an alarm.
+    """A `Settings` says what a spike is, and what happens after a spike. `benchmarks/cluster/spike_guard.py` measures
+    how rarely an alarm is raised in runs without spikes.
     """
 
     KEY = KEY
@@ -173,9 +173,10 @@ class Window:
         self.good: dict[str, deque[float]] = {name: deque(maxlen=size) for name in JUDGED}
 
     def see(self, readings: Mapping[str, float | None]) -> str | None:
-        """Judge a step's values, which have the names of `JUDGED`; return in words which of these values is a spike.
+        """Judge the values of a step, which have the names of `JUDGED`; return a text that says which of these values
+        is a spike.
 
-        A spike is not taken in. What is not known, not finite or not above 0 is not judged.
+        A spike is not added to the window. A value that is not known, not finite or not above 0 is not judged.
         """
         known = {name: value for name in JUDGED if (value := readings.get(name)) is not None and _judged(value)}
         for name, value in known.items():
@@ -196,8 +197,8 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
     `Window` of `size` steps is filled: the fewest steps that hold `size` values of the loss and of the norm, but at
     most `_MOST` windows.
 
-    A part of the run that repeats steps has a header, and replaces them. Steps that overflowed are left out, as a
-    `Guard` leaves them out while it trains.
+    The lines of a resumed run, which begin with a header, replace the lines of the steps that the run repeats. Steps
+    whose gradients overflowed are left out, as a `Guard` leaves them out during training.
     """
     steps: dict[int, dict[str, float | None]] = {}
     newest = Newest()
@@ -241,7 +242,7 @@ def what_follows(
             of the first steps, by their number; skipped: the samples that are already left out.
 
     Returns:
-        The result is None with the reason if the run does not go back.
+        The first value is None, and the second one says why, if the run does not go back to a checkpoint.
     """
     again = any(entry.step == step for entry in before)
     other = f"; step {step} spiked before, with other samples: they are not the cause" if again else ""

@@ -1,7 +1,8 @@
 """This module records the first steps of a run for `tc3 accuracy diagnose` (see `plan`).
 
-The record is made in MFLossMonitor, the first of all callbacks: when a step ends, TopkBiasBalanceCallback has not yet
-moved the routers' biases and cleared their counters. What callbacks have done since is seen when the next step begins.
+The record is made in MFLossMonitor, which runs before all other callbacks: at this time TopkBiasBalanceCallback has not
+yet changed the routers' biases and cleared their counters. The changes that callbacks make after it are recorded when
+the next step begins.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def enable(config, settings) -> None:
 
 
 class Record:
-    """This callback writes the step record of one rank. The file has a line for the start of the run and a line for
-    each recorded step.
+    """A `Record` is a callback that writes the step record of one rank. The file of a rank has a line for the start of
+    the run and a line for each recorded step.
 
     Args:
         config: the config of the run. steps: the number of recorded steps of this part of the run.
@@ -77,7 +78,7 @@ class Record:
     def forward(self, params) -> None:
         """Record every module's output for the first step's batch, in one CPU process.
 
-        Once only: after a second pass in PyNative MindSpore compiles the train step again.
+        The method runs only once, because MindSpore compiles the train step again after a second pass in PyNative mode.
         """
         if self.traced and not self.passed:
             self.passed = True
@@ -113,7 +114,9 @@ class Record:
                 network.set_train(True)
 
     def end(self, params, step: int, learning_rate: float | None) -> None:
-        """Prepare the line of a step: its updates, and the routers' counters, which still count this step."""
+        """Prepare the line of a step: the updates of the weights, and the routers' counters, which at this time still
+        hold the counts of this step.
+        """
         if self.left <= 0:
             return
         self.left -= 1
@@ -136,7 +139,7 @@ class Record:
         self.before = now
 
     def complete(self, params) -> None:
-        """Write the line of the last step, with the state that all callbacks have left for the next step."""
+        """Write the line of the last step, with the state that the other callbacks have left for the next step."""
         if self.line is None:
             return
         now = _arrays(params)

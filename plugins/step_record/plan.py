@@ -1,19 +1,20 @@
 """This module computes the values that a rank records in a training step for `tc3 accuracy diagnose`: digests of the
 samples, and sizes of weights, gradients, optimizer and routers. The module uses only Python and NumPy.
 
-In one CPU process the first recorded step also has a sketch of every module's output, computed in PyNative from the
-step's batch, and, of a small model, the weights and the batch themselves, from which anybody can compute them again.
-The same is recorded when the training ends: then routers' biases are not 0 and norms' weights not 1 any more, so that a
-forward pass that uses them wrongly shows. Between steps it would make MindSpore compile the train step again.
+In one CPU process the first recorded step also has a sketch of every module's output, computed in PyNative mode from
+the step's batch, and for a small model also the weights and the batch, from which anybody can compute the outputs
+again. The same values are recorded when the training ends: the routers' biases are then not 0 and the weights of norms
+not 1 any more, so a forward pass that uses them wrongly is detected. Recording these outputs between two steps would
+make MindSpore compile the train step again.
 
-Every run records its samples, if the step's data pass through the process (not in sink mode). The rest costs a copy of
-the weights and of the first moments in the host's memory, and time for each recorded step; therefore a recipe asks for
-it (`plugins.step_record`), and only the first steps of a (resumed) run are recorded.
+Every run records its samples, if the step's data pass through the process (not in sink mode). All other values cost a
+copy of the weights and of the first moments in the host's memory, and time for each recorded step; therefore they are
+recorded only if a recipe sets `plugins.step_record`, and only in the first steps of a (resumed) run.
 
 A gradient is computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g, or from Muon's, m' = momentum * m +
-g, so it is the one after reduction and clipping. What AdamW did to a weight is fitted, not copied from the optimizer's
-groups: with u the normalised moment, ``before - after = lr * u + lr * decay * before`` has two unknowns, and a weight
-has many elements.
+g, so it is the gradient after reduction and clipping. AdamW's learning rate and weight decay for a weight are fitted to
+the weight's change, not copied from the optimizer's groups: with u the normalised moment, ``before - after = lr * u +
+lr * decay * before`` has two unknowns, and a weight has many elements.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _DIGITS = 16  # of a digest
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This setting says how many steps of a run are recorded."""
+    """The only setting is the number of steps of a run that are recorded."""
 
     KEY = KEY
     RIGHT = f"write `steps: 3` under it, or {KEY}: False"
@@ -100,7 +101,7 @@ def samples_of(columns: Iterable[str], batch: Iterable[np.ndarray]) -> dict[str,
     """Return, for each column of a batch, the digest of each sample's entry in order, or one digest if all samples have
     the same entry.
 
-    Rows of `input_ids` are the samples.
+    The rows of `input_ids` are the samples.
     """
     found: dict[str, list[str] | str] = {}
     for name, rows in zip(columns, batch, strict=False):
@@ -116,14 +117,15 @@ def sum_of_squares(array: np.ndarray) -> float:
 
 
 def state_of(arrays: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Return for the name of each tensor [digest, sum of squares, shape]."""
+    """Return a dictionary from the name of each tensor to [digest, sum of squares, shape]."""
     return {name: [digest(array), sum_of_squares(array), list(array.shape)] for name, array in arrays.items()}
 
 
 def sketch_of(array: np.ndarray) -> list[Any]:
     """Return [digest, sum of squares, projections] of a module's output.
 
-    The projections are its products with fixed random vectors: those of two outputs tell how far they are `apart`.
+    The projections are products of the output with fixed random vectors: the projections of two outputs show how far
+    the outputs are `apart`.
     """
     flat, rng = array.reshape(-1).astype(np.float64), np.random.default_rng(0)
     return [
@@ -184,8 +186,8 @@ def weight_of(
 
 
 def without_update(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what is known of weights (name -> values of `weight_of`) in a step that the loss scale skipped: the
-    optimizer left moments and weights as they were, so that no gradient and no update follows from them.
+    """Return the recorded values of the weights (name -> values of `weight_of`) for a step that the loss scale skipped:
+    the optimizer left moments and weights unchanged, so no gradient and no update can be computed from them.
     """
     return {name: {"dimensions": told["dimensions"]} for name, told in weights.items() if "dimensions" in told}
 

@@ -1,9 +1,10 @@
 """This module enables `plugins.straggler_probe` of a recipe: a callback that probes its own rank every few steps,
 without a collective.
 
-No hook of MindFormers reports how long a rank waits for its batches; but MindSpore's loop fetches a batch between two
-steps, and calls callbacks at the end of the first and the beginning of the second. MindFormers sorts callbacks that it
-does not know behind all others, so that saving and evaluating come before the end of a step that is seen here.
+No hook of MindFormers reports how long a rank waits for its batches; but MindSpore's training loop fetches a batch
+between two steps, and calls callbacks at the end of the first step and at the beginning of the second step. MindFormers
+runs callbacks that it does not know after all others, so saving and evaluating take place before this callback observes
+the end of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ relies_on(model.Model._train_dataset_sink_process, "for inputs in dataset_helper
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class StragglerProbe(Callback):
-    """This callback records probes of this rank (see `watch.Watch`).
+    """A `StragglerProbe` is a callback that records probes of this rank (see `watch.Watch`).
 
     Args:
         settings: `plugins.straggler_probe.watch.Settings`. device: the type of the device. run_dir: the run's folder.
@@ -39,7 +40,9 @@ class StragglerProbe(Callback):
         self.settings, self.device, self.run_dir = settings, device, run_dir
 
     def on_train_begin(self, run_context):
-        """Prepare the work of the probe, which must be compiled on an NPU, and find how many steps were made before."""
+        """Prepare the work of the probe, which must be compiled on an NPU, and find how many steps the run made before
+        a resume.
+        """
         params = run_context.original_args()
         monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
         self.done = monitors[0].initial_step or 0 if monitors else 0

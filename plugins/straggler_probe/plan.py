@@ -4,37 +4,39 @@ Peers are ranks of one group, such as a pipeline stage, with the same type of de
 measures of a rank are compared with those of its peers at the same step (`KINDS`):
 
 * device: the time of a piece of work without communication, as a logarithm;
-* data: the share of its time in which it waited for its batches;
-* host: the share of its time in which it was ready to run, but others had its cores;
-* limit: the share of its time in which a limit of its control group (cpu.max, cfs_quota) had stopped it.
+* data: the share of the rank's time in which the rank waited for its batches;
+* host: the share of the rank's time in which the rank was ready to run, but other processes had its cores;
+* limit: the share of the rank's time in which a limit of its control group (cpu.max, cfs_quota) had stopped it.
 
-Numbered steps, for each measure and group:
+The module computes these steps for each measure and group:
 
-1. the difference between a rank and the median of the others, at each probe;
-2. minus what differs for good among healthy ranks: the median of the rank's first probes, but of that no more than
-   four standard deviations of all ranks', so that a rank that is slow from the start is found, too;
-3. the standard deviation of the noise, from differences of successive probes: a rank that becomes slow adds one such
-   difference, and does not change their median;
-4. the sequential test below, with limits in that deviation, plus what step 2 may err by for the unluckiest of all
-   ranks, and no lower than a floor;
-5. of each rank that it names: since when, until when, and how slow in the median of those probes.
+1. it computes the difference between a rank and the median of the other ranks, at each probe;
+2. it subtracts the lasting difference among healthy ranks, which is the median of the rank's first probes, but at most
+   four standard deviations over all ranks, so that a rank that is slow from the start is found, too;
+3. it computes the standard deviation of the noise from differences of successive probes: a rank that becomes slow adds
+   one such difference, which does not change their median;
+4. it runs the sequential test below, with limits in units of this deviation, plus the error that step 2 may have for
+   the unluckiest of all ranks, and no lower than a floor;
+5. for each rank that the test names it computes since when, until when, and how slow the rank was, in the median of
+   those probes.
 
-The sequential test finds values that went up and stay up, with a stated rate of false alarms over a whole run. Of each
-rank and probe it looks at whether the value lies above a limit. A healthy rank's does so at most with the share
-`usual`, a slow one's with the share `slow`. With L the ratio of both likelihoods of what was seen, the statistic of
-Shiryaev and Roberts sums the evidence over all probes k at which the rank may have become slow:
+The sequential test finds values that rose and stay high, with a stated rate of false alarms over a whole run. For each
+rank and probe it uses only whether the value lies above a limit. The value of a healthy rank lies above the limit at
+most with the probability `usual`, and that of a slow rank with the probability `slow`. With L the ratio of both
+likelihoods of the observation, the statistic of Shiryaev and Roberts sums the evidence over all probes k at which the
+rank may have become slow:
 
     R[k] = (1 + R[k - 1]) * L[k] = sum over j <= k of L[j] * ... * L[k]
 
-Of healthy ranks the mean of L is at most 1, so R[k] - k never rises in the mean, and by Doob's inequality
+For healthy ranks the mean of L is at most 1, so R[k] - k never rises in the mean, and by Doob's inequality
 
     P(R reaches A within K probes) <= K / A
 
 whatever the noise is like below and above the limit (Pollak, 1985, "Optimal detection of a change in distribution";
-Shin, Ramdas and Rinaldo, 2022, "E-detectors", have the general case). The mean of several such statistics is one, too:
-a low limit finds a small change after many probes, a high one a large change after three. What is assumed: `usual`,
-and that the probes of a healthy rank lie above the limit independently of each other. One long pause counts as one
-probe.
+Shin, Ramdas and Rinaldo, 2022, "E-detectors", have the general case). The mean of several such statistics is such a
+statistic, too: a low limit finds a small change after many probes, a high limit finds a large change after three. The
+test assumes `usual`, and that the probes of a healthy rank lie above the limit independently of each other. One long
+pause counts as one probe.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from plugins.straggler_probe.record import Record
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """These settings say when a rank is probed, and with how much work."""
+    """A `Settings` says when a rank is probed, and with how much work."""
 
     KEY = "plugins.straggler_probe"
     RIGHT = f"write every, work under it (or {{}} for the defaults), or {KEY}: False"
@@ -117,7 +119,7 @@ def ratios(values: np.ndarray, limit: float, level: Level) -> np.ndarray:
 
 def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
     """Return ln R [K, N], the evidence that a rank is slow at each probe, for `values` [K, N]. The evidence R is the
-    mean of the likelihood ratios over `LEVELS`; `limits` has the limit of each level.
+    mean of the likelihood ratios over `LEVELS`; `limits` holds the limit of each level.
     """
     parts = []
     for level, limit in zip(LEVELS, limits, strict=True):
@@ -134,7 +136,7 @@ def span(values: np.ndarray, limit: float, level: Level, alarm: int) -> tuple[in
     """Return the first and the last probe in which a rank was slow, from its series `values` [K], which raised an alarm
     at probe `alarm`.
 
-    They are the most likely ones: between them the product of all L is the largest.
+    These are the most likely first and last probe: between them the product of all L is the largest.
     """
     total = np.concatenate([[0.0], np.cumsum(ratios(values, limit, level))])  # total[k] is that before probe k
     begin = alarm - int(total[alarm::-1].argmin())
@@ -184,16 +186,16 @@ class Verdict(NamedTuple):
 
 
 def by_stage(ranks: int, stages: int) -> dict[int, int]:
-    """Return the pipeline stage of each rank, as rank -> stage; MindSpore gives consecutive ranks to a stage."""
+    """Return a dictionary rank -> pipeline stage; MindSpore assigns consecutive ranks to a stage."""
     return {rank: rank * stages // ranks for rank in range(ranks)}
 
 
 def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None = None) -> Verdict:
-    """Return the ranks of a run that are slower than their peers. The probability that a healthy run names any rank is
-    `ALARM`.
+    """Return the ranks of a run that are slower than their peers. The probability that this function names any rank of
+    a healthy run is `ALARM`.
 
-    That holds for one look at a run, and for any number of looks within its first `LEAST` probes; who looks all the
-    time has that chance once more whenever the number of probes has doubled.
+    This probability holds for one call of the function, and for any number of calls within the first `LEAST` probes of
+    a run; with calls throughout the run, the same probability is added whenever the number of probes has doubled.
 
     Args:
         records: the records of all ranks, see `record.read_run`.
@@ -290,9 +292,9 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Compute steps 1 to 4 of the module's test. Return how far each of `values` [K, N] lies above the values of the
-    other ranks, the lowest limit of the test, and for each probe whether the evidence that a rank is slow is
-    sufficient.
+    """Compute steps 1 to 4 of the test that the module describes. Return how far each of `values` [K, N] lies above the
+    values of the other ranks, the lowest limit of the test, and for each probe whether the evidence that a rank is slow
+    is sufficient.
 
     Args:
         floor: the smallest limit. enough: see `threshold`.
@@ -305,8 +307,8 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
 
 
 def above_others(values: np.ndarray) -> np.ndarray:
-    """Return `values` [K, N] minus, for each value, the median of the other ranks' values at the same probe; NaN where
-    the value or all others are missing.
+    """Return `values` [K, N] minus, for each value, the median of the other ranks' values at the same probe; the result
+    is NaN where the value or all other values are missing.
     """
     out = np.full(values.shape, np.nan)
     for place, row in enumerate(values):
@@ -326,7 +328,7 @@ def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, floa
     """Return `excess` [K, N] without the lasting differences among healthy ranks, and the error that the estimate of
     these differences may have for the unluckiest rank.
 
-    Of few ranks nobody can tell what differs for good, and nothing is taken out.
+    With few ranks the lasting differences cannot be estimated, so nothing is subtracted.
     """
     ranks = excess.shape[1]
     if ranks < ENOUGH:
@@ -338,7 +340,7 @@ def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, floa
 
 
 def noise(excess: np.ndarray) -> float:
-    """Return the standard deviation of the noise of `excess` [K, N], over all ranks."""
+    """Return the standard deviation of the noise in `excess` [K, N], computed over all ranks."""
     changes = np.abs(np.diff(excess, axis=0))
     return TO_SIGMA / math.sqrt(2) * _median(changes[~np.isnan(changes)])
 

@@ -1,7 +1,8 @@
-"""This module writes and reads `RUN/metrics/probe_N.jsonl`, with one line for each probe of rank N. Pure.
+"""This module writes and reads `RUN/metrics/probe_N.jsonl`, with one line for each probe of rank N. The module is pure
+Python.
 
-Each rank has a file of its own: a line needs no collective, and a rank that hangs does not keep other ranks from
-writing.
+Each rank has a file of its own, so writing a line needs no collective, and a rank that hangs does not keep other ranks
+from writing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def probe_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def append(path: Path, record: Record) -> None:
-    """Append a line; if a killed run left an incomplete line, end that line first."""
+    """Append a record as one line to the file; if a killed run left an incomplete line, end that line first."""
     append_line(path, {name: _short(value) for name, value in asdict(record).items()})
 
 

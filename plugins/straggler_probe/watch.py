@@ -46,8 +46,8 @@ def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
 def processor_work() -> Callable[[], float]:
     """Return a function that computes square roots in one thread of this process and returns their number in billions.
 
-    Neither MindSpore's operators nor a product by NumPy's BLAS: both spread over as many threads as they like, which
-    then wait for the cores of others.
+    The function does not use MindSpore's operators or a product by NumPy's BLAS, because both use as many threads as
+    they like, which then wait for cores that other processes use.
     """
     numbers = np.full(_NUMBERS, 2.0, np.float32)
     out = np.empty_like(numbers)
@@ -63,7 +63,7 @@ def processor_work() -> Callable[[], float]:
 
 
 def of_device(device: str) -> Callable[[], float]:
-    """Return the piece of work for a type of device."""
+    """Return the function that does the piece of work for a type of device."""
     return processor_work() if device == "CPU" else device_products()
 
 
@@ -71,7 +71,7 @@ def seconds_of(work: Callable[[], float], pieces: int) -> float:
     """Return the seconds of `pieces` pieces of `work`: the median of `ROUNDS` measurements, each without the time in
     which the thread waited for a core.
 
-    Time in which a limit or a signal stopped the process stays in, as far as the kernel counts it as no waiting.
+    The time in which a limit or a signal stopped the process is included, unless the kernel counts it as waiting.
     """
     times = []
     for _ in range(ROUNDS):
@@ -86,8 +86,8 @@ def seconds_of(work: Callable[[], float], pieces: int) -> float:
 class Watch:
     """A `Watch` records one rank's probes, and the rank's waiting times between them.
 
-    The first step of a part of a run compiles and is not counted. The time between the end of a step and the beginning
-    of the next one is the wait for its batch: nothing else happens there.
+    The first step after a start of the run compiles the graph and is not counted. The time between the end of a step
+    and the beginning of the next step is the wait for the batch, because nothing else happens in this time.
 
     Args:
         settings: the settings, which say when to probe, and how much work to do. file: the file of the record. rank,

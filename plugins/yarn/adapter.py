@@ -1,14 +1,14 @@
 """This module enables `plugins.yarn` of a recipe: MindFormers builds YaRN for a model with grouped-query attention.
 
-MindFormers 1.9.0 chooses a model's positions in GPTModel by name, where no hook reaches (its table of functions in
-`rope_utils.py`, `ROPE_FUNCTIONS`, has no reader in the training graph). Two things keep grouped-query attention from
-YaRN there:
+MindFormers 1.9.0 chooses the type of positions in GPTModel by name, and has no hook to replace it (nothing in the
+training graph reads its table of functions, `ROPE_FUNCTIONS` in `rope_utils.py`). Two faults of MindFormers keep
+grouped-query attention from YaRN:
 
-* The size of a head is read from `qk_pos_emb_head_dim`, which only multi-latent attention has. It is given while the
-  model is built. The frequencies, and how they are split over devices, are MindFormers' own.
-* Each attention layer multiplies the *angles* by the attention factor, where YaRN multiplies cos and sin. The angles
-  are given the factor 1 here, and cos and sin the real one. The product is computed on each device for all positions,
-  as cos and sin are; context parallelism takes its positions from it afterwards.
+* MindFormers reads the size of a head from `qk_pos_emb_head_dim`, which only multi-latent attention has. The plugin
+  sets this value while the model is built. The frequencies, and their split over devices, remain those of MindFormers.
+* Each attention layer multiplies the *angles* by the attention factor, where YaRN multiplies cos and sin. The plugin
+  sets the factor of the angles to 1, and multiplies cos and sin by the real factor. This product is computed on each
+  device for all positions, as cos and sin are; context parallelism selects its positions from the result afterwards.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Scaled(nn.Cell):
 
 
 def enable(config, settings) -> None:
-    """Build models later with YaRN as `config` (a MindFormerConfig) describes it.
+    """Make models that are built later have YaRN as `config` (a MindFormerConfig) describes it.
 
     Raises:
         RecipeError: the settings are impossible, the plugin does not support the model, or `rope_scaling` is
@@ -73,7 +73,7 @@ def enable(config, settings) -> None:
 
 @contextmanager
 def positions(config, yarn: Yarn) -> Iterator[Any]:
-    """Let GPTModel build YaRN from `config` (a TransformerConfig) inside the block. The block yields a function that
+    """Inside the block, let GPTModel build YaRN from `config` (a TransformerConfig). The block yields a function that
     multiplies cos and sin of the built model by the attention factor.
     """
     config.qk_pos_emb_head_dim = config.kv_channels

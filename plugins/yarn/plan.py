@@ -1,11 +1,12 @@
 """This module reads `plugins.yarn`, and computes the attention factor of YaRN for models with grouped-query attention.
-Pure.
+The module is pure Python.
 
 YaRN (Peng et al., 2023, arXiv 2309.00071) lets a model that was trained on `original_max_position_embeddings` tokens
 read `factor` times as many: slow frequencies of RoPE are divided by the factor, fast frequencies stay, and cos and sin
-are multiplied by an attention factor, which grows with the logarithm of `factor`. The recipe says the first two under
-`model.model_config.rope_scaling`, in MindFormers' own words; the plugin's setting says which attention factor the
-weights were trained with. TeleChat3's public weights have one of their own (`rope_type: telechat3-yarn`).
+are multiplied by an attention factor, which grows with the logarithm of `factor`. The recipe gives `factor` and
+`original_max_position_embeddings` under `model.model_config.rope_scaling`, in MindFormers' form; the plugin's setting
+says with which attention factor the weights were trained. TeleChat3's public weights use an attention factor of their
+own (`rope_type: telechat3-yarn`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NUMBERS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This setting chooses the attention factor; `model.model_config.rope_scaling` describes the frequencies."""
+    """The only setting chooses the attention factor; `model.model_config.rope_scaling` describes the frequencies."""
 
     KEY = KEY
     RIGHT = "write {attention_factor: standard} or {attention_factor: telechat3}, or False"
@@ -70,9 +71,10 @@ class Yarn:
 def attention_factor(kind: str, factor: float, mscale: float = 1.0) -> float:
     """Return rate x mscale x ln(factor) + 1, with the rate of `kind`; return 1 if RoPE is not stretched.
 
-    Both queries and keys are multiplied by it, so scores are multiplied by its square. Sources: YaRN, section 3.4;
-    of `telechat3`, `_yarn_get_mscale` and `FreqsMgr` in github.com/Tele-AI/TeleChat3 at 8a4b6d2
-    (mindformers_telechat3/mindformers/modules/layers.py), with which vLLM's `telechat3-yarn` agrees.
+    Both queries and keys are multiplied by the attention factor, so scores are multiplied by its square. The sources
+    are section 3.4 of YaRN, and for `telechat3` the functions `_yarn_get_mscale` and `FreqsMgr` in
+    github.com/Tele-AI/TeleChat3 at 8a4b6d2 (mindformers_telechat3/mindformers/modules/layers.py), with which vLLM's
+    `telechat3-yarn` agrees.
     """
     return 1.0 if factor <= 1 else RATES[kind] * mscale * math.log(factor) + 1.0
 

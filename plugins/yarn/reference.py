@@ -12,7 +12,7 @@ from plugins.yarn.plan import Yarn
 def frequencies(yarn: Yarn, head_dim: int, base: float) -> np.ndarray:
     """Return the angle by which each pair of dimensions turns from one position to the next, float64 [head_dim / 2].
 
-    A pair that turns `n` times within the original length has its place on a ramp between those that turn `beta_fast`
+    A pair that turns `n` times within the original length is placed on a ramp between the pairs that turn `beta_fast`
     and `beta_slow` times; both ends of the ramp are rounded outwards to whole pairs.
     """
     found = []
@@ -35,8 +35,8 @@ def rotate(x: np.ndarray, yarn: Yarn, base: float, backwards: bool = False) -> n
     """Return queries or keys [S, B, N, D] rotated to positions 0 to S - 1; dimension i forms a pair with dimension i +
     D / 2.
 
-    With `backwards` it returns the gradient by `x` for a gradient [S, B, N, D] of the result: pairs are turned back,
-    and multiplied by the same attention factor.
+    With `backwards` the function returns the gradient with respect to `x` for a gradient [S, B, N, D] of the result:
+    pairs are rotated back, and multiplied by the same attention factor.
     """
     half = x.shape[-1] // 2
     angles = np.arange(len(x))[:, None, None, None] * frequencies(yarn, x.shape[-1], base)

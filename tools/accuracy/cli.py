@@ -65,14 +65,16 @@ def dump(
 ) -> None:
     """Train RECIPE for a few steps and dump every tensor with msprobe, as input of `tc3 accuracy compare`.
 
-    Statistics are small (2 MB for recipes/mini/pretrain.yaml, where values take 1.2 GB) and enough to find where two
-    runs part. They do not show values that change places or cancel: dump values (--task tensor) to prove runs equal, or
-    to look at the tensors themselves. A dump that fills its disk is ended before nothing is left free.
+    Statistics are small (2 MB for recipes/mini/pretrain.yaml, where values take 1.2 GB), and are enough to find where
+    two runs begin to differ. Statistics do not show values that change places or differences that cancel: dump values
+    (--task tensor) to prove that runs are equal, or to look at the tensors themselves. If the disk is nearly full, the
+    command ends the dump before no space is left.
 
-    Neither model nor recipe is edited. L0 hooks cells, L1 functions, mix both: these run in PyNative, which is 20 to
-    40 times slower than a graph; L2 dumps the kernels of the compiled graph. The weights after the last step are
-    dumped too, and at L1 and L2, which show no weights, those before the first, so that `compare` can judge the
-    optimizer's updates, even that of a single step (from statistics only as far as these tell).
+    Neither model nor recipe is edited. L0 hooks cells, L1 hooks functions, and mix hooks both: these three run in
+    PyNative mode, which is 20 to 40 times slower than a graph; L2 dumps the kernels of the compiled graph. The weights
+    after the last step are dumped, too; L1 and L2 do not show weights, so with them the weights before the first step
+    are dumped as well, and `compare` can judge the optimizer's updates, even that of a single step (from statistics
+    only as far as these allow).
 
     Exit codes: 0 dumped, 1 a worker failed or the disk is full, 2 something to mend first, 130/143 interrupted (nothing
     is left then).
@@ -107,12 +109,12 @@ def dump(
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
     """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first tensor that diverges.
 
-    Every tensor is judged by the report's Table 2, by data type and accumulation count. A difference of values, shape
-    or data type, a factor that scales a whole tensor, a weight's update that is not the same, a call that only one side
-    has, a NaN, and an infinity that only one side has are findings. The first one of the forward pass, of the backward
-    pass, among the weights and in state that no gradient trains (counters, biases, caches) is named, and the headline
-    says what the earliest of them usually means. A rerun on the same device must have none. Dumps of statistics are
-    judged by their statistics; the result says what statistics cannot tell.
+    Every tensor is judged by the report's Table 2, by data type and accumulation count. The following are findings: a
+    difference of values, shape or data type; a factor that scales a whole tensor; a different update of a weight; a
+    call that only one dump has; a NaN; and an infinity that only one dump has. The command names the first finding of
+    the forward pass, of the backward pass, among the weights, and in state that no gradient trains (counters, biases,
+    caches), and the headline says what the earliest of them usually means. A rerun on the same device must have no
+    findings. Dumps of statistics are judged by their statistics; the result says what cannot be judged from statistics.
 
     Exit codes: 0 no finding, 1 findings, 2 a wrong input (no dump, not a whole one, another level or task).
     """
@@ -157,10 +159,11 @@ def collectives_command(
 ) -> None:
     """Compare the collectives that CPU processes execute with those that `tc3 dryrun` reports.
 
-    RECIPE is trained for two steps as MindSpore's sharded graph, on made-up data; one for Ascend runs as the mini
-    recipe that keeps its parallel strategy (`tc3 train --mini --parallel`). Every rank of the same recipe is compiled,
-    too. Name, ranks, type and shape of each collective, tags of Sends and Receives, and the order must agree for every
-    rank. Instead of a recipe, the folder of a sharded run may be given; then nothing is trained.
+    RECIPE is trained for two steps as MindSpore's sharded graph, on made-up data; a recipe for Ascend is trained as the
+    mini recipe that keeps its parallel strategy (`tc3 train --mini --parallel`). Every rank of the same recipe is
+    compiled, too. Name, ranks, type and shape of each collective, tags of Sends and Receives, and the order must agree
+    for every rank. Instead of a recipe, the folder of a finished sharded run may be given; the command then trains
+    nothing.
 
     Exit codes: 0 equal; 1 they differ, line by line; 2 unknown, because something did not run, or a wrong input.
     """
@@ -269,9 +272,10 @@ def ops(
 ) -> None:
     """Compare operators on this device with a golden baseline on CPU.
 
-    Compares forward and backward by the report's Table 2 (tolerance by type and accumulation count), infinities, NaN,
-    denormals and zeros, and whether reruns are bit-identical. NAME is an operator with all its variants (rms_norm) or
-    one variant (rms_norm.fused); without NAME all are compared. Operators without a kernel on this device are listed.
+    The command compares forward and backward by the report's Table 2 (tolerance by type and accumulation count), checks
+    infinities, NaN, denormals and zeros, and checks whether reruns are bit-identical. NAME is an operator with all its
+    variants (rms_norm) or one variant (rms_norm.fused); without NAME all operators are compared. Operators without a
+    kernel on this device are listed.
 
     Exit codes: 0 nothing failed, 1 failures found, 2 a wrong input.
     """

@@ -2,7 +2,8 @@
 reports for its recipe.
 
 CPU processes train a few steps of a recipe's sharded graph, and record the collectives of their first step. Every rank
-of the same recipe is compiled, and each rank's record is compared with what its compile reports.
+of the same recipe is compiled, and each rank's record is compared with the collectives that `tc3 dryrun` reports for
+its compiled graph.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise RecipeError for a path without a file or folder that does not end like a recipe: it may be a mistyped
-    folder of a run.
+    """Raise RecipeError for a path that does not exist and does not end like the name of a recipe, because it may be
+    the mistyped folder of a run.
     """
     if path.exists() or path.suffix in (".yaml", ".yml"):
         return

@@ -1,8 +1,9 @@
 """This module extracts from the text of a compiled graph the fused kernels that DVM would build, and computes them in
 NumPy.
 
-The kernels get a toy size: sizes above 32 shrink, and equal sizes stay equal. `compute` is the arithmetic of one
-operator. `replayed` computes each kernel from seeded inputs in three ways, and judges the results by Table 2:
+The kernels are reduced to a small size: sizes above 32 become smaller, and equal sizes stay equal. `compute` computes
+the result of one operator. `replayed` computes each kernel from seeded inputs in three ways, and judges the results by
+Table 2:
 
 exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory
@@ -85,7 +86,8 @@ class Kernel:
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the nodes at `places` as one kernel; the results at `outputs` are used outside the kernel.
+    """Return the nodes at `places` in a graph as one kernel; the results of the nodes at `outputs` are used outside the
+    kernel.
 
     Raises:
         UnreadableError: the text does not show a constant, or an input is not a tensor.
@@ -209,7 +211,8 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 def shrunk(kernel: Kernel) -> Kernel:
     """Return the kernel with a small number in place of every size above 32 and of every size known only at run time.
 
-    Equal sizes stay equal, and different sizes stay different, so that broadcasting still works. Sums become shorter.
+    Equal sizes stay equal, and different sizes stay different, so that broadcasting still works. Because sizes are
+    smaller, sums have fewer terms.
 
     Raises:
         UnreadableError: the sizes of a Reshape would be reduced, although their products must stay equal.
@@ -231,7 +234,7 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """A `Found` collects one fused kernel of each kind, and the reasons why others cannot be computed."""
+    """A `Found` collects one fused kernel of each kind, and the reasons why other kernels cannot be computed."""
 
     kernels: dict[str, Kernel] = field(default_factory=dict)  # one kernel of each kind, by `Kernel.key`
     counts: Counter[str] = field(default_factory=Counter)  # the number of kernels of each kind

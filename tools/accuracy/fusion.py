@@ -36,12 +36,13 @@ _SHOWN = 10  # kernels, the worst first
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json: bool) -> None:
-    """Compute fused kernels again, fused and one operator after the other, against float64.
+    """Compute the fused kernels of a graph in NumPy in two ways, fused and one operator after the other, and compare
+    the results with float64.
 
     RECIPE is compiled as `tc3 fusion` compiles it. A recipe for the CPU is compiled as if it were for Ascend, because
-    only Ascend has DVM. The kernels that DVM would make of the graph are computed in NumPy as DVM computes them: chains
-    of 16-bit operators in float32, rounded once at the end. GRAPH.ir is the text of a graph that MindSpore compiled;
-    its kernels are computed, and nothing is compiled.
+    DVM exists only for Ascend. The kernels that DVM would make of the graph are computed in NumPy as DVM computes them:
+    chains of 16-bit operators in float32, rounded once at the end. GRAPH.ir is the text of a graph that MindSpore
+    compiled; the command computes its kernels and compiles nothing.
 
     \b
     tc3 accuracy fusion recipes/mini/pretrain.yaml

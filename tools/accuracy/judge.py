@@ -11,14 +11,15 @@ float32   float32       float64, or float32 with wide=False
 
 Table 2 of the report states the tolerance by data type and by the number of terms that an element accumulates. Its
 values are in tolerance.yaml, and `systematic` returns the tolerance of a factor that scales a whole tensor. The report
-requires "the actual error" to be within Table 2, and does not define this error. Here it is, for each element:
+requires "the actual error" to be within Table 2, and does not define this error. This module defines the error of each
+element as
 
     error = |got - want| / max(|want|, rms(want), smallest)
 
-rms is the root mean square of the finite elements of the tensor, and smallest is the type's smallest normal number. The
-error is relative to the element if the element is large, relative to the scale of the tensor if the element nearly
-cancels to zero, and relative to the smallest normal number if all elements are denormal. The largest error of the
-tensor is compared with the tolerance (`judge`). Infinities and NaN must be where the baseline has them
+Here rms is the root mean square of the finite elements of the tensor, and smallest is the type's smallest normal
+number. The error is relative to the element if the element is large, relative to the scale of the tensor if the element
+nearly cancels to zero, and relative to the smallest normal number if all elements are denormal. The largest error of
+the tensor is compared with the tolerance (`judge`). Infinities and NaN must be where the baseline has them
 (`judge_special`).
 """
 
@@ -132,8 +133,8 @@ class Verdict:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
-    """Return the error of each element of a tensor as float64; inf where either the element or the right value is not
-    finite and they differ.
+    """Return the error of each element of a tensor as float64; the error is inf if the element or the right value is
+    not finite and they differ.
     """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
@@ -169,8 +170,8 @@ def judge_special(
     and NaN and infinities must be in the same places.
 
     Args:
-        wants: the right golden results, for a device that keeps denormals and for one that does not. They are rounded
-            to `dtype`, so a value that overflows must be infinite.
+        wants: the right golden results, for a device that keeps denormals and for a device that does not. They are
+            rounded to `dtype`, so a value that overflows must be infinite.
         floor: the smallest magnitude to which errors are relative; it is needed for reductions, whose ordinary elements
             may cancel.
     """

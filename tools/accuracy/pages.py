@@ -1,5 +1,5 @@
-"""This module defines the option --html, and checks before a comparison that its files can be written and would replace
-nothing else.
+"""This module defines the option --html, and checks before a comparison that the output files can be written and do not
+replace files of another kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_page(page: Path | None) -> None:
 
 
 def check_out(out: Path | None, *dumps: Path) -> None:
-    """Raise DataError if results cannot be written into the folder `out`, or if it lies in a dump."""
+    """Raise DataError if results cannot be written into the folder `out`, or if this folder lies inside a dump."""
     if out is None:
         return
     for dump in dumps:

@@ -6,7 +6,7 @@ shown this.
 
 A pair is put into a small recipe for Ascend, which has only the settings that the two need. Either `tc3 check` refuses
 this recipe, or there is evidence that both work together: a row of `tc3 accuracy equivalence`, or a recipe whose card
-says that it was trained or compiled. A pair without either is reported as not shown.
+says that it was trained or compiled. A pair without either is reported as "not shown".
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ PLUGINS: Mapping[str, Plugin] = {
 @dataclass(frozen=True)
 class Cell:
     """A `Cell` says whether two plugins, or a plugin and a kind of parallelism, can be combined: `how` is one of the
-    five words that the module defines, and `by` is the reason or the evidence.
+    five words that the module `together` defines, and `by` is the reason or the evidence.
     """
 
     one: str

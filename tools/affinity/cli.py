@@ -83,7 +83,7 @@ def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Pa
     """Plan which cores each worker gets. A worker's cores are near its NPU, are shared with no other worker and are
     divided by role. The number of workers is that of RECIPE.
 
-    The command changes nothing. Exit code: 0 a plan was made, 2 something has to be mended first.
+    The command changes nothing. Exit code: 0 a plan was made, 2 the user has to correct something first.
     """
     if bind_file is not None:
         check_writable(bind_file)

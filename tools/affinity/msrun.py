@@ -1,7 +1,7 @@
-"""This module knows how `msrun` of MindSpore 2.9.0 treats a host: which bind file it reads, and which cores it chooses
-itself.
+"""This module describes how `msrun` of MindSpore 2.9.0 treats a host: which bind file it reads, and which cores it
+chooses itself.
 
-Sources, below the installed `mindspore`: `parallel/cluster/process_entity/_bind.py` (prefixes, checks),
+The sources are below the installed `mindspore`: `parallel/cluster/process_entity/_bind.py` (prefixes, checks),
 `runtime/thread_bind_core.py` (its own plan, cores by module), `parallel/cluster/run.py` (the option).
 """
 
@@ -28,7 +28,7 @@ def bind_file(plan: Plan, numactl: bool) -> dict[str, Any]:
     """Return the content of the file that `msrun --bind_numa FILE` reads. MindSpore reads the same content, if the
     recipe has `context.affinity_config: FILE`, and binds the threads of its modules.
 
-    msrun refuses a file that wants memory bound where `numactl` is not installed, so it is left out there.
+    If `numactl` is not installed, msrun refuses a file that binds memory, so the file then leaves memory out.
     """
     memory = _binds_memory(plan, numactl)
     content: dict[str, Any] = {
@@ -87,9 +87,9 @@ def own_plan(host: Host, devices: Sequence[int | None]) -> list[list[int]]:
     """Return the cores that each worker gets under `msrun --bind_core=True`; return empty lists if msrun would bind
     nothing.
 
-    It cuts the cores into equal parts, fills a device from its own NUMA node and then from the nodes that are nobody's,
-    in order and however far. Where `npu-smi` does not answer, or a node's cores are not all ranges, it deals them out
-    in order of their numbers.
+    msrun cuts the cores into equal parts, and gives a device cores of its own NUMA node first and then cores of the
+    nodes without an NPU, in order and however far away they are. If `npu-smi` does not answer, or the cores of a node
+    are not all written as ranges, msrun assigns the cores in the order of their numbers.
     """
     cores, npus = list(host.msrun), sorted(host.npus) if devices and devices[0] is not None else []
     parts = len(npus) or len(devices)
@@ -128,7 +128,8 @@ def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]
 def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int], list[str]]:
     """Return the NPU of each worker in the workers' order, and the faults of the variable ASCEND_RT_VISIBLE_DEVICES.
 
-    MindSpore sorts the list before it names a device (`_get_physical_device_id`), and CANN takes ascending lists only.
+    MindSpore sorts this list before it names a device (`_get_physical_device_id`), and CANN accepts only ascending
+    lists.
     """
     text = environ.get("ASCEND_RT_VISIBLE_DEVICES", "").strip()
     if not text:
@@ -149,11 +150,12 @@ def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int],
 
 
 def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
-    """Return the plan for the workers that a recipe starts on one node, for a given number of workers, or for one
+    """Return the core plan for the workers that a recipe starts on one node, for a given number of workers, or for one
     worker on each NPU.
 
     Raises:
-        ClusterError: neither says how many; more workers than NPUs. RecipeError: the recipe cannot be read.
+        ClusterError: the recipe, the given number and the NPUs all leave the number of workers unknown; or there are
+            more workers than NPUs. RecipeError: the recipe cannot be read.
     """
     view = View(load_recipe(recipe)) if recipe is not None else None
     on_cpu = not host.npus or (view is not None and view.on_cpu)

@@ -1,9 +1,9 @@
-"""This module plans the cores of a host. The plan gives each worker cores by role and keeps cores for interrupts and
-for the system. The functions of this module have no side effects.
+"""This module plans the cores of a host. The plan gives each worker cores by role (MindSpore's modules) and keeps cores
+for interrupts and for the system. The functions of this module have no side effects.
 
-Workers have cores of their own, and other processes have other cores (report, section 6: isolation). `make_plan`
-assigns the cores. `shares` computes how many cores each worker takes from each NUMA node: a transport problem, solved
-by HiGHS.
+Workers have cores of their own, and all other processes have other cores (report, section 6: isolation). `make_plan`
+assigns the cores. `shares` computes how many cores each worker takes from each NUMA node; this is a transport problem,
+which HiGHS solves:
 
     minimise    sum over workers w and nodes n of  distance(w, n) * x[w, n]      and, among those plans, the largest
                                                                                  sum of a single worker
@@ -11,7 +11,7 @@ by HiGHS.
                 sum over w of x[w, n] <= free(n)    no core twice
                 x[w, n] whole and not negative
 
-The second aim lets two NPUs of one node share its cores, instead of sending one of them next door.
+The second aim lets two NPUs of one node share the node's cores, instead of giving one of them cores of another node.
 """
 
 from __future__ import annotations
@@ -192,9 +192,9 @@ def roles(cores: list[int]) -> dict[str, list[int]]:
     """Return a worker's cores by the names of MindSpore's modules. Among the cores of a module, the cores near the
     worker's NPU come first.
 
-    `main` is wide, for msrun starts the process on it, and every thread that has no module of its own (the pool of CPU
-    kernels, the communication library) stays on its cores. The first two of them are free of the runtime's fixed
-    threads. With fewer than 8 cores all share all.
+    The module `main` has many cores, because msrun starts the process on them, and every thread that belongs to no
+    module (the pool of CPU kernels, the communication library) stays on these cores. The first two cores of `main` are
+    not used by the fixed threads of the runtime. With fewer than 8 cores all modules share all cores.
     """
     if len(cores) < LEAST:
         return dict.fromkeys(("main", "runtime", "pynative", "minddata"), cores)

@@ -25,8 +25,8 @@ def allowed(root: Root) -> list[int] | None:
     """Return the cores on which this process may be scheduled (its cpuset limits them); return None if no file states
     them.
 
-    Control groups of version 1 and of version 2 are read; in a container the process's own group is mounted as the
-    top one, so a group's path is tried from the deepest folder upwards.
+    The function reads control groups of version 1 and of version 2; in a container the process's own group is mounted
+    as the top group, so the function tries the path of a group from the deepest folder upwards.
     """
     lists = [expand(text) for text in (_status(root, "Cpus_allowed_list:"), _group_cores(root)) if text]
     if not lists:
@@ -87,10 +87,10 @@ class Host:
 
 
 def read_host(root: Root) -> Host:
-    """Return the host whose files are below `root`.
+    """Return the cores, NUMA nodes and NPUs of the host whose files (such as `sys/`) are below the folder `root`.
 
     Raises:
-        ClusterError: nothing there says which cores it has, or what says it cannot be read.
+        ClusterError: no file below `root` says which cores the host has, or such a file cannot be read.
     """
     try:
         nodes = _nodes(root)

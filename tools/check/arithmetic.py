@@ -1,8 +1,8 @@
-"""This module checks numbers that must fit each other: devices, divisions, shapes, batches, heads. Each rule names the
-MindFormers line behind it.
+"""This module checks numbers of a recipe that must fit each other: devices, divisions, shapes, batches, heads. Each
+rule names the line of MindFormers that requires it.
 
-Attention heads have widths, and tensor and context parallelism divide the heads. For context parallelism by exchanging
-heads (`ulysses_degree_in_cp`) dry runs found that MindFormers 1.9.0 does not pass the degree to flash attention: keys
+Attention heads have widths, and tensor and context parallelism divide the heads. For context parallelism that exchanges
+heads (`ulysses_degree_in_cp`), dry runs showed that MindFormers 1.9.0 does not pass the degree to flash attention: keys
 and values are still gathered over all context-parallel ranks, in addition to the exchange of heads; and most models do
 not compile.
 """
@@ -321,8 +321,8 @@ def _lost_gradients(view: View, built: Built, found: Findings) -> None:
 
 
 def without_copies(dp: int, tp: int, cp: int, ep: Any, experts: int) -> tuple[bool, Any]:
-    """Return two values: whether no weight, and whether no expert, has a copy on another rank; `ep` is a number or an
-    array.
+    """Return two booleans: whether no weight has a copy on another rank, and whether no expert has one; `ep` is a
+    number or an array, and so is the second result.
     """
     return dp * cp == 1, (ep == dp * tp * cp) & (experts > 0)
 

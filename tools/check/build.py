@@ -1,10 +1,10 @@
 """This module compares a recipe with the TransformerConfig that MindFormers itself builds from it: a key of the recipe
 that does not reach this TransformerConfig is an error.
 
-The checks emulate what MindFormers does (`tools.schema.converter`, `tools.schema.stages`); this asks MindFormers
-itself for its TransformerConfig and layer split, on CPU, without building a network. It runs as
-`python -m tools.check.build`, recipes in and fields out as JSON, because importing mindformers takes seconds, talks on
-stdout and writes log files.
+The other checks emulate MindFormers (`tools.schema.converter`, `tools.schema.stages`); this module gets the
+TransformerConfig and the layer split from MindFormers itself, on CPU, without building a network. It runs as `python -m
+tools.check.build`, with recipes as input and fields as output in JSON, because importing mindformers takes seconds,
+prints on stdout and writes log files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FUNCTIONS = {"moe_router_score_function": "is_use_gated_sigmoid", "moe_token_dr
 
 
 def check_arrival(view: View, schema: Schema, built: Built, found: Findings) -> None:
-    """Report keys that MindFormers drops or overwrites."""
+    """Report keys of a recipe that MindFormers drops or overwrites."""
     model = schema.model_type(view.recipe)
     known = schema.recipe(model).keys["model"].keys["model_config"].keys  # type: ignore[index]
     for path, target in built.conflicts:
@@ -224,7 +224,9 @@ _DERIVED = {
 
 
 def check_built(reports: list[Report]) -> str:
-    """Add the findings of MindFormers' build to each report; return a note if MindFormers could not be started."""
+    """Add the findings about the configuration that MindFormers builds to each report; return a note if MindFormers
+    could not be started.
+    """
     if not reports:
         return ""
     results = built_by_mindformers([report.recipe for report in reports])
@@ -267,7 +269,9 @@ _OF_A_JOB = ("RANK_ID", "RANK_SIZE", "DEVICE_ID")  # MindFormers reads them on i
 
 
 def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return for each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
+    """Return for each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; return None if MindFormers is
+    not installed.
+    """
     command = [sys.executable, "-m", "tools.check.build"]
     environ = {key: value for key, value in os.environ.items() if key not in _OF_A_JOB}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """This module runs all checks of one recipe, in the order in which an engineer would want to correct the findings.
 
-`table_of` makes the one table of a recipe that passes: parameters, tokens per step, layers and parameters by stage,
-FLOPs and steps.
+`table_of` makes the table of a recipe that passes: parameters, tokens per step, layers and parameters by stage, FLOPs
+and steps.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_recipe(
 
 
 def require_sound(recipe: Recipe, own_data: bool = True) -> None:
-    """Refuse a recipe that MindFormers would refuse or change, because results about it would be wrong.
+    """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong.
 
     Args:
         own_data: whether the files of the recipe's data are looked at, too; a command that trains on made-up data does
@@ -111,8 +111,8 @@ def require_sound(recipe: Recipe, own_data: bool = True) -> None:
 
 
 def require_sections(recipe: Recipe) -> None:
-    """Refuse a recipe that lacks a section or a key without which no training starts, and nothing else: a comparison
-    of two runs also takes recipes with other errors.
+    """Refuse a recipe only if it lacks a section or a key without which no training starts: a comparison of two runs
+    also accepts recipes with other errors.
 
     Raises:
         RecipeError: the first missing section or key, in one line, and how many more there are.
@@ -181,7 +181,7 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
     """Return the sizes of the recipe as a table; return None if its model is invalid, and a table without stages if its
     pipeline offset is invalid.
 
-    Keys in units: parameters, layers, tokens, FLOPs; lists are per pipeline stage.
+    The keys are in units (parameters, layers, tokens, FLOPs); lists have one value for each pipeline stage.
     """
     if view.get((*_MODEL, "model_type")) not in load_schema().trained:
         return None  # its sizes are those of another model

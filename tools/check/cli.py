@@ -1,5 +1,5 @@
 """This module is `tc3 check`: it prints findings as lines and the sizes of recipes as one table; the exit code is 0
-without findings, 1 with findings, 2 for a wrong use.
+without findings, 1 with findings, and 2 if a file cannot be read or the command is used wrongly.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check(
     here: bool,
     strict: bool,
 ) -> None:
-    """Prove without a device that RECIPEs are what MindFormers will run, and print their sizes.
+    """Check, without a device, that MindFormers will run RECIPEs as they are written, and print their sizes.
 
     In a fragment (a file in a folder `base`) only the keys are checked; a `card.yaml` or
     `*.layout.yaml` is not a recipe and is left out.

@@ -1,9 +1,9 @@
 """This module checks for settings that exclude each other; each rule names the line of MindFormers that would fail, or
 that would silently accept both settings.
 
-The rules also cover settings that a recipe for CPU cannot have, data parallel (plugins/cpu_backend) or sharded
-(plugins/semi_auto_cpu), and MindFormers' own balancing of experts: where it refuses to start, and where it moves
-experts to a wrong place.
+The rules also cover settings that a recipe for CPU cannot have, either data parallel (plugins/cpu_backend) or sharded
+(plugins/semi_auto_cpu), and the cases in which MindFormers' own balancing of experts refuses to start or moves experts
+to wrong slots.
 """
 
 from __future__ import annotations

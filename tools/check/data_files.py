@@ -1,7 +1,7 @@
 """This module checks the files that a recipe names: whether they exist, and whether the dataset's index fits the model.
 
 A full-size recipe is checked on machines that do not hold its data: missing data and checkpoints are warnings, and
-errors only with `here` (the run starts on this machine). A file that shapes the compilation must exist.
+errors only with `here` (the run starts on this machine). A file on which the compilation depends must always exist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHECKPOINTS = (("checkpoint", "load_path"), ("load_checkpoint",), ("model", "mo
 
 
 def check_files(view: View, built: Built, found: Findings, here: bool = False) -> None:
-    """Check every path; relative paths start at the working folder, as in MindFormers."""
+    """Check every path in a recipe; relative paths start at the working folder, as in MindFormers."""
     _speed_up(view, found)
     missing = found.error if here else found.warning
     for path in _CHECKPOINTS:

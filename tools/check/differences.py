@@ -1,8 +1,9 @@
 """This module notes in which cases MindFormers' results for a recipe differ from the results that a user may expect.
-These are only notes, because the recipe trains nevertheless. If a plugin changes these results, the note names it.
+The module writes only notes and no errors, because the recipe can be trained nevertheless. If a plugin changes these
+results, the note names it.
 
-Each was shown by running the sharded graph on CPU processes beside one process; docs/stock-differences.md has the
-numbers.
+Each difference was shown by comparing the sharded graph on CPU processes with one process; docs/stock-differences.md
+has the numbers.
 """
 
 from __future__ import annotations

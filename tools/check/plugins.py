@@ -1,8 +1,8 @@
 """This module holds the rules about the `plugins:` section: the settings that each plugin's reader refuses, and the
 settings that exclude each other.
 
-`check_dispatch` lays the collective programs of the ranks of an EP group side by side before a launch and finds out
-whether all of them come to an end.
+`check_dispatch` compares the collectives that the ranks of an EP group will call, before a launch, and finds out
+whether all of these calls come to an end.
 """
 
 from __future__ import annotations
@@ -240,11 +240,11 @@ _BATCH, _SEQUENCE = 4, 8  # tokens of a rank in the trial, at least one for each
 def check_dispatch(recipe: Recipe) -> None:
     """Simulate one layer of `plugins.hierarchical_ep`, forward and backward, on all ranks of one EP group.
 
-    All EP groups of a run are the same but for the numbers of their ranks. Routing is random; groups, operations and
-    their order do not depend on it, and split lists must agree whatever it is.
+    All EP groups of a run are equal except for the numbers of their ranks, so one group is enough. The routing is
+    random: groups, operations and their order do not depend on it, and split lists must agree for any routing.
 
     Raises:
-        ClusterError: ranks that disagree or wait for each other; names the first of them.
+        ClusterError: some ranks disagree or wait for each other; the message names the first of them.
     """
     plugins = recipe.get("plugins") or {}
     if not plugins.get("hierarchical_ep"):

@@ -1,5 +1,5 @@
-"""This module finds the newest complete checkpoint of a run, and renames checkpoints that the run no longer continues
-from.
+"""This module finds the newest complete checkpoint of a run, and renames checkpoints from which the run no longer
+continues.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ def scan_checkpoints(
 
 
 def newest_saved(root: Path) -> CheckpointInfo | None:
-    """Return the newest checkpoint whose files all exist with their sizes; their content is not read."""
+    """Return the newest checkpoint of which all files exist with their recorded sizes; the content of the files is not
+    read.
+    """
     whole = (folder for folder in iterations(root) if plan.fault(folder, checksums=False) is None)
     return next((CheckpointInfo(folder, plan.step_of(folder)) for folder in whole), None)
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the training step after which a checkpoint was saved, as its seals or else its common.json say; return
-    None if neither says it.
+    """Return the training step after which a checkpoint was saved, which the seals or, without seals, common.json say;
+    return None if neither says it.
     """
     try:
         if is_sealed(folder):
@@ -80,9 +82,9 @@ def saved_step(folder: Path) -> int | None:
 
 
 def carried(folder: Path) -> dict[str, Any]:
-    """Return the facts of a checkpoint's seals that also hold for a copy of it in another layout: the samples that its
-    run had left out. (The number of the attempt that saved the checkpoint does not hold for the copy, because another
-    run numbers its own attempts.)
+    """Return the facts in a checkpoint's seals that also hold for a copy of the checkpoint in another layout: the
+    samples that its run had left out. (The number of the attempt that saved the checkpoint does not hold for the copy,
+    because another run numbers its own attempts.)
     """
     return {key: value for key, value in plan.made(folder).items() if key == "skipped"}
 
@@ -91,8 +93,9 @@ def later_than(root: Path, taken: Path) -> list[Path]:
     """Return the checkpoints under `root` that a run abandons when it continues from the checkpoint `taken`, newest
     first.
 
-    Those after it, if it is one of them; else all, for they are another run's. Of a checkpoint that was renamed, its
-    files say the step.
+    If `taken` is one of the checkpoints under `root`, these are the checkpoints after it; otherwise these are all
+    checkpoints under `root`, because they belong to another run. If the folder of `taken` was renamed, the step is read
+    from its files.
     """
     own, number = real_path(taken).parent == real_path(root), iteration(taken)
     step = saved_step(taken) if number < 0 else number
@@ -103,9 +106,10 @@ def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -
     """Rename the folder of a checkpoint so that no run finds it any more, and return its new path. The function deletes
     nothing.
 
-    None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it
-    and was held up since may have found the next attempt's under its name. That one gets its name back. Until it is
-    judged it is in a folder of its own, from which `plan.adopt` takes it back if this process is killed in between.
+    The result is None if the checkpoint no longer exists, or if the renamed checkpoint is not the one that was meant,
+    which `sure` decides: if the caller was delayed, the next attempt may have saved another checkpoint under the same
+    name. In the second case the checkpoint gets its name back. Until `sure` has decided, the checkpoint is in a folder
+    of its own, from which `plan.adopt` moves it back if this process is killed in between.
     """
     own = folder.with_name(f"{plan.MOVING}{uuid.uuid4().hex}")
     name = ASIDE + folder.name

@@ -1,20 +1,20 @@
 """This module reads a checkpoint that many ranks wrote. The module joins the slices of each tensor, and reads the
 values of a tensor only when a caller asks for them.
 
-`open_stored` opens it by the headers of its files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
+`open_stored` reads only the headers of the files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
 writes for every rank a safetensors file of weights and one of the optimizer's state, and a metadata.json:
 `state_dict_metadata` gives for each tensor its whole shape, into how many slices each axis is cut
-(`axis_fragmentations`) and the slices that exist ("chunk"), `storage_data` the files and ranks that hold a slice. What
-is called `global_offset` is one number, the slice's place in row-major order. A checkpoint of one process has no
-metadata.json. `read_whole` reads all tensors at once, every element once, and compares copies: it is for small models.
-`kind_of` says what a tensor is, by its name.
+(`axis_fragmentations`) and the slices that exist ("chunk"), `storage_data` the files and ranks that hold a slice. The
+entry `global_offset` holds a single number, the position of the slice in row-major order. A checkpoint of one process
+has no metadata.json. `read_whole` reads all tensors at once, reads every element once, and compares copies: it is for
+small models. `kind_of` returns the kind of a tensor from its name.
 
-`read_placements` and `refuse_moved` are about experts that have moved (plugins/expert_balance): in which order a
-checkpoint holds them. Each layer of experts then has `<layer>.experts.placement`, int [E]: logical expert -> slot. The
-rows of its weights and of their moments are in the order of slots. A reader without the placement would mix up the
-experts.
+`read_placements` and `refuse_moved` handle experts that have moved (plugins/expert_balance): they find the order in
+which a checkpoint stores experts. If experts may have moved, each MoE layer has the tensor `<layer>.experts.placement`,
+int [E]: logical expert -> slot. The rows of the experts' weights and of their moments are in the order of slots. A
+program that reads the checkpoint without the placement would mix up the experts.
 
-All of it is pure NumPy.
+The module needs only NumPy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", *MUON, BUFFERS)  # of names
 
 @dataclass(frozen=True)
 class Tensor:
-    """A `Tensor` describes one tensor of a checkpoint and the files that hold its slices.
+    """A `Tensor` describes one tensor of a checkpoint and the files that hold the slices of this tensor.
 
     Args:
         dtype: the type of the tensor as safetensors writes it.
@@ -184,7 +184,7 @@ class Stored:
             raise _gone(path, error) from None
 
     def others(self, *names: str) -> dict[str, bytes]:
-        """Return the contents of the named files; files that the checkpoint's folder does not have are left out. A
+        """Return the contents of the named files in the checkpoint's folder; files that do not exist are left out. A
         command that writes a checkpoint reads these files before it begins, because a training run may remove the
         folder in the meantime.
 

@@ -1,9 +1,9 @@
 """This module reads the headers of safetensors files, and writes such files while their tensors are computed.
 
-`TYPES` has safetensors' names of types, widest aligned first: that is the order in which the package writes tensors.
-`read_headers` says what a file says of its tensors, without reading them. `save_file` writes a file piece by piece, and
-hashes it beside that in one pass. The layout is that of the `safetensors` package: the same tensors give the same
-bytes.
+`TYPES` lists safetensors' names of types, the types with the widest alignment first, which is the order in which the
+package safetensors writes tensors. `read_headers` returns what the header of a file says about its tensors, without
+reading the tensors. `save_file` writes a file piece by piece, and computes its checksum in the same pass. The layout is
+that of the `safetensors` package: the same tensors give the same bytes.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def in_order(tensors: Mapping[str, Made]) -> list[str]:
 
 
 def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, str]) -> str:
-    """Write tensors to the safetensors file `path`, and return its SHA-256 in hexadecimal. The file is completely on
-    the disk when this function returns.
+    """Write tensors to the safetensors file `path`, and return its SHA-256 in hexadecimal. The whole file is on the
+    disk when this function returns.
 
     Raises:
         OSError: it cannot be written.

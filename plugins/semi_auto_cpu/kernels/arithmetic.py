@@ -1,9 +1,9 @@
 """This module holds arithmetic kernels: elementwise operators, sums and means, norms, rotary positions, matrix
 products.
 
-Source of RotaryPositionEmbedding: `rotary_position_embedding` in `mindspore/ops/auto_generate/gen_ops_def.py`: mode 0
-rotates halves (GPT-NeoX), mode 1 neighbours (GPT-J). In the gradient the input that `gen_ops_prim.py` calls `dx` is
-the forward's x.
+The source of RotaryPositionEmbedding is `rotary_position_embedding` in `mindspore/ops/auto_generate/gen_ops_def.py`:
+mode 0 rotates halves (GPT-NeoX), mode 1 rotates neighbouring elements (GPT-J). In the gradient operator, the input that
+`gen_ops_prim.py` calls `dx` is the x of the forward operator.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def SwigluGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray, dim: int = -1) -> 
 
 @kernel(LOW_PRECISION)
 def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
-    """Return the sum of the given tensors, which are added in the given order."""
+    """Return the sum of the given tensors, added in the given order."""
     total = tensors[0].copy()
     for item in tensors[1:]:
         total += item
@@ -69,7 +69,7 @@ def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
 
 @kernel(LOW_PRECISION, updates=0)
 def AssignAdd(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return the variable plus a value; graphs add gradients in bfloat16 to a float32 sum in this way."""
+    """Return the variable plus a value; in this way graphs add gradients in bfloat16 to a float32 sum."""
     return variable + value
 
 
@@ -89,7 +89,7 @@ def _over(function: Callable[..., Any], x: np.ndarray, dims: Dims, keep: bool) -
 def ReduceSum(
     attrs: Attrs, x: np.ndarray, axis: Dims = (), keep_dims: bool = False, skip_mode: bool = False
 ) -> np.ndarray:
-    """Return the sum over dimensions; with `skip_mode`, an empty list means no dimension."""
+    """Return the sum over the given dimensions; with `skip_mode`, an empty list means that no dimension is summed."""
     if skip_mode and axis in ((), [], None):
         return x
     return _over(np.sum, x, axis, keep_dims)
@@ -97,7 +97,7 @@ def ReduceSum(
 
 @kernel()
 def RmsNorm(attrs: Attrs, x: np.ndarray, gamma: np.ndarray, epsilon: float = 1e-6) -> tuple[np.ndarray, np.ndarray]:
-    """Return x / sqrt(mean(x^2) + epsilon) * gamma, and the reciprocal of that root.
+    """Return x / sqrt(mean(x^2) + epsilon) * gamma, and the reciprocal of this square root.
 
     Args:
         x: [..., *gamma.shape].
@@ -112,7 +112,7 @@ def RmsNorm(attrs: Attrs, x: np.ndarray, gamma: np.ndarray, epsilon: float = 1e-
 def RmsNormGrad(
     attrs: Attrs, dy: np.ndarray, x: np.ndarray, rstd: np.ndarray, gamma: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gradients of x and gamma of the RMS norm."""
+    """Return the gradients of the RMS norm with respect to x and gamma."""
     leading = x.ndim - gamma.ndim
     axes = tuple(range(leading, x.ndim))
     normed = x * rstd
@@ -131,7 +131,7 @@ def RotaryPositionEmbedding(attrs: Attrs, x: np.ndarray, cos: np.ndarray, sin: n
 def RotaryPositionEmbeddingGrad(
     attrs: Attrs, dy: np.ndarray, cos: np.ndarray, sin: np.ndarray, x: np.ndarray | None = None, mode: int = 0
 ) -> tuple[np.ndarray | None, ...]:
-    """Return the gradients of x, cos and sin; the gradients of cos and sin are None unless x is given."""
+    """Return the gradients with respect to x, cos and sin; the gradients of cos and sin are None unless x is given."""
     name = "RotaryPositionEmbeddingGrad"
     dx = dy * cos - _rotated(name, dy * sin, mode)  # a quarter turn back is the negative of one forward
     if x is None:

@@ -1,20 +1,22 @@
 """This module computes the operator FlashAttentionScore and its gradient in NumPy.
 
 Sources: the class in `mindspore/ops/auto_generate/gen_ops_prim.py` (inputs, layouts, sparse modes) and `op_enum.h`'s
-FASInputLayoutMode. The first part of the file brings the arguments into one form for all layouts (`Call`), the second
-says which keys a block of queries sees (`blocks_of`), from the sparse mode, mask and ends of documents:
+FASInputLayoutMode. The first part of the file converts the arguments of all layouts to one form (`Call`), and the
+second part computes which keys a block of queries attends to (`blocks_of`), from the sparse mode, the mask and the ends
+of documents:
 
     sparse mode 0  without a mask all keys; with one what it leaves, between pre_tokens and next_tokens of the place
                 1  what the mask leaves
                 2  keys up to the query's place, both counted from the first
                 3  the same, both counted from the last
                 4  between pre_tokens and next_tokens of the query's place, both counted from the last
-Modes 2, 3 and 4 come with a mask [2048, 2048] of one form, ones above the diagonal, which is checked and not read
-further. In layout TND each document is by itself, and modes 2, 3 and 4 hold within it.
+Modes 2, 3 and 4 come with a mask [2048, 2048] that always has the same form, ones above the diagonal; this form is
+checked, and the mask is not used further. In layout TND each document is separate, and modes 2, 3 and 4 apply within a
+document.
 
-The third part are the operators. `softmax_max` and `softmax_sum` repeat each row's number eight times, `softmax_out`
-has no use. A row that an explicit mask hides altogether weighs all keys alike, as a softmax of equal scores does, and
-hands no gradient to its scores.
+The third part contains the operators. `softmax_max` and `softmax_sum` repeat each row's value eight times;
+`softmax_out` is not used. A row in which an explicit mask hides all keys gives equal weights to all keys, as a softmax
+of equal scores does, and no gradient passes to its scores.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class Call:
 
     @property
     def key_heads(self) -> int:
-        """Return the number of heads of keys and values; each serves an equal number of query heads."""
+        """Return the number of heads of keys and values; each of them is shared by an equal number of query heads."""
         if "H" not in self.layout:
             return self.key.shape[{"BNSD": 1, "BSND": 2, "TND": 1}[self.layout]]
         return self.key.shape[-1] * self.heads // self.query.shape[-1]
@@ -108,8 +110,8 @@ class Call:
         return np.empty(shape, np.float32)
 
     def statistics_view(self, x: np.ndarray) -> np.ndarray:
-        """Return a view of a softmax statistic, which has one value (repeated) for each query, as [B, heads, S1,
-        repeated].
+        """Return a view of a softmax statistic as [B, heads, S1, repeated]; the statistic has one value for each query,
+        which is repeated.
         """
         return x.transpose(1, 0, 2)[None] if self.layout == "TND" else x
 
@@ -184,7 +186,8 @@ def _check_heads(call: Call) -> None:
 
 
 class Block(NamedTuple):
-    """A `Block` holds rows of queries of one sample, and the only keys to which any of these rows may attend.
+    """A `Block` holds a range of query rows of one sample, and the range of keys that contains every key to which any
+    of these rows may attend.
 
     Args:
         batch: the number of the sample.
@@ -358,7 +361,7 @@ def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, 
 
 @kernel()
 def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, ...]:
-    """Return the gradients of query, key and value; a position bias gets none.
+    """Return the gradients of query, key and value; a position bias gets no gradient.
 
     Args:
         inputs: query, key, value, dy, pse_shift, drop_mask, padding_mask, atten_mask, softmax_max, softmax_sum,

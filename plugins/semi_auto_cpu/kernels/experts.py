@@ -3,13 +3,14 @@ back.
 
 GroupedMatmul multiplies each expert's rows by its own matrix; the gradient of those matrices may also be added in
 place. Source: `grouped_matmul` in `mindspore/ops/auto_generate/gen_ops_def.py`. MindFormers' experts call it with one
-x, one weight, split_item 3; the gradient of x is group_type 0 again, that of the weights group_type 2.
+x, one weight and split_item 3; the gradient of x has group_type 0 again, and the gradient of the weights has group_type
+2.
 
-The others are the fused operators of MindFormers' `moe_permute_fusion`. Source: `moe_token_permute` and
-`moe_token_unpermute` in `gen_ops_def.py`; the gradients' arguments in `gen_ops_prim.py`. `sorted_indices[token * topk
-+ k]` is the row at which the k-th copy of a token stands among the permuted ones; of copies for the same expert the
-earlier stands first. Copies from `num_out_tokens` on are dropped: nothing is read from them and they hand back no
-gradient.
+The other operators are the fused operators of MindFormers' `moe_permute_fusion`. Their source is `moe_token_permute`
+and `moe_token_unpermute` in `gen_ops_def.py`; the arguments of the gradients are in `gen_ops_prim.py`.
+`sorted_indices[token * topk + k]` is the row of the k-th copy of a token among the permuted copies; of two copies for
+the same expert the copy that came first is placed first. Copies from number `num_out_tokens` on are dropped: they are
+not read, and they return no gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def GroupedMatmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> np.ndarray:
-    """Return the products of all groups' rows with their weights, as one tensor.
+    """Return the products of the rows of each group with the weights of this group, as one tensor.
 
     Args:
         x: a tensor of shape [m, k] after `transpose_a`.
@@ -78,7 +79,8 @@ def GroupedMatmul(
 def InplaceGroupedMatmulAdd(
     attrs: Attrs, x: np.ndarray, weight: np.ndarray, group_list: np.ndarray, out: np.ndarray
 ) -> np.ndarray:
-    """Return `out` plus the products of each group's rows, without rounding to the rows' type in between.
+    """Return `out` plus the product of x^T and the weight for the rows of each group, without rounding the products to
+    the type of the rows.
 
     Args:
         x: [m, k]; weight: [m, n]. group_list: the cumulative ends of the groups' rows.
@@ -130,7 +132,9 @@ def MoeTokenPermute(
 def MoeTokenPermuteGrad(
     attrs: Attrs, grad: np.ndarray, sorted_indices: np.ndarray, num_topk: int = 1, padded_mode: bool = False
 ) -> np.ndarray:
-    """Return for each token [tokens, hidden] the sum over its copies, in their order."""
+    """Return for each token the sum of the gradients of its copies, [tokens, hidden], added in the order of the
+    copies.
+    """
     _refuse_padding("MoeTokenPermuteGrad", padded_mode)
     return _copies(grad, sorted_indices, num_topk).sum(1)
 
@@ -144,8 +148,8 @@ def MoeTokenUnpermute(
     padded_mode: bool = False,
     restore_shape: Any = None,
 ) -> np.ndarray:
-    """Return for each token [tokens, hidden] the sum over its copies, each copy times its probability (1 without
-    probabilities).
+    """Return for each token the sum over its copies, [tokens, hidden], in which each copy is multiplied by its
+    probability (1 without probabilities).
     """
     _refuse_padding("MoeTokenUnpermute", padded_mode)
     if probs is None:
@@ -156,7 +160,7 @@ def MoeTokenUnpermute(
 
 @kernel()
 def InnerMoeTokenUnpermute(attrs: Attrs, *inputs: Any) -> np.ndarray:
-    """Return the result of the operator that MindSpore's graphs hold instead of MoeTokenUnpermute."""
+    """Compute the operator that MindSpore's graphs contain instead of MoeTokenUnpermute."""
     return MoeTokenUnpermute(attrs, *inputs)
 
 

@@ -1,7 +1,8 @@
 """This module holds operators that move values: lookups by index with their gradients, shapes, slices and sorting.
 
-Among equal elements the one with the lower index comes first. `mindspore.ops.topk_ext` promises that (gen_ops_def.py);
-of `sort_ext` without `stable` nothing is promised, and it is assumed here.
+Among equal elements the element with the lower index comes first. MindSpore guarantees this order for
+`mindspore.ops.topk_ext` (gen_ops_def.py); for `sort_ext` without `stable` it guarantees nothing, and this module
+assumes the order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _AT_ONCE = 2**20  # numbers that are added by one call: a place of 8 bytes is ma
 def add_rows(target: np.ndarray, index: np.ndarray, rows: np.ndarray) -> None:
     """Add rows[i] to target[index[i]] for each i in order; an index may occur more than once.
 
-    Number by number because `np.add.at` is three times slower with rows.
+    The function adds the elements one by one, because `np.add.at` is three times slower with whole rows.
 
     Args:
         target: [n, ...], changed.
@@ -56,7 +57,7 @@ def Embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
 ) -> np.ndarray:
-    """Return the rows of a table at the given indices."""
+    """Return the rows of an embedding table at the given indices."""
     if max_norm is not None:
         raise NotImplementedError(f"Embedding: max_norm {max_norm} is not supported by this CPU kernel")
     return weight[_within("Embedding", index, len(weight))]
@@ -71,8 +72,8 @@ def EmbeddingDenseBackward(
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
 ) -> np.ndarray:
-    """Return the gradient of a table: for each row of the table, the sum of the gradients of all lookups of this
-    row.
+    """Return the gradient of an embedding table: for each row of the table, the sum of the gradients of all lookups of
+    this row.
     """
     if scale_grad_by_freq:
         raise NotImplementedError("EmbeddingDenseBackward: scale_grad_by_freq True is not supported by this CPU kernel")
@@ -85,7 +86,7 @@ def EmbeddingDenseBackward(
 
 @kernel(widen=False)
 def IndexSelect(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray) -> np.ndarray:
-    """Return the slices of a dimension at given indices."""
+    """Return the slices along a dimension at the given indices."""
     return np.take(x, _within("IndexSelect", index, x.shape[dim]), axis=dim)
 
 
@@ -102,7 +103,7 @@ def InplaceIndexAddExt(
 
 @kernel(widen=False, updates=0)
 def InplaceScatterSrc(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """Set x[..., index, ...] = source; only as many slices of `source` as `index` has are used."""
+    """Set x[..., index, ...] = source; of `source` only as many slices are used as `index` has elements."""
     place: list[Any] = list(np.ogrid[tuple(slice(0, size) for size in index.shape)])
     place[dim] = _within("InplaceScatterSrc", index, x.shape[dim])
     x[tuple(place)] = source[tuple(slice(0, size) for size in index.shape)]
@@ -205,7 +206,7 @@ def _order(x: np.ndarray, dim: int, descending: bool) -> np.ndarray:
 def SortExt(
     attrs: Attrs, x: np.ndarray, dim: int = -1, descending: bool = False, stable: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values sorted along a dimension, and their original indices."""
+    """Return the values sorted along a dimension, and the original index of each value."""
     order = _order(x, dim, descending)
     return np.take_along_axis(x, order, dim), order
 
@@ -214,7 +215,7 @@ def SortExt(
 def TopkExt(
     attrs: Attrs, x: np.ndarray, k: int, dim: int = -1, largest: bool = True, is_sorted: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the k largest (or smallest) values in order, and their indices."""
+    """Return the k largest (or smallest) values in order, and the index of each value."""
     order = np.take(_order(x, dim, largest), np.arange(k), dim)
     return np.take_along_axis(x, order, dim), order
 

@@ -1,13 +1,13 @@
 """This module holds the tables of this package's CPU kernels, by MindSpore's operator names, and the decorator that
 adds a kernel.
 
-A kernel is called as ``function(attrs, *inputs)``. `attrs` are the operator's attributes as text; `inputs` stand in the
-operator's own order: arrays that share MindSpore's memory, lists of arrays, or constants of Python (None where an
-optional input is missing). It returns an array, or a tuple in the order of the operator's outputs, None where an output
-has no use. The caller stores arrays in the outputs' types and shapes.
+A kernel is called as ``function(attrs, *inputs)``. `attrs` are the operator's attributes as text; `inputs` are in the
+operator's own order: each is an array that shares MindSpore's memory, a list of arrays, or a constant of Python (None
+if an optional input is missing). A kernel returns an array, or a tuple in the order of the operator's outputs, with
+None for an output that is not used. The caller converts these arrays to the outputs' types and shapes, and stores them.
 
-Order and meaning of inputs are those of the class of the same name in `mindspore/ops/auto_generate/gen_ops_prim.py`
-(2.9.0), unless a kernel's docstring cites something else.
+Order and meaning of the inputs are those of the class of the same name in `mindspore/ops/auto_generate/gen_ops_prim.py`
+(2.9.0), unless a kernel's docstring cites another source.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def kernel(
 
 
 def enter(table: dict[str, Kernel], functions: dict[str, Kernel], *, widen: bool = True) -> None:
-    """Add functions that consist of a single expression to a table, each under the name of its operator, as `kernel`
-    adds one function.
+    """Add functions that consist of a single expression to a table, each under the name of its operator; each function
+    is added as `kernel` adds it.
     """
     for name, function in functions.items():
         function.__name__ = name

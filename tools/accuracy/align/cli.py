@@ -57,12 +57,13 @@ def align(
 ) -> None:
     """Find the first difference between RECIPE and a reference, as in the report's Figure 1.
 
-    Six stages on CPU: configuration; forward of the first batch; every gradient; the first update of every weight; the
-    losses of all steps; the recipe's own workers. The comparison stops at the first stage that fails and names the
-    first module, gradient or parameter group that differs. A recipe for Ascend is run as its mini.
+    There are six stages, all on CPU: configuration; forward of the first batch; every gradient; the first update of
+    every weight; the losses of all steps; the recipe's own workers. The comparison stops at the first stage that fails
+    and names the first module, gradient or parameter group that differs. A recipe for Ascend is run as its mini recipe
+    (a small version for CPU).
 
-    Two recipes are first compared setting by setting at their own size; then their mini recipes run on CPU. A layout
-    that splits the model is executed on the last stage as MindSpore's sharded graph; an Ascend recipe takes at most
+    Two recipes are first compared setting by setting at their own size; then their mini recipes run on CPU. On the last
+    stage, a layout that splits the model is executed as MindSpore's sharded graph; a recipe for Ascend uses at most
     four processes.
 
     Exit codes: 0 aligned; 1 a stage failed, or nothing ran though the recipes differ; 2 a wrong input.

@@ -1,11 +1,11 @@
 """This module compares two recipes in six stages, as Figure 1 of the report does (section 3.2.1). The six stages of the
 comparison are: configuration, forward, backward, optimizer, training steps, more devices.
 
-`compare_stages` runs both sides and stops at the first stage that fails. On the last stage each side trains with its
-own workers, and the losses of their steps are compared. Recipes that are only data parallel run on data-parallel CPU
-workers. If one of them splits its model (tensor, pipeline or context parallelism), both run as MindSpore's sharded
-graph, in which every layout starts from the same weights. `print_comparison` shows a line for each stage, and below it
-the likely cause of the first failure.
+`compare_stages` runs the trainings of both recipes and stops at the first stage that fails. On the last stage each
+recipe trains with its own workers, and the losses of their steps are compared. Recipes that are only data parallel run
+on data-parallel CPU workers. If one of the recipes splits its model (tensor, pipeline or context parallelism), both run
+as MindSpore's sharded graph, in which every layout starts from the same weights. `print_comparison` shows a line for
+each stage, and below it the likely cause of the first failure.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ MOST = 8  # rows of a failed stage that are printed
 def split_model(
     paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int
 ) -> tuple[list[Recipe], str] | None:
-    """Return two recipes that train as a sharded graph on CPU (of a recipe for Ascend its mini recipe with the same
-    parallel strategy), and how they differ from the given ones; None if no recipe splits its model over ranks.
+    """Return two recipes that train as a sharded graph on CPU (for a recipe for Ascend its mini recipe with the same
+    parallel strategy), and how they differ from the given recipes; return None if neither recipe splits its model over
+    ranks.
 
-    A recipe is compared with one process that runs the same graph. Features that MindFormers computes differently in
-    other layouts are switched off on both sides (docs/stock-differences.md).
+    If there is only one recipe, it is compared with one process that runs the same graph. Features that MindFormers
+    computes differently in other layouts are switched off on both sides (docs/stock-differences.md).
     """
     as_written = [View(apply_overrides(load_recipe(path), overrides)) for path in paths]
     split = [view.parallel and view.tp * view.pp * view.cp > 1 for view in as_written]
@@ -343,8 +344,8 @@ def compare_records(
 
 
 def failed_text(row: Row) -> str:
-    """Return one line of text about a failed comparison: the error of a value, the number of differences, or the two
-    values of a setting.
+    """Return one line of text about a failed comparison, which states the error of a value, the number of differences,
+    or the two values of a setting.
     """
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"

@@ -91,7 +91,7 @@ def forward(network, batch):
     """Return the logits of a batch, computed by the compiled graph, and the output of every traced module, computed in
     PyNative.
 
-    The forward pass counts the experts' load; those counters are put back.
+    The forward pass increases the counters of the experts' load, so this function restores their values.
     """
     out = {}
     with counters_kept(network):

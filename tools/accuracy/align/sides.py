@@ -3,8 +3,8 @@ reference, and reads the records that they write.
 
 A recipe is reduced to one CPU worker and a few steps, without monitoring. MindFormers' trainer with the recorder and
 the reference run as separate processes, which exchange .npz files. A `Record` holds the results of one side as named
-arrays: weights, the trace of the forward pass, gradients, updates, and the losses and norms of all steps. The names are
-those of one of the two sides.
+arrays: weights, the trace of the forward pass, gradients, updates, and the losses and norms of all steps. The names in
+a record are those of MindFormers or those of the reference.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """Return what `tools.accuracy.reference.run` computed as a `Record`, together with the initial weights and the
+    """Return the results of `tools.accuracy.reference.run` as a `Record`, together with the initial weights and the
     batches that it was given.
     """
     parts: dict[str, Any] = {
@@ -81,11 +81,11 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 
 
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
-    """Return what a MindFormers training recorded (its `AlignRecorder` and its metrics file) as a `Record` whose
-    weights have MindFormers' names.
+    """Return the values that a MindFormers training recorded (by its `AlignRecorder` and in its metrics file) as a
+    `Record` whose weights have MindFormers' names.
 
     Gradients are computed from Adam's first moments after one step, which are (1 - beta1) times the clipped gradient.
-    They are the gradients that the trainer used, and no second graph has to be compiled.
+    These are the gradients that the trainer used, and no second graph has to be compiled.
     """
     steps = list(metrics)
     # a model without MTP layers, or of grouped-query attention, has no parts of the loss; without clipping no norm
@@ -153,7 +153,9 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
 
 
 def changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    """Return the recipe with overrides applied and `data` as its whole corpus; of a blend it replaces the list."""
+    """Return the recipe with overrides applied, and with `data` as its whole corpus; if the recipe blends several
+    corpora, `data` replaces the list of them.
+    """
     recipe = apply_overrides(recipe, overrides)
     if data:
         one = len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2
@@ -167,7 +169,7 @@ def is_mini(path: Path) -> bool:
 
 
 def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return a copy of the recipe for one worker that trains `steps` steps with the same global batch.
+    """Return a copy of the recipe that trains `steps` steps on one worker with the same global batch.
 
     Raises:
         RecipeError: a plugin changes the computation, or the recipe reads other data than a Megatron corpus.
@@ -243,7 +245,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 class SideFailedError(Exception):
     """This error means that one of the two compared trainings did not finish; the message holds the last lines of its
-    output and names its log file.
+    output and the name of its log file.
     """
 
 

@@ -2,10 +2,11 @@
 parameter group that differs in a failed stage. The module uses only NumPy.
 
 Two records are compared stage by stage (report, Figure 1): forward, backward, one update, the losses of all steps. Each
-stage has a fixed tolerance. The tolerance is compared with the effect of rounding on the reference: the distance
-between two runs of it whose initial weights differ in the last bit. If this effect exceeds the tolerance, a difference
-proves nothing, and the row is `undecided`, which is neither passed nor failed. A row is also undecided if a token that
-chose another expert explains the difference. If a value is not finite on one of the sides, its row fails.
+stage has a fixed tolerance. The tolerance is compared with the effect of rounding on the reference, which is the
+distance between two runs of the reference whose initial weights differ in the last bit. If this effect exceeds the
+tolerance, a difference proves nothing, and the row is `undecided`, which is neither passed nor failed. A row is also
+undecided if a token that chose another expert explains the difference. If a value is not finite on one of the sides,
+its row fails.
 
 For a failed stage, the functions `explain_*` return the first module, gradient or group of parameters that differs, and
 the usual cause (section 3.2.1).
@@ -171,9 +172,9 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     """Compare how much each weight changed in the first step with a learning rate above 0, relative to the size of the
     change (stage 4).
 
-    Adam divides a gradient by its own size: where that is only rounding, an element moves by a full step either way. A
-    weight that differs only in its last place does not count as different: a norm's weight near 1 moves by few such
-    places.
+    Adam divides a gradient by its own size: if the gradient of an element consists only of rounding errors, the element
+    moves by a full step in either direction. A weight that differs only in its last place does not count as different:
+    a norm's weight near 1 moves by only a few such places in one step.
     """
     steps = [None if side is None else moved(side) for side in (ours, theirs, floor)]
     rows = []
@@ -190,9 +191,9 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     """Compare the losses and learning rates of all steps, and also every step that the reference computed from
     MindFormers' state before that step (stage 5).
 
-    In a mixture of experts a token at a tie goes to another expert for the last bit of a sum, and from there on two
-    right runs drift apart. Such a curve is undecided, up to DRIFT, when every single step, taken from our own state,
-    agrees, and most of them without a tie.
+    In a mixture of experts, a difference in the last bit of a sum sends a token at a tie to another expert, and from
+    there on two right runs drift apart. The comparison of such losses is undecided, up to the tolerance DRIFT, if every
+    single step, computed from MindFormers' state, agrees, and most of the steps have no token at a tie.
     """
     rows = _single_steps(ours, theirs) if theirs.single else []
     sound = bool(rows) and all(row.status != FAILED for row in rows) and _ties_are_rare(theirs)

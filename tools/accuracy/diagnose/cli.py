@@ -55,17 +55,19 @@ if TYPE_CHECKING:
 def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep: Path | None, as_json: bool) -> None:
     """Find where two runs first differ: the step, the kind of value, the module and the ranks.
 
-    A and B are folders of runs, or recipes, which are trained for --steps steps (a recipe for Ascend as its mini recipe
-    on CPU). They are compared in the order in which a difference arises: the configuration, and the state from which a
-    run starts or that a resume restored; then for each step the samples, the loss and its parts, the gradient of each
-    weight, the global norm and clipping, the update, and the routers. The first difference is printed, with its usual
-    cause. Two runs of one layout and configuration must agree to the last bit.
+    A and B are folders of runs, or recipes, which are trained for --steps steps (a recipe for Ascend is trained as its
+    mini recipe on CPU). The two runs are compared in the order in which differences arise: the configuration, and the
+    state from which a run starts or that a resume restored; then for each step the samples, the loss and its parts, the
+    gradient of each weight, the global norm and clipping, the update, and the routers. The first difference is printed,
+    with its usual cause. Two runs of one layout and configuration must agree to the last bit.
 
-    Without B, only laws that need no reference are checked: the global norm is that of the gradients, AdamW with the
-    step's learning rate and decay explains the updates, the experts' loads add up to the number of choices, biases move
-    against the loads, copies on several ranks are equal, and a resume restores the saved state.
+    Without B, the command checks only laws (relations that hold in every correct run): the global norm is that of the
+    gradients, AdamW with the step's learning rate and decay explains the updates, the experts' loads add up to the
+    number of choices, biases move against the loads, copies on several ranks are equal, and a resume restores the saved
+    state.
 
-    Losses and samples are in every run's metrics; the rest is recorded with `--set plugins.step_record.steps=3`.
+    Losses and samples are in every run's metrics; all other values are recorded with `--set
+    plugins.step_record.steps=3`.
 
     Exit codes: 0 nothing differs, 1 something differs, 2 a wrong input: not a run, damaged, or of another model.
     """

@@ -1,13 +1,13 @@
 """This module finds where two runs first differ, or where one run breaks a law, which is a relation that holds in every
 correct run (`laws`). The module works on the records that `evidence.read_side` has read.
 
-The stages, in the order in which a difference arises: versions of the software; the configuration, as written and as
-built; the state from which a new or resumed run starts; then for each step its samples, the outputs of its modules, its
-loss and parts, its gradients, the global norm with clipping, the update, the routers. `diagnose` makes all findings and
-sorts them by step and stage; the first stage with a difference above rounding is the verdict, and what follows is
-usually its consequence.
+The stages are compared in the order in which a difference arises: versions of the software; the configuration, as
+written and as built; the state from which a new or resumed run starts; then for each step its samples, the outputs of
+its modules, its loss and parts, its gradients, the global norm with clipping, the update, the routers. `diagnose` makes
+all findings and sorts them by step and stage; the first stage with a difference above rounding is the verdict, and
+later differences are usually its consequences.
 
-Two runs of one layout, configuration and software must agree to the last bit: on CPU they do, and on a device with
+Two runs of one layout, configuration and software must agree to the last bit: this holds on CPU, and on a device with
 deterministic operators. Other pairs of runs add up in a different order: for them the tolerances are `LOSS` for losses,
 `NORM` for norms, and `GROUP` for norms of weights and gradients.
 """
@@ -83,8 +83,8 @@ class Verdict:
         """Return the findings at the first step and stage with a difference that is larger than rounding; if rounding
         explains all differences, return the findings at the first step and stage.
 
-        Another order of summation changes the last bits at an earlier stage than a fault, and does not explain a larger
-        difference.
+        Another order of summation may change the last bits at an earlier stage than a fault does, but it does not
+        explain a larger difference.
         """
         grave = [each for each in self.findings if not each.rounding] or list(self.findings)
         return tuple(each for each in grave if (each.step, each.stage) == (grave[0].step, grave[0].stage))

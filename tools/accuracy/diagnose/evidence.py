@@ -1,7 +1,7 @@
-"""This module reads what a run has recorded of its steps (plugins/step_record) for `tc3 accuracy diagnose`.
+"""This module reads the step records of a run (plugins/step_record) for `tc3 accuracy diagnose`.
 
-The statistics of each tensor are combined over all ranks: those of the parts of a split tensor are added up, and copies
-count once.
+The statistics of each tensor are combined over all ranks: statistics of the parts of a split tensor are added up, and a
+copy on several ranks counts once.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class State:
 
 @dataclass
 class Tensor:
-    """A `Tensor` holds what all ranks recorded of one tensor: `parts` maps the offset of each part to {rank: (digest,
-    sum of squares)}.
+    """A `Tensor` holds the records of all ranks about one tensor: `parts` maps the offset of each part to {rank:
+    (digest, sum of squares)}.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Tensor:
     elements: int = 0  # of the distinct parts
 
     def add(self, rank: int, offset: tuple[int, ...], digest: str, square: float, elements: int) -> None:
-        """Add what one rank recorded of its part of this tensor."""
+        """Add the record of one rank about its part of this tensor."""
         if offset not in self.parts:
             self.elements += elements
         self.parts.setdefault(offset, {})[rank] = digest, square

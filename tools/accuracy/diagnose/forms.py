@@ -23,8 +23,8 @@ _SHORT = 40  # characters of a wrong value that a message shows
 
 @dataclass(frozen=True)
 class Form:
-    """A `Form` is the form of one value: `words` says what is right, `holds` tests the value itself, and `inner` yields
-    (name, value, form) of the values inside it.
+    """A `Form` is the form of one value: `words` describes a right value, `holds` tests the value itself, and `inner`
+    yields (name, value, form) of the values inside it.
     """
 
     words: str
@@ -160,7 +160,7 @@ def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, 
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
-    """Refuse a recorded state whose router has another number of experts than in the lines before.
+    """Refuse a recorded state in which a router has another number of experts than in earlier lines.
 
     Args:
         known: router -> its number of experts; routers that are new in this line are added.

@@ -45,7 +45,7 @@ class Side(Protocol):
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> list[str]:
-    """Remove from a run's records what not all ranks recorded, and return a sentence for each such gap.
+    """Remove from a run's records the values that not all ranks recorded, and return a sentence for each such gap.
 
     Args:
         headers: rank -> the first lines of the parts of its metrics.
@@ -289,7 +289,7 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
     """Yield (0 for run A or 1 for run B, sentence) for each line of a run that lacks names which the same line of the
-    other run has. States after a step that the loss scale skipped are left out: they have no updates.
+    other run has. States after a step that the loss scale skipped are not compared, because they have no updates.
 
     The two runs must be of the same configuration and layout.
     """

@@ -1,10 +1,10 @@
 """This module checks the records of one run against laws, which are relations that hold in every correct run; the
 module also defines findings and the stages in which two runs are compared.
 
-The laws are these. The built model and optimizer have the settings of the recipe. Each module's output, in the first
-step and at the end, is that of a forward pass in NumPy. The global norm is that of the gradients. AdamW explains the
-updates of the weights. The experts' loads add up to the number of choices, and biases move against the loads. Copies of
-a tensor on several ranks are equal. A resume restores the saved state.
+The laws are the following. The settings of the built model and optimizer are those of the recipe. Each module's output,
+in the first step and at the end, equals that of a forward pass in NumPy. The recorded global norm is the norm of the
+gradients. AdamW explains the updates of the weights. The experts' loads add up to the number of choices, and biases
+move against the loads. Copies of a tensor on several ranks are equal. A resume restores the saved state.
 """
 
 from __future__ import annotations
@@ -314,8 +314,8 @@ def loads_of(side: Side, step: int) -> dict[str, list[float]]:
     """Return for each router the load of each expert in a step, averaged over the ranks that counted tokens for this
     expert.
 
-    In a data-parallel graph each rank counts its own tokens, and the bias moves by their mean; in a sharded graph all
-    ranks of a stage have the same counts, and the others have none.
+    In a data-parallel graph each rank counts its own tokens, and the bias moves by the mean of the ranks' loads; in a
+    sharded graph all ranks of a stage have the same counts, and ranks of other stages have none.
     """
     found: dict[str, list[list[float]]] = {}
     for line in side.states[step].lines.values() if step in side.states else ():
@@ -350,8 +350,8 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def noise_of(key: str) -> float:
-    """Return the error that chance may cause in a fitted learning rate, or in a fitted weight decay whose right value
-    is 0.
+    """Return the error that random errors may cause in a fitted learning rate, or in a fitted weight decay whose right
+    value is 0.
     """
     return 1e-9 if key == "rate" else 1e-3
 
@@ -372,7 +372,7 @@ def module_of(name: str) -> str:
 
 
 def output_of(side: Side, name: str) -> str:
-    """Return the name of the module to which a recorded output belongs: layers behind the last decoder layer belong to
+    """Return the name of the module to which a recorded output belongs: layers after the last decoder layer belong to
     MTP; queries, keys, values and their weighted sum belong to attention.
     """
     words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])

@@ -1,5 +1,6 @@
-"""This module computes independently of MindFormers what one run should have recorded: the settings with which the
-model and the optimizer should be built, and the outputs of the first recorded step, by a forward pass in NumPy.
+"""This module computes, independently of MindFormers, two things that a run should have recorded: the settings with
+which the model and the optimizer should be built, and the outputs of the first recorded step, by a forward pass in
+NumPy.
 """
 
 from __future__ import annotations

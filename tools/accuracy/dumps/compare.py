@@ -1,21 +1,21 @@
 """This module compares two dumps of tensors: it judges every tensor in the order of execution, finds the first
 difference, and names its usual cause.
 
-`compare_dumps` gives a `Report`: rows judged by Table 2, and the first finding of the forward pass, of the backward
-pass, among the weights and in state. Its headline states the usual cause of the earliest finding (report, section
-3.2.1), because all later ones may follow from it. Within a step the order is
+`compare_dumps` returns a `Report`: rows judged by Table 2, and the first finding of the forward pass, of the backward
+pass, among the weights and in the state. The headline of a report states the usual cause of the earliest finding
+(report, section 3.2.1), because all later findings may follow from it. Within a step the order is
 
     weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
     the batch     what arrives at the outermost cell
     forward       call by call, and with it state: counters and caches, which a call may just have filled
     backward
 
-A difference in the first step existed before any update. If a later step is the first to differ, the optimizer has
+A difference in the first step has arisen before any update. If a later step is the first to differ, the optimizer has
 caused differences of weights, and the code that changes a state between two steps has caused differences of that state.
 
 msprobe's own `compare` is not used. Its result is "pass" for a bfloat16 cast, for a softmax scaled by 1.01, and for an
-API that one side lacks. It also computes cosines and percentages that Table 2 does not need, at many times the cost of
-reading the data (benchmarks/accuracy_compare.py). Only the format of the dump comes from msprobe.
+API that one side lacks. msprobe's `compare` also computes cosines and percentages that Table 2 does not need, and takes
+many times as long as reading the data (benchmarks/accuracy_compare.py). Only the format of the dump is that of msprobe.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
 
 
 def meaning(rows: list[Row], trained_known: bool) -> str:
-    """Return one or two sentences that say what the earliest finding usually means and where to look for its cause; "No
-    tensor diverges." if there is no finding.
+    """Return one or two sentences that say what the earliest finding usually means and where to look for its cause;
+    return "No tensor diverges." if there is no finding.
 
     Args:
         rows: the rows of a comparison, in the order of execution.
@@ -288,7 +288,7 @@ class Report:
 
     def meaning(self) -> str:
         """Return one or two sentences that say what the earliest finding usually means and where to look for its cause;
-        "No tensor diverges." if there is no finding.
+        return "No tensor diverges." if there is no finding.
         """
         return meaning(self.rows, self.trained_known)
 

@@ -1,35 +1,38 @@
 """This module measures how far a dumped tensor is from the golden tensor: the largest error of an element, a factor
 that all elements have in common, and the differences of statistics.
 
-**The error of a tensor, chunk by chunk in float32, so that no tensor is held whole.**
+**First measure: the error of a tensor, computed chunk by chunk in float32, so that no tensor is held in memory as a
+whole.**
 
     error = |got - want| / max(|want|, rms(want), smallest)
 
-`judge.errors` is the reference. Here the mean square is summed in float32 within a chunk, so that an error may differ
-from the reference's by about 1e-5 of itself; tensors whose squares float32 cannot hold, and those with NaN or
-infinities, are computed in float64, as in the reference. Identical tensors, which are most tensors of a rerun, are only
-compared bit by bit.
+`judge.errors` is the slow reference for this error. In this module the mean square is summed in float32 within a chunk,
+so an error may differ from the reference's error by about 1e-5 of its value; tensors whose squares float32 cannot hold,
+and tensors with NaN or infinities, are computed in float64, as in the reference. Identical tensors, which are most
+tensors of a rerun, are compared only bit by bit.
 
-**Is a whole tensor a little too large or too small? Element by element Table 2 cannot tell.**
+**Second measure: whether a whole tensor is too large or too small by a common factor. Table 2, which judges element by
+element, cannot find such a factor.**
 
 In 16 bits and at real widths Table 2 allows 7 to 20 % for each element, because errors of an accumulation add up. These
-errors have either sign and cancel over the tensor; a factor that all elements share (a softmax scaled by 1.01) does not
-cancel. With d = got - want and sums over the tensor:
+errors have either sign and cancel over the tensor; a factor that all elements share (for example a softmax scaled by
+1.01) does not cancel. With d = got - want and sums over the tensor:
 
     low  = <got, want> / <want, want> = 1 + <want, d> / <want, want>     least squares, if all errors are got's
     high = <got, got> / <got, want>                                      the same the other way, if all are want's
 
-Errors of `want` make `low` too small by their mean square, and errors of `got` make `high` too large by theirs. The
-factor lies between the two, on whichever side the errors are, so independent errors of any size are not a finding. The
-factor is a finding if
+Errors of `want` make `low` too small by the mean square of these errors, and errors of `got` make `high` too large by
+the mean square of theirs. The factor lies between `low` and `high`, whichever of the two tensors has the errors, so
+independent errors of any size are not a finding. The factor is a finding if
 
     distance of 1 from [low, high]  >  floor + sigmas sqrt(sum(want^2 d^2)) / sum(want^2)
 
-The root is the standard deviation of `low` when errors of those sizes have independent signs; floor and sigmas stand in
-tolerance.yaml, with their derivation. A factor s is seen when n' = sum(want^2)^2 / sum(want^4), the number of elements
-that count, is above (sigmas / (1 - floor / s))^2: 140 for a factor of 1.01 in 16 bits, 420 normally distributed values.
+The root is the standard deviation of `low` if errors of those sizes have independent signs; `floor` and `sigmas` are in
+tolerance.yaml, with their derivation. A factor s is found if n' = sum(want^2)^2 / sum(want^4), the effective number of
+elements, is above (sigmas / (1 - floor / s))^2: 140 for a factor of 1.01 in 16 bits, which is 420 normally distributed
+values.
 
-**The weaker judgement of a dump without values: by largest, smallest, mean and L2 norm.**
+**Third measure, for a dump without values: the weaker judgement by largest value, smallest value, mean and L2 norm.**
 
 With n values and rms = norm / sqrt(n), the error is the largest of
 
@@ -38,12 +41,12 @@ With n values and rms = norm / sqrt(n), the error is the largest of
     |mean - mean'| / (2 rms)
     |norm - norm'| / (sqrt(2) norm)
 
-and the factor of `scaled` is that of the norms. Independent errors d of values w, within Table 2's t, move it by
+and the factor of `scaled` is the ratio of the norms. Independent errors d of values w, within Table 2's t, move it by
 sum(d^2) / 2 sum(w^2) <= t^2 and by sum(w d) / sum(w^2), whose standard deviation is at most t max|w| / norm.
 
-A tensor that Table 2 passes value by value passes here too: the factors 2 and sqrt(2) are the most by which errors of
-`tolerance * max(|want|, rms)` can move mean and norm. The reverse does not hold: values that changed places, a few
-wrong ones among many, and errors that cancel are not seen.
+A tensor whose values all pass Table 2 passes this judgement, too: the factors 2 and sqrt(2) are the largest amounts by
+which errors of `tolerance * max(|want|, rms)` can change mean and norm. The reverse does not hold: this judgement does
+not find values that changed places, a few wrong values among many, and errors that cancel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """This module reads a dump of tensors: steps, ranks, the calls of each step, and the inputs and outputs of each call.
 
-msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. At L1 and L2, where it shows no weights, `tc3 accuracy
-dump` adds `weights/stepN/rankM/` of the same layout: the weights before step N. At L2 MindSpore itself writes the
-kernels of compiled graphs, `rank_R/Net/GRAPH/STEP/*.npy`, with names
+msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. L1 and L2 do not show weights, so `tc3 accuracy dump`
+adds `weights/stepN/rankM/` in the same layout: the weights before step N. At L2 MindSpore itself writes the kernels of
+compiled graphs, `rank_R/Net/GRAPH/STEP/*.npy`, with names
 TYPE.SCOPE.TASK.STREAM.MICROSECONDS.input|output.N.FORMAT.DTYPE.npy; names that are too long for the file system are in
 mapping.csv. Operators below `Gradients` are the backward pass; those below `optimizer` count as weights, because they
 compute the update.
@@ -103,8 +103,8 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """A `NpyFile` is one open array with `dtype`, `shape` and `size`; `pieces` gives its values. The open array is a
-    context manager.
+    """A `NpyFile` is one open array with `dtype`, `shape` and `size`; `chunks` yields its values. A `NpyFile` is also a
+    context manager, which closes the file.
 
     Raises:
         DataError: the file is missing, is not an .npy file, or is shorter than its header says.
@@ -163,8 +163,8 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield tuples of flat pieces that lie at the same position of up to four .npy files of equal size; these pieces
-    are views of buffers that this thread uses again.
+    """Yield tuples of flat pieces, one piece for each of up to four .npy files of equal size; the pieces of a tuple lie
+    at the same position, and are views of buffers that this thread uses again.
     """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
@@ -204,7 +204,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` is one call of a cell or function, with its inputs and outputs."""
+    """An `Entry` is one call of a cell or function in a dump, with its inputs and outputs."""
 
     name: Name
     items: tuple[Item, ...]
@@ -293,8 +293,8 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Return what one rank dumped in one step: first the weights before the step, then the calls of the step in the
-        order in which they ended.
+        """Return the tensors and calls that one rank dumped in one step: first the weights before the step, then the
+        calls of the step in the order in which they ended.
         """
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:

@@ -184,8 +184,8 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
-    """Write compare.json, rows.csv (every row) and, with `page`, compare.html into the folder `out`; without it, remove
-    the page of an earlier comparison.
+    """Write compare.json, rows.csv (every row) and, if `page` is set, compare.html into the folder `out`; if `page` is
+    not set, remove the HTML page of an earlier comparison.
     """
     files = [out / "compare.json", out / "rows.csv"]
     write_atomically(files[0], json.dumps(report.as_json(), indent=1))

@@ -1,8 +1,9 @@
 """This module pairs each tensor of one dump with the same tensor of another dump, and judges each pair.
 
-**How many terms an element of a dumped tensor accumulates: the row of Table 2, from the class or function and shapes.**
+**The first part computes how many terms an element of a dumped tensor accumulates, which chooses the row of Table 2; it
+uses the class or function and the shapes.**
 
-What is known (a name is matched by a part of its class or function, in lower case):
+The count is known for these operators (a name is matched by a part of its class or function, in lower case):
 
     matrix products   of a cell, forward: the last axis of the input; gradient of the input: the last axis of the
                       gradient that arrives; gradient of the weight: the rows of all calls. Of a function or kernel,
@@ -14,15 +15,17 @@ What is known (a name is matched by a part of its class or function, in lower ca
     losses            all values of the largest input
     sums and means    values of the input for each of the output
 
-A cell that holds other cells takes the largest count among them. Everything else is judged by `DEFAULT`, the strictest
-row, and so are operators that only move values (because in a chain of operators their inputs are no longer exact).
+A cell that contains other cells gets the largest count among these cells. Everything else is judged by `DEFAULT`, the
+strictest row; so are operators that only move values (because in a chain of operators their inputs are no longer
+exact).
 
-**Which parameters does a gradient train? The others are state: counters, a router's bias, running statistics, caches.**
+**The second part finds which parameters a gradient trains. All other parameters are state: counters, a router's bias,
+running statistics, caches.**
 
 msprobe dumps a parameter after the forward pass of its cell. The forward pass cannot have changed a weight, but it may
 have changed a counter, so a counter that differs in the first step does not mean that the initial weights differ. A
-parameter is trained if one of the dumps holds a gradient of it, in any step and on any rank, or states it
-(`requires_grad`).
+parameter counts as trained if one of the dumps holds a gradient of the parameter, in any step and on any rank, or
+states that it is trained (`requires_grad`).
 """
 
 from __future__ import annotations

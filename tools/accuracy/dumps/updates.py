@@ -1,7 +1,8 @@
 """This module checks whether the optimizer made the same updates in two dumped runs: it compares how the weights change
 from one step to the next, because a wrong update is too small to be seen in the weights themselves.
 
-**From values: what lies along the weight (weight decay), along the update (learning rate) and beside both.**
+**From dumped values, the module computes the parts of a difference that lie along the weight (weight decay), along the
+update (learning rate) and in other directions.**
 
 A step changes a weight by a thousandth of its value or less, so the weights pass Table 2 even with a wrong weight
 decay. Let u be the update of GOLDEN, d the update of BENCH minus u, and w the weight before the step, with L2 norms
@@ -10,22 +11,22 @@ over the parameter. Two conditions are checked:
     the whole        |d| / |u|           <=  base + 2 sqrt(error of the gradient)
     along the weight |<d, v>| / |v| |u|  <=  base + sigmas sqrt(sum(v^2 d^2)) / |v| |u|       v = w - u <w, u> / <u, u>
 
-base is the strictest row of Table 2, plus rounding: twice the unit roundoff of the weight's type times |w| / |u|. The
+`base` is the strictest row of Table 2, plus rounding: twice the unit roundoff of the weight's type times |w| / |u|. The
 other terms allow for errors of the gradients: Adam divides a gradient by its own size, so if a gradient is smaller than
-its error, the update may have either sign. With bit-identical gradients both terms vanish.
+its error, the update may have either sign. With bit-identical gradients both additional terms vanish.
 
-The root is a mean over many elements. In a small parameter, a single element whose update has the wrong sign exceeds it
-(one of 2,700 gives |d| / |u| = 0.038), which happens in about one of some hundred parameters. If gradients differ, the
-`TURNED` elements that differ most are therefore each allowed 2 max|u|, the distance between the two signs. Of n
-elements about n e / 5 change their sign, where e is the error of the gradient, and the root allows for n e of them: the
-chance that more than n e + TURNED do so is below 1e-9 (a Poisson variable). A wrong value of any other size, and errors
-in more elements than these, still count in full.
+The term with the root is a mean over many elements. In a small parameter, a single element whose update has the wrong
+sign exceeds this term (one of 2,700 elements gives |d| / |u| = 0.038), which happens in about one of some hundred
+parameters. If gradients differ, the `TURNED` elements that differ most are therefore each allowed 2 max|u|, the
+distance between the two signs. Of n elements about n e / 5 change their sign, where e is the error of the gradient, and
+the term with the root allows for n e of them: the chance that more than n e + TURNED elements do so is below 1e-9 (a
+Poisson variable). A wrong value of any other size, and errors in more elements than these, still count in full.
 
 The first condition must allow for the largest possible noise. On another platform, where every gradient has an error,
-this noise is larger than the effect of weight decay. But noise does not depend on the weight, so in its component along
-the weight independent signs cancel, as in `errors.scaled`. Weight decay lies along the weight, and is visible there.
-The component along v is used and not that along w, because noise also shortens an update as a whole, and an update is
-not exactly orthogonal to its weight.
+this noise is larger than the effect of weight decay. But noise does not depend on the weight, so in the component along
+the weight noise of independent signs cancels, as in `errors.scaled`. The effect of weight decay lies along the weight,
+and is visible in this component. The component along v is used instead of the component along w, because noise also
+shortens an update as a whole, and an update is not exactly orthogonal to its weight.
 
 If an update passes with these terms, the new weight also passes, provided that it was right one step earlier: an
 element whose update has changed its sign by noise differs by more than Table 2 allows.
@@ -33,25 +34,28 @@ element whose update has changed its sign by noise differs by more than Table 2 
 The error of a gradient is the largest error of its dumps so far. If the dump has no gradients of parameters (L1, L2),
 it is the largest error of any tensor in the backward pass.
 
-**What largest, smallest, mean and L2 norm of a weight before and after a step tell about the update between.**
+**From dumped statistics, the module judges an update by largest value, smallest value, mean and L2 norm of a weight
+before and after a step.**
 
-Such a dump holds neither the update nor its norm, but the change of each statistic on either side. With n values, s the
-size of an element's update, W the norm and M the largest magnitude of the weight, the changes of one statistic on the
-two sides may differ by
+A dump of statistics holds neither the update nor its norm, but it holds the change of each statistic in each of the two
+runs. With n values, s the size of an element's update, W the norm and M the largest magnitude of the weight, the
+changes of one statistic on the two sides may differ by
 
     largest, smallest   base s + 4 eps M                                    4 s more where gradients differ
     mean                (base + sigmas g / sqrt(n)) s + 2 sigmas eps W / n
     norm                (base + sigmas g M / W + g sqrt(n) s / W) sqrt(n) s + 2 sigmas eps M
 
-base is the strictest row of Table 2 and eps the unit roundoff of the weight's type. g = 2 sqrt(error of the gradient)
-is what noise of the gradients may do to an update (see above): steps turned round, of either sign, which know
-nothing of the weight, so that mean and norm see what independent signs leave of them; one turned at the largest value
-moves that by 2 s. g is 0 where the gradients' statistics are the same, which is where the largest and smallest value
-tell most. s is the largest move of a statistic, per element, of this weight or, if more, of the median weight in this
-step. Where statistics are float32 numbers (msprobe's own), sums may be off by `SUMMED` of the norm.
+Here base is the strictest row of Table 2, and eps is the unit roundoff of the weight's type. The term g = 2 sqrt(error
+of the gradient) allows for the effect of gradient noise on an update (see above): noise reverses the steps of some
+elements, with signs that do not depend on the weight, so that independent signs largely cancel in mean and norm; a
+reversed step of the largest element changes the largest value by 2 s. The term g is 0 if the statistics of the
+gradients are the same, and in this case the largest and the smallest value say most about the update. The size s is the
+largest change of a statistic, per element, of this weight, or that of the median weight in this step if it is larger.
+If statistics are float32 numbers (as msprobe's own), sums may be wrong by `SUMMED` of the norm.
 
-From these follows how far off a whole update (a learning rate) would have to be to be seen. Where that is more than
-`BLIND` of it, the update is unknown, not right. What changes places or cancels is never seen.
+From these limits the module computes how wrong a whole update (a learning rate) must be in order to be found. If that
+is more than `BLIND` of the update, the update counts as unknown, not as right. Values that change places, and
+differences that cancel, are never found.
 """
 
 from __future__ import annotations
@@ -86,8 +90,8 @@ RATE = "learning rate, or what else makes a whole update longer"
 
 @dataclass(frozen=True)
 class Seen:
-    """A `Seen` is the comparison of one weight's update in two dumps of statistics, as far as these statistics
-    determine the updates.
+    """A `Seen` is the comparison of one weight's update in two dumps of statistics, as far as the statistics determine
+    the updates.
     """
 
     # error, allowed: the error and the tolerance of the statistic with the largest error, relative to the change that
@@ -123,7 +127,7 @@ def typical(sizes: list[float]) -> float:
 def judge_statistics(
     golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
 ) -> Seen:
-    """Compare the updates of one weight in two dumps by the weight's statistics before and after it.
+    """Compare the updates of one weight in two dumps by the weight's statistics before and after the update.
 
     Args:
         size: the size of the update of an element of the median weight in this step.
@@ -197,8 +201,8 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """An `Updates` counts the weight updates that were judged, from which data, and the updates that could not be
-    judged, by reason.
+    """An `Updates` counts the weight updates that were judged, by the data from which they were judged, and the updates
+    that could not be judged, by the reason.
     """
 
     judged: int = 0  # the number of judged updates

@@ -67,8 +67,8 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same steps or ranks would look
-    equal.
+    """Raise DataError if a dump has lost steps or ranks, because two dumps that lack the same steps or ranks would seem
+    to be equal.
     """
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
@@ -107,8 +107,8 @@ def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
 def use_numpy_statistics() -> None:
     """Make msprobe compute a tensor's statistics with NumPy, because `mint.norm` has no CPU kernel.
 
-    It replaces `MindsporeDataProcessor.get_stat_info` of mindstudio-probe 26.2.0; its results differ only because sums
-    are computed in float64.
+    The function replaces `MindsporeDataProcessor.get_stat_info` of mindstudio-probe 26.2.0; its results differ only
+    because it computes sums in float64.
     """
     import mindspore as ms
     from msprobe.core.dump.data_dump.data_processor.base import TensorStatInfo
@@ -126,8 +126,8 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return the largest and the smallest value, the mean and the L2 norm of an array; for booleans return only the
-    first two of them, and for an empty array none.
+    """Return the largest value, the smallest value, the mean and the L2 norm of an array; for booleans return only the
+    largest and the smallest value, and for an empty array nothing.
     """
     if not values.size:
         return ()
@@ -140,9 +140,9 @@ def statistics(values: np.ndarray) -> tuple[Any, ...]:
 def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
     """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`).
 
-    A cell's key is the one under which msprobe keeps its parameters at L0. bfloat16 is written as float32. Weights that
-    do not exist yet are left out (they are created when the graph of several devices is compiled). Each entry states
-    whether a gradient trains the parameter, because counters, biases and caches are parameters, too.
+    The key of a cell is the key under which msprobe stores the cell's parameters at L0. bfloat16 is written as float32.
+    Weights that do not exist yet are left out (they are created when the graph of several devices is compiled). Each
+    entry states whether a gradient trains the parameter, because counters, biases and caches are parameters, too.
     """
     import mindspore as ms
 

@@ -90,24 +90,24 @@ def equivalence_command(
 ) -> None:
     """Verify that RECIPE trains the same under every parallel strategy (report, section 3.2.2).
 
-    Each strategy starts from the same weights and reads the same made-up data as one worker. What MindFormers can train
-    on CPU data parallel is trained and compared by losses, gradient norms and optimizer state. Layouts that split the
-    model are executed as MindSpore's sharded graph, by CPU processes, against one process of that graph. What can be
-    neither trained nor executed is listed with the reason. Gradients, weights and optimizer state are judged by the
-    report's Table 2, as are the losses of trained runs. Losses of executed layouts must agree to 1e-5 (absolute) and
-    global norms to 5e-5 (relative), because both sides run the same graph. The first difference is traced to its
-    module, phase and ranks. Trained runs are also checked against golden numbers. A recipe for Ascend shrinks to its
-    mini recipe first.
+    Each strategy starts from the same weights and reads the same made-up data as the training on one worker. Strategies
+    that MindFormers can train on CPU with data parallelism are trained, and compared by losses, gradient norms and
+    optimizer state. Layouts that split the model are executed as MindSpore's sharded graph by CPU processes, and
+    compared with one process that runs this graph. Strategies that can be neither trained nor executed are listed with
+    the reason. Gradients, weights and optimizer state are judged by the report's Table 2, as are the losses of trained
+    runs. Losses of executed layouts must agree to 1e-5 (absolute) and global norms to 5e-5 (relative), because both
+    trainings run the same graph. The command names the module, phase and ranks of the first difference. Trained runs
+    are also checked against golden numbers. A recipe for Ascend is first reduced to its mini recipe.
 
-    Without --only, only two of the executed strategies run, tensor and pipeline parallelism; `--only executed` runs all
-    of them, about a minute each. The trained ones take about ten minutes on two cores.
+    Without --only, only two of the executed strategies run, tensor and pipeline parallelism; with `--only executed` all
+    of them run, and each takes about a minute. The trained strategies take about ten minutes on two cores.
 
-    --draws N draws N legal layouts that no table lists (degrees, schedule, uneven stages, optimizer sharding,
-    recomputation, MTP, experts and their dispatch, residual streams, length), the same for the same --seed, and
-    executes each.
+    --draws N draws N legal layouts at random that no table lists (degrees, schedule, uneven stages, optimizer sharding,
+    recomputation, MTP, experts and their dispatch, residual streams, length), and executes each of them; the same
+    --seed draws the same layouts.
 
-    Each verdict is written to stderr as soon as it is known, so that a run that is interrupted keeps what it found;
-    with --only draw_SEED_NUMBER beside --draws, that one is executed again.
+    Each verdict is written to stderr as soon as it is known, so that an interrupted command keeps its results; with
+    --only draw_SEED_NUMBER in addition to --draws, this one layout is executed again.
 
     Exit codes: 0 equal, 1 something differs, 2 a wrong input.
     """

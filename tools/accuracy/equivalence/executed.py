@@ -1,10 +1,10 @@
 """This module trains a recipe as a sharded graph for `tc3 accuracy equivalence`, reads what the ranks recorded, and
 compares it with a training of the same graph in one process.
 
-Losses must agree to 1e-5 absolute and global norms to 5e-5 relative. This is tighter than for trained runs, because
-both sides run the same graph from the same weights. Gradients are judged by Table 2, as those of trained runs; the
-state after the last step is judged by the row of Table 2 for the tokens of all steps, which the moments accumulate.
-Gradients, weights and moments are read as whole tensors from the checkpoints of all ranks.
+Losses must agree to 1e-5 absolute and global norms to 5e-5 relative. These limits are tighter than the limits for
+trained runs, because both sides run the same graph from the same weights. Gradients are judged by Table 2, as those of
+trained runs; the state after the last step is judged by the row of Table 2 for the tokens of all steps, which the
+moments accumulate. Gradients, weights and moments are read as whole tensors from the checkpoints of all ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Return the differences of a sharded training from one process, in order, with known ones listed separately."""
+    """Return the differences between a sharded training and a training in one process, in order; known differences are
+    listed separately.
+    """
     if other := other_length(run, reference):
         return other
     rows = [*_numbers(run, reference, sharding), *_held_out(run, reference), *_tensors(run, reference)]
@@ -199,7 +201,7 @@ class ExecutedRuns(Runs):
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
-    """Train a recipe that `derive_sharded` has made, return what its checkpoints and metrics say, and delete the
+    """Train a recipe that `derive_sharded` has made, return the results in its checkpoints and metrics, and delete the
     checkpoints.
 
     Args:
@@ -282,10 +284,10 @@ def _in_order(folder: Path) -> Whole:
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
-    """Return the copies of each router's bias, by rank: ``{name of the bias: {rank: its copy}}``.
+    """Return the copies of each router's bias as a dictionary ``{name of the bias: {rank: its copy}}``.
 
-    Only ranks that have the router are listed. Its weight says which these are, because a checkpoint's metadata do not
-    list biases.
+    Only ranks that have the router are listed. The weight of a router shows which ranks have it, because a checkpoint's
+    metadata do not list biases.
     """
     one = {name: {0: value} for name, value in whole.arrays.items() if name.endswith(ROUTER_BIAS)}
     found = {name: copies for name, copies in whole.unlisted.items() if name.endswith(ROUTER_BIAS)}

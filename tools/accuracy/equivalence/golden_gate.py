@@ -48,8 +48,8 @@ def owner(file: Path, recipe: str) -> str:
     """Return the path of the recipe to which the numbers of a golden file belong; return "" if this recipe is the given
     one.
 
-    Two recipes with the same name in folders with the same name share one file, for example a user's mini/pretrain.yaml
-    and the one of this repository.
+    Two recipes with the same name in folders with the same name share one golden file, for example a user's
+    mini/pretrain.yaml and the mini/pretrain.yaml of this repository.
 
     Raises:
         DataError: it is not a golden file.

@@ -69,7 +69,9 @@ class Row:
         return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for one strategy as values fit for JSON; an infinite number is the string "inf"."""
+        """Return the result for one strategy as values that can be written as JSON; an infinite number is the string
+        "inf".
+        """
         findings = [
             dataclasses.asdict(each)
             | {"error": each.error if math.isfinite(each.error) else "inf", "meaning": each.meaning}
@@ -114,7 +116,8 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
     """Return the strategies with these names or of these kinds ("trained", "executed"), and also the layouts that are
     drawn at random if `drawn` is given.
 
-    Without names: all trained strategies, and the default selection of the executed ones, each of which takes minutes.
+    Without names, it returns all trained strategies, and the default selection of the executed strategies, each of
+    which takes minutes.
 
     Args:
         base: the recipe from `one_worker`; if it is given, rows that need a part that its model lacks are left out.
@@ -190,7 +193,7 @@ def refusal(recipe: Recipe) -> str:
     """Return the reason why `tc3 train` refuses the recipe of a strategy, such as 7 experts on 2 ranks; return "" if
     `tc3 train` accepts the recipe.
 
-    Nothing is wrong with a strategy that the recipe's model cannot have.
+    A strategy that the recipe's model cannot have does not count as a failure.
     """
     errors = check_recipe(recipe).errors
     return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""

@@ -111,7 +111,7 @@ class Runs:
 
 def refuse_other_data(recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that reads other data than a Megatron corpus (such as conversations), because the
-    compared trainings read a Megatron corpus (`align` as many samples of it as a few steps take).
+    compared trainings read a Megatron corpus (in `align`, only as many samples as a few steps take).
     """
     if not View(recipe).megatron:
         raise RecipeError(
@@ -237,7 +237,9 @@ def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return for each step the sorted digests of all ranks' samples; an empty list if a rank's are unknown."""
+    """Return for each step the sorted digests of all ranks' samples; return an empty list if the digests of one rank
+    are unknown.
+    """
     given = []
     for rank in range(workers):
         known = (run_dir / "metrics" / f"rank_{rank}.jsonl").exists()

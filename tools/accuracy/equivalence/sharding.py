@@ -2,7 +2,7 @@
 CPU processes.
 
 `parallel.parallel_mode: 1` on CPU (plugins/semi_auto_cpu) runs MindFormers' own graph for Ascend. Every layout starts
-from the same weights, so each is compared with one process of the same graph.
+from the same weights, so each layout is compared with one process that runs the same graph.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Sharding:
 
     @property
     def node(self) -> int:
-        """Return the number of ranks of expert parallelism that count as one node for hierarchical_ep: all of them in
-        the mode "global", otherwise the largest part that leaves several equal nodes.
+        """Return the number of expert-parallel ranks that count as one node for hierarchical_ep: all ranks in the mode
+        "global", otherwise the largest number of ranks that leaves several equal nodes.
         """
         whole = self.mode == "global"
         return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)
@@ -98,13 +98,13 @@ class Sharding:
 
     @property
     def alone(self) -> Sharding:
-        """Return the sharding that runs the same model in one process."""
+        """Return the description (a `Sharding`) of a training of the same model in one process."""
         same = {name: getattr(self, name) for name in MODEL}
         return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
     def against(self) -> str:
-        """Return the name of the training in one process with which a training in this sharding is compared."""
+        """Return the name of the training in one process with which a training with this sharding is compared."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [
             f"{self.layers}_layers" * (self.layers != 2),
@@ -226,8 +226,8 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     """Return a recipe that trains the first `steps` steps of `base` (from `one_worker`) as a sharded graph, on the
     Megatron corpus `corpus`.
 
-    It saves a checkpoint after each step, from which gradients and the optimizer's state are read. The first step's
-    learning rate is 0, so that the first checkpoint holds the weights that training starts from.
+    The returned recipe saves a checkpoint after each step, from which gradients and the optimizer's state are read. The
+    first step's learning rate is 0, so that the first checkpoint holds the weights from which the training starts.
     """
     recipe = copy.deepcopy(base)
     batch = recipe["runner_config"]["batch_size"]

@@ -3,8 +3,8 @@
 
 A *trained* strategy runs MindFormers' data-parallel graph with this repository's classes for CPU. An *executed*
 strategy runs MindSpore's sharded graph with MindFormers' own operators on CPU processes (`sharding.py`). Layouts that
-no row lists are drawn at random. A drawn layout is legal by the rules of MindFormers for the recipe's toy model, so it
-is a fault if `tc3 train` refuses it, or if it differs from one process.
+no row lists can be drawn at random. A drawn layout is legal by the rules of MindFormers for the recipe's toy model, so
+it is a fault if `tc3 train` refuses it, or if it differs from one process.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return in words what this strategy needs and a recipe lacks: a part of the model, or an optimizer that the
-        strategy's graph can compute; return "" if nothing is missing.
+        """Return a text that says what this strategy needs and a recipe lacks: a part of the model, or an optimizer
+        that the strategy's graph can compute; return "" if nothing is missing.
         """
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
@@ -106,8 +106,8 @@ TRAINED_ROWS = (
 
 
 def cases() -> list[Case]:
-    """Return every strategy: first those trained by MindFormers, then those executed as sharded graphs, then those that
-    a CPU cannot run. Trainings that only serve as baselines are left out.
+    """Return every strategy: first the strategies that MindFormers trains, then those that are executed as sharded
+    graphs, then those that a CPU cannot run. Trainings that only serve as baselines are left out.
     """
     trained = [Case(name, what, variant=variant) for name, what, variant in TRAINED_ROWS]
     executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
@@ -162,7 +162,7 @@ def batch_of(recipe: Mapping[str, Any]) -> int:
 
 
 def unsplit(recipe: dict[str, Any]) -> None:
-    """Make a sharded recipe of the CPU one of its data-parallel graph (in place)."""
+    """Change a sharded recipe for CPU, in place, into a recipe that runs MindFormers' data-parallel graph."""
     ones = ("model_parallel", "pipeline_stage", "context_parallel", "micro_batch_num")
     recipe["parallel_config"].update(dict.fromkeys(ones, 1), use_seq_parallel=False, vocab_emb_dp=False)
     recipe["parallel_config"].pop("context_parallel_algo", None)
@@ -202,7 +202,7 @@ def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
 
 
 def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
-    """Set (in place) every key that says how many workers share a batch."""
+    """Set (in place) every key that says how many workers share a global batch."""
     recipe["use_parallel"] = workers > 1
     recipe["runner_config"]["batch_size"] = recipe["model"]["model_config"]["batch_size"] = batch // workers
     recipe["parallel_config"].update(data_parallel=workers, expert_parallel=1)

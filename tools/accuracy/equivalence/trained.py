@@ -2,14 +2,15 @@
 comparison can find.
 
 A finding names step, phase, module, tensor and ranks, and the usual cause (report, section 3.2.2). Findings come in the
-order in which differences arise. Different samples explain all other differences. A loss of step 1 shows the forward
-pass, a gradient norm of step 1 the backward pass, and the state (with the losses of later steps) the optimizer.
+order in which differences arise. Different samples explain all other differences. A wrong loss of step 1 points to the
+forward pass, a wrong gradient norm of step 1 to the backward pass, and a wrong state (with the losses of later steps)
+to the optimizer.
 
 After each step a router's bias rises by a fixed rate for an expert that got less than its share of the choices of all
-ranks, and falls for one that got more. This is exact, with one exception: a token at a tie between two experts may
-choose the other one, and so change the direction for an expert whose load is next to its share. Loads are therefore
-recorded, too. The biases of two runs must be equal if the loads of both runs require the same direction, and each bias
-must have moved in the direction that its own loads require.
+ranks, and falls by this rate for an expert that got more. This holds exactly, with one exception: a token at a tie
+between two experts may choose the other expert, and so change the direction for an expert whose load is close to its
+share. Therefore the loads of the experts are recorded, too. The biases of two runs must be equal if the loads of both
+runs require the same direction, and each bias must have moved in the direction that its own loads require.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a number or tensor of a training that differs from that of the reference training."""
+    """A `Finding` is a number or tensor of a training that differs from the same number or tensor of the reference
+    training.
+    """
 
     step: int  # the number of the step, counted from 1
     phase: str  # FORWARD, BACKWARD or OPTIMIZER
@@ -112,8 +115,8 @@ class Finding:
 
 
 class At(NamedTuple):
-    """An `At` names a training step and one of its phases (forward, backward or optimizer); its methods make findings
-    about them.
+    """An `At` names a training step and one of its phases (forward, backward or optimizer); the methods of an `At` make
+    findings about this step and phase.
     """
 
     run: Trained
@@ -231,7 +234,7 @@ def compare_trained(run: Trained, reference: Trained) -> Comparison:
 
 
 def other_length(run: Trained, reference: Trained) -> Comparison | None:
-    """Return the comparison of two trainings that have not as many steps; otherwise None."""
+    """Return the comparison of two trainings if they have different numbers of steps; otherwise return None."""
     if len(run.steps) == len(reference.steps):
         return None
     detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
@@ -262,7 +265,7 @@ def starts(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def copies(run: Trained) -> Iterator[Finding]:
-    """Yield a finding for each tensor of which some rank holds a copy that differs from the copy of rank 0."""
+    """Yield a finding for each tensor if the copy of the tensor on some rank differs from the copy on rank 0."""
     for name, ranks in run.differing.items():
         where = group_of(weight_of(name))
         yield At(run, len(run.steps), OPTIMIZER).found(where, name, "copies differ", ranks=ranks)
@@ -295,8 +298,8 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return the phase that a wrong loss of a step points to, and the phase that a wrong gradient points to: forward
-    and backward in the first step, and the optimizer in later steps.
+    """Return two phases: the phase to which a wrong loss of a step points, and the phase to which a wrong gradient
+    points: forward and backward in the first step, and the optimizer in later steps.
     """
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
 

@@ -1,4 +1,4 @@
-"""This module runs operators on the device that MindSpore has here, in PyNative mode. No other module of this package
+"""This module runs operators in PyNative mode on the device of MindSpore on this host. No other module of this package
 imports mindspore.
 """
 
@@ -27,8 +27,8 @@ class NotRunnableError(Exception):
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators on the device that MindSpore has here. The class is a context manager, because
-    MindSpore's mode and synchronisation are global and must be restored.
+    """A `MindSporeDevice` runs operators on the device of MindSpore on this host. The class is a context manager,
+    because MindSpore's mode and synchronisation are global and must be restored.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""This module holds the tests (specs) of operators that treat each element by itself: arithmetic, activations, and the
-steps of optimizers.
+"""This module holds the tests (specs) of operators that compute each element separately: arithmetic, activations, and
+the steps of optimizers.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ BASE = 10000.0
 
 
 def angles(sequence: int, dim: int) -> Array:
-    """Return RoPE's angles [S, 1, 1, D], float32; both halves of D are equal."""
+    """Return RoPE's angles [S, 1, 1, D], float32; the two halves of the axis D are equal."""
     frequencies = BASE ** (-np.arange(0, dim, 2) / dim)
     half = np.outer(np.arange(sequence), frequencies)
     return np.concatenate([half, half], -1).astype(np.float32)[:, None, None]

@@ -147,7 +147,7 @@ def rms_norm(x: Array, gamma: Array) -> Array:
 
 
 def rms_norm_grad(x: Array, gamma: Array, dout: Array) -> tuple[Array, Array]:
-    """Return the gradients of x and gamma of the RMS norm."""
+    """Return the gradients of the RMS norm with respect to x and gamma."""
     r = _rms(x)
     unit, d = x * r, dout * gamma
     return r * (d - unit * (d * unit).mean(-1, keepdims=True)), (dout * unit).sum(0)
@@ -165,7 +165,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array) -> Array:
 
 
 def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[Array, Array, Array]:
-    """Return the gradients of x, gamma and beta of the layer norm."""
+    """Return the gradients of the layer norm with respect to x, gamma and beta."""
     unit, r = _unit(x)
     d = dout * gamma
     dx = r * (d - d.mean(-1, keepdims=True) - unit * (d * unit).mean(-1, keepdims=True))

@@ -108,7 +108,7 @@ def used(rows: list[Row]) -> float:
 
 
 def cell_text(rows: list[Row]) -> str:
-    """Return the text of one cell of the table of operators and data types."""
+    """Return the text of one cell of the table in which rows are operators and columns are data types."""
     status = status_of(rows)
     if status == NOT_RUNNABLE:
         return "-"

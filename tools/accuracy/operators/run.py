@@ -45,8 +45,9 @@ def specials(dtype: str) -> np.ndarray:
     """Return 13 special values rounded to `dtype`: zero, denormals, the smallest normal numbers, small whole numbers,
     half the largest number, infinities and NaN.
 
-    Half the largest is used so that the order of two factors near one does not decide about overflow. Negative zero is
-    left out, because kernels differ in its sign, and training does not depend on it.
+    Half the largest number is used so that the order of multiplication with two factors near one does not decide
+    whether the result overflows. Negative zero is left out, because kernels differ in its sign, and training does not
+    depend on it.
     """
     low, high = SMALLEST[dtype], LARGEST[dtype] / 2
     values = [0.0, low / 4, -low / 4, low, -low, 1.0, -1.0, 2.0, high, -high, np.inf, -np.inf, np.nan]
@@ -61,8 +62,8 @@ def grid(dtype: str, inputs: int) -> list[np.ndarray]:
 
 
 def poke(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a copy of an array [..., n] with at least 13 rows; each of its first 13 rows has another special value in
-    its middle.
+    """Return a copy of an array [..., n] with at least 13 rows; in the middle of each of its first 13 rows, one of the
+    special values replaces the element.
     """
     poked = values.copy()
     rows = poked.reshape(-1, poked.shape[-1])
@@ -73,7 +74,7 @@ def poke(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
-    """Return the values as a device sees them that replaces denormals by zero, with or without their sign."""
+    """Return the values as a device reads them that replaces denormals by zero, with or without their sign."""
     zero = values.dtype.type(0)
     return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
 

@@ -6,7 +6,7 @@ computes wrong results would also judge its device wrongly. The file holds, for 
 data type, the root mean square of each golden output and gradient and a few of its elements, as another CPU computed
 them.
 
-`python -m tools.accuracy.operators.shipped --update` renews the file, from NumPy only.
+`python -m tools.accuracy.operators.shipped --update` writes the file again; this needs only NumPy.
 """
 
 from __future__ import annotations

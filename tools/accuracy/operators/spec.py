@@ -1,8 +1,9 @@
 """This module defines the test of one operator, and counts how many terms are summed in each element of the operator's
 result.
 
-Specs are data: small functions over NumPy arrays and one MindSpore call. The counts, which choose the row of Table 2,
-follow from an operator's shapes and indices: each function that counts takes the operator's input arrays.
+Specs are data: each consists of small functions over NumPy arrays and one MindSpore call. The counts, which choose the
+row of Table 2, follow from an operator's shapes and indices: each function that computes counts takes the operator's
+input arrays.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """Return the numbers of summed terms in the outputs and gradients of an operator whose result elements each depend
-    on one element of each input: 1.
+    """Return the numbers of summed terms for an elementwise operator, in which each element of a result depends on one
+    element of each input: 1 for outputs and gradients.
     """
     return Counts(1, 1)
 
 
 def moved(*_: np.ndarray) -> Counts:
-    """Return the number of rounded additions of an operator that only moves values: none, forward and backward."""
+    """Return the number of rounded additions of an operator that only moves values, which is 0 for forward and
+    backward.
+    """
     return Counts(0, 0)
 
 

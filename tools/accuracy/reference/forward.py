@@ -1,8 +1,8 @@
 """This module computes a model's forward pass in NumPy and float64, as a slow reference for MindFormers and for Hugging
 Face. The outputs of its modules have the names under which the other trainings record them.
 
-It has no cache, no fusion and no batching of experts. The equations are those of the DeepSeek-V3 technical report,
-section 2.1; YaRN is that of Peng et al., section 3.2, as DeepSeek-V3 applies it.
+The forward pass has no cache, no fusion and no batching of experts. The equations are those of the DeepSeek-V3
+technical report, section 2.1; YaRN is that of Peng et al., section 3.2, as DeepSeek-V3 applies it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 class Forward:
     """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA). Tests override a method
-    to make a mistake on purpose.
+    of this class to make a mistake on purpose.
 
     Args:
         sizes: the sizes of the model. weights: Hugging Face name -> array.
@@ -65,16 +65,16 @@ class Forward:
         return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
 
     def read(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the attention sublayer's output for an input [B, S, h], to which the norm and then attention are
-        applied.
+        """Return the output of the attention sublayer for an input [B, S, h]: the norm is applied first, and then
+        attention.
         """
         where = f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the feed-forward sublayer's output for an input [B, S, h], to which the norm and then the MLP or the
-        experts are applied.
+        """Return the output of the feed-forward sublayer for an input [B, S, h]: the norm is applied first, and then
+        the MLP or the experts.
         """
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
@@ -139,7 +139,7 @@ class Forward:
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
         """Return x [B, S, N, D] with RoPE applied to pairs of neighbouring elements; the result holds the first
-        elements of all pairs, then the second ones.
+        elements of all pairs, followed by the second elements.
         """
         angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
         even, odd = x[..., 0::2], x[..., 1::2]

@@ -2,8 +2,9 @@
 OUT.npz`. The process needs torch, transformers and NumPy.
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
-[steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>`, the other side's, for
-`train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). Exit code 3: torch or transformers is missing.
+[steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>` of the MindFormers
+training, for `train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). The exit code is 3 if torch or
+transformers is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def main(job_file: str, out_file: str) -> int:
-    """Train the reference model as the file `job_file` says, and write what it computed into `out_file`."""
+    """Train the reference model as the file `job_file` says, and write the results into `out_file`."""
     try:
         import torch
         import transformers
@@ -53,7 +54,7 @@ def read(file: str | Path) -> Arrays:
 
 
 def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
-    """Return the arrays whose names begin with a prefix, by their names without the prefix."""
+    """Return the arrays whose names begin with a prefix, as a dictionary by their names without the prefix."""
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
 
 

@@ -1,8 +1,8 @@
 """This module defines what the two compared trainings have in common at their start: initial weights from a seed, the
 optimizer's parameters and the learning-rate schedule. The module uses only NumPy.
 
-The weights are the same on every machine, and chosen so that mistakes show. The optimizer's settings and the schedule
-of the learning rate are computed from the recipe anew, and not read out of MindFormers.
+The weights are the same on every machine, and are chosen so that mistakes are found. The optimizer's settings and the
+learning-rate schedule are computed again from the recipe, and not read from MindFormers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
     """Return the initial values of every weight of a model as float32 arrays, by Hugging Face's names.
 
-    They differ from the initial weights of a training: norms are not 1 and biases not 0, so that a missing one is
-    found. All other weights are small, because with unit variance everywhere rounding would change the twentieth loss
-    by 1e-3 (tokens change experts).
+    They differ from the usual initial weights of a training: norms are not 1 and biases are not 0, so that a missing
+    norm or bias is found. All other weights are small, because with unit variance everywhere rounding would change the
+    twentieth loss by 1e-3 (tokens would change experts).
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return the initial values of the weight with this Hugging Face name, as float32; they depend only on the name,
-    the shape and the seed.
+    """Return the initial values of the weight with this Hugging Face name, as float32; the values depend only on the
+    name, the shape and the seed.
     """
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("e_score_correction_bias"):

@@ -1,8 +1,8 @@
 """This module trains the reference model, and records its forward pass, its gradients and its updates by AdamW. The
 module needs torch and transformers.
 
-The model is Hugging Face's DeepseekV3ForCausalLM, with the parts that its configuration does not have (MTP layers,
-loads of experts, a trace of every module).
+The model is Hugging Face's DeepseekV3ForCausalLM, to which this module adds the parts that its configuration does not
+have (MTP layers, loads of experts, a trace of every module).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MtpLayer(nn.Module):
     """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (technical report, section 2.2), built from modules
     of Hugging Face.
 
-    Names are those of DeepSeek-V3's checkpoints, the copies of embedding and head left out.
+    The names of its weights are those of DeepSeek-V3's checkpoints, without the copies of embedding and head.
     """
 
     def __init__(self, config: DeepseekV3Config, number: int):
@@ -118,8 +118,9 @@ class Reference:
         """Move the routers' biases as aux-free balancing does: an expert with more than its share of the tokens gets a
         lower bias, and an expert with less gets a higher bias.
 
-        loads: layer -> each expert's share of the choices on the other side, [E]. If given, these decide, because this
-        method tests only the rule (the counts are compared separately). Other layers use the last forward pass.
+        loads: layer -> each expert's share of the choices on the other side, [E]. If `loads` is given, these loads
+        decide, because this method tests only the rule (the counts are compared separately). For all other layers the
+        counts of the last forward pass decide.
         """
         for layer, (scores, chosen, _) in self.routed.items():
             counts = self.counts(layer)
@@ -184,7 +185,7 @@ class Reference:
 
 
 def masked_mean(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of the tokens in the loss mask."""
+    """Return the mean cross-entropy of the tokens that the loss mask includes."""
     each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return (each * mask.flatten()).sum() / mask.sum()
 
@@ -272,7 +273,7 @@ def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
     """Run the forward and backward pass of a batch, and return (the parts of the loss, the global norm of the
-    gradients); the gradient of each weight is left in its `grad`.
+    gradients); the gradient of each weight is stored in its `grad`.
     """
     optimizer.zero_grad()
     losses = reference.losses(batch)
