@@ -1,10 +1,10 @@
 """This module reads and writes the Megatron index format. The file `.bin` holds the token ids of all documents one
 after another, and the file `.idx` holds the positions at which documents begin.
 
-`.idx`, little endian: `HEADER` (MMIDIDX and two zero bytes), uint64 version 1, uint8 dtype code, uint64 sequences,
-uint64 documents + 1, then int32[sequences] lengths in tokens, int64[sequences] byte offsets into `.bin`,
-int64[documents + 1] first sequence of each document and the end. One document is one sequence here, as Megatron's own
-preprocessing writes it.
+The file `.idx` holds in little endian: `HEADER` (MMIDIDX and two zero bytes), uint64 version 1, uint8 dtype code,
+uint64 number of sequences, uint64 number of documents + 1, then int32[sequences] lengths in tokens, int64[sequences]
+byte offsets into `.bin`, and int64[documents + 1] first sequence of each document and the end of the last. In the files
+of this module each document is one sequence, as in the files of Megatron's own preprocessing.
 
 This module does not use MindFormers' `IndexedDatasetBuilder`, because the import takes seconds and the builder keeps a
 Python list entry for each document. The writer needs 4 bytes of memory per document. The reader needs 12 bytes per

@@ -1,9 +1,9 @@
 """This module checks a host itself: its cores, limits, memory, disks, clock and Python.
 
-The first checks look at cores, their clocks, their memory, and who else runs on them; `interrupts` holds the interrupts
-of network cards, disks and NPUs against the cores that workers get. The others look at limits of processes, shared
-memory and swap, the clock, the disk of checkpoints, and the installed packages. `tools.doctor.checks` says what a check
-is.
+The first checks examine the cores, their clock frequency, their memory, and other programs on them; `interrupts`
+compares the cores that handle interrupts of network cards, disks and NPUs with the cores that workers get. The other
+checks examine limits of processes, shared memory and swap, the clock, the disk of checkpoints, and the installed
+packages. `tools.doctor.checks` defines a check.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def stack(patient: Patient) -> Answer:
 
 
 def free_space(patient: Patient, path: str) -> tuple[str, int, int] | None:
-    """Return (mount point, bytes in all, bytes free) of the file system of a path, by `df`."""
+    """Return (mount point, total bytes, free bytes) of the file system that holds a path, as `df` reports them."""
     best: tuple[str, int, int] | None = None
     for row in re.finditer(r"^\S+\s+(\d+)\s+\d+\s+(\d+)\s+\S+\s+(/.*)$", patient.root.ask("df", "-kP") or "", re.M):
         mount = row[3].strip()
