@@ -25,10 +25,10 @@ gradients fill the bubble.
 
 A backward pass that computes only the gradients of inputs is short, so the previous stage can continue earlier; the
 weight gradients are computed when the stage would otherwise be idle. In ZB-H1, stage s of p first runs p - s forward
-passes, and its weight gradients lag s micro-batches behind (with the memory of 1F1B). In ZB-H2, stage s first runs 2 (p
-- s) - 1 forward passes, and its weight gradients lag 2 s micro-batches behind (without a bubble if F = B = W, with 2 p
-- 1 micro-batches in flight). The stages of ZB-H2 begin and end one after another, which saves time only if the
-optimizer does not wait for all stages.
+passes, and its weight gradients lag s micro-batches behind (with the memory of 1F1B). In ZB-H2, stage s first runs
+2(p-s)-1 forward passes, and its weight gradients lag 2s micro-batches behind (without a bubble if F = B = W, with 2p-1
+micro-batches in flight). The stages of ZB-H2 begin and end one after another, which saves time only if the optimizer
+does not wait for all stages.
 
 V-Min, V-Half and V-ZB are V-shaped schedules with controllable memory (arXiv 2405.15362).
 
