@@ -230,8 +230,7 @@ def require_home(*given: Spread) -> None:
 
 
 def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None) -> Contradiction:
-    """Return a `Contradiction` whose message says how values are distributed over the ranks, and why this is wrong.
-    """
+    """Return a `Contradiction` whose message says how values are distributed over ranks, and why this is wrong."""
     return Contradiction(f"{' with '.join(map(str, given))}: {why}", over)
 
 
@@ -440,7 +439,7 @@ def by_element(*given: Spread) -> Spread:
 
 
 def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the sum of a value over dimensions `axes` (None: all) is distributed over the ranks (its spread)."""
+    """Return how the sum of a value over dimensions `axes` (None: all) is distributed over ranks (its spread)."""
     require_home(x)
     if x.greatest:
         raise refusal((x,), f"the maximum of only a rank's own piece over {', '.join(sorted(x.greatest))} is added up")
