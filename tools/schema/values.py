@@ -2,7 +2,7 @@
 sections that code reads by hand.
 
 Each entry names, by its key in `tools.schema.extract.SNIPPETS`, the line of MindFormers that refuses the value, if
-there is one. `of_plugin` gives the same for a plugin, from the class of its settings.
+there is one. `of_plugin` returns the keys and values of a plugin, from the class of its settings.
 """
 
 from __future__ import annotations
