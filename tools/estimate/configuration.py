@@ -454,8 +454,7 @@ def parts_of(option: str) -> tuple[str, ...]:
 
 
 def weight_cut(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which tensor and expert parallelism cut a weight, before the optimizer shards it.
-    """
+    """Return the number of ranks over which tensor and expert parallelism cut a weight before the optimizer does."""
     if weight.split == "experts":
         return config.ep * (config.tp if config.expert_tp else 1)
     return config.tp if weight.split else 1

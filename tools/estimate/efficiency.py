@@ -182,8 +182,7 @@ def cluster_file(name: str) -> Path:
 
 
 def cluster(name: str) -> Hardware:
-    """Return the hardware of a cluster of `tools.hardware`, or of a cluster that occurs only in published measurements.
-    """
+    """Return the hardware of a cluster of `tools.hardware`, or of a cluster in published measurements only."""
     file = cluster_file(name)
     known = file.stat() if file.is_file() else None
     version = (os.path.abspath(file), known.st_mtime_ns, known.st_ino, known.st_size) if known else ()

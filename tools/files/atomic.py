@@ -91,8 +91,7 @@ def part_of(path: Path) -> Path:
 
 
 def becomes(name: str) -> str:
-    """Return the final name of the file to which a temporary file's name belongs; any other name is returned unchanged.
-    """
+    """Return the final name of the file to which a temporary file's name belongs; return any other name unchanged."""
     found = _PART.fullmatch(name)
     return found[1] if found else name
 

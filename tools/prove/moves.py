@@ -177,8 +177,7 @@ def transpose(x: Spread, order: Sequence[int]) -> Spread:
 
 
 def expand(x: Spread, axis: int) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after a new dimension of one element was inserted.
-    """
+    """Return how a value is distributed over the ranks (its spread) after a dimension of one element was inserted."""
     axis %= len(x.dims) + 1
     require_home(x)
     return replace(x, dims=(*x.dims[:axis], (), *x.dims[axis:]))

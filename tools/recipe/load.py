@@ -423,8 +423,7 @@ def refuse_numbers(recipe: Mapping[str, Any]) -> None:
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield every refused number of a recipe in the order of its keys, and last the number of devices if it is refused.
-    """
+    """Yield every refused number of a recipe in the order of its keys, and last a refused number of devices."""
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 

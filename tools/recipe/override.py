@@ -120,7 +120,8 @@ def apart(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def with_part(override: str, places: Sequence[str], value: Any) -> str:
-    """Return an override of a list with `value` in the place of the list's items that the dotted names `places` name.
+    """Return an override of a list, in which the items that the dotted names `places` name are replaced by `value`,
+    each at its place in the list.
     """
     name, _, text = override.partition("=")
     begin = f"{name.strip()}."

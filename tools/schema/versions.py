@@ -61,7 +61,8 @@ def going_on() -> bool:
 
 
 def unverified_words() -> list[str]:
-    """Return the arguments that make another command go on with unverified versions, too, if the user asked for this.
+    """Return the arguments with which another command also goes on with unverified versions if the user asked for this
+    in the present command.
     """
     return ["--unverified"] * going_on()
 

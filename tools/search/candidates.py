@@ -39,8 +39,7 @@ from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 @dataclass
 class Funnel:
-    """A `Funnel` holds counts of candidates; `dropped` counts the dropped candidates by the first rule that they break.
-    """
+    """A `Funnel` holds counts of candidates; `dropped` counts dropped candidates by the first rule that they break."""
 
     total: int = 0
     dropped: dict[str, int] = field(default_factory=dict)

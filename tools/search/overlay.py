@@ -225,8 +225,7 @@ def write_overlay(
 
 
 def require_layouts(recipe: Recipe, devices: int) -> None:
-    """Raise RecipeError for a recipe that can have no layout for several devices, because it does not split its model.
-    """
+    """Raise RecipeError for a recipe that has no layout for several devices, because it does not split its model."""
     if not View(recipe).parallel and devices > 1:
         raise RecipeError(
             f"{recipe.source}: a layout on several devices needs use_parallel: True and parallel.parallel_mode: 1"

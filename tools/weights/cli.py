@@ -68,8 +68,7 @@ file_size_option = click.option(
 
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
-    """Inspect, average, merge, convert and reshard weights, which are an iteration of a run or a Hugging Face folder.
-    """
+    """Inspect, average, merge, convert and reshard weights (an iteration of a run, or a Hugging Face folder)."""
     click.get_current_context().with_resource(terminate_as_interrupt())  # else half a folder would stay
 
 

@@ -88,8 +88,7 @@ class Entry:
         return array
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Join tensors of Hugging Face to the tensor of MindFormers, and return it; this is the inverse of `split`.
-        """
+        """Join tensors of Hugging Face to the tensor of MindFormers, and return it; this is the inverse of `split`."""
         pieces = list(self.pieces(parts.__getitem__))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

@@ -247,8 +247,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
 
 
 def layer_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return the configuration of a benchmark row that runs the forward and backward pass of only one MoE layer's MLP.
-    """
+    """Return the configuration of a benchmark row that runs only the MLP of one MoE layer, forward and backward."""
     model = Model(
         pattern=pattern_of(1, config["experts"]),
         hidden=config["hidden"],

@@ -260,8 +260,7 @@ class TimeTable(TimeModel):
         self.kinds = [kind for kind in KINDS if kind not in without]
 
     def stages(self, block: Block) -> StageTimes:
-        """Return the times of the stages of each candidate, for each policy that recomputes all layers in the same way.
-        """
+        """Return the times of the stages of each candidate, for each policy of uniform recomputation."""
         example = self._config(block, 0)
         counts = kind_counts(example).sum(axis=0)
         layers = np.zeros_like(counts)

@@ -74,8 +74,7 @@ class Entry:
 
     @property
     def recompute(self) -> str:
-        """Return the number of layers that recompute, by option, as text such as ``full 16, select 30 of 54``.
-        """
+        """Return the number of layers that recompute, by option, as text such as ``full 16, select 30 of 54``."""
         config, counts = self.config, Counter[str]()
         for chunk, row in enumerate(config.layers):
             for stage, count in enumerate(row):
