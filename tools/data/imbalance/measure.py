@@ -231,7 +231,9 @@ class Imbalance:
 
     @property
     def uneven(self) -> tuple[float, float] | None:
-        """Return the predicted seconds of a step (without, with) the plugin, or None if unknown."""
+        """Return the predicted seconds of a step as (seconds without the plugin, seconds with the plugin), or None if
+        they are unknown.
+        """
         if self.result is None or isinstance(self.seconds, str):
             return None
         model = self.result.steps.model
