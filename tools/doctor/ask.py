@@ -45,8 +45,8 @@ class Skew:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A `Trouble` says why a host gave no report: what failed (`ssh` or `report`), a description of the failure, and
-    what to do.
+    """A `Trouble` says why a host gave no report: it holds the part that failed (`ssh` or `report`), a description of
+    the failure, and a remedy.
     """
 
     what: str

@@ -1,8 +1,8 @@
-"""This module defines a check: a function that looks at a host, the reason why its result matters, with a source, and
-the command that mends a failure.
+"""This module defines a check: a function that examines a host, the reason why its result matters (with a source), and
+the command that corrects a failure.
 
-A check changes nothing on the host. It is a function from a host to an `Answer`; the decorator `check` adds the texts
-of the check and enters the check in `CHECKS`.
+A check changes nothing on the host. A check is a function from a host to an `Answer`; the decorator `check` adds the
+texts of the check and enters the check in `CHECKS`.
 """
 
 from __future__ import annotations

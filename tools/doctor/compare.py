@@ -48,8 +48,8 @@ _MEANING: dict[str, tuple[Verdict, str]] = {
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` names the hosts that differ from most others in one respect, what is usual for the others, and what
-    to do.
+    """An `Outlier` names the hosts that differ from most other hosts in one respect, the usual value of the other
+    hosts, and a remedy.
     """
 
     what: str

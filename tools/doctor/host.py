@@ -217,7 +217,7 @@ def _limit(patient: Patient, name: str) -> float:
     mend="ulimit -n 65536 (docker: --ulimit nofile=65536)",
 )
 def open_files(patient: Patient) -> Answer:
-    """Check that a worker may open many files."""
+    """Check that the limit on open files lets a worker open many files."""
     limit = _limit(patient, "Max open files")
     return Answer("fail" if limit <= _FEWEST_FILES else "warn" if limit < _OPEN_FILES else "ok", f"nofile {limit:g}")
 
@@ -229,7 +229,7 @@ def open_files(patient: Patient) -> Answer:
     npu=True,
 )
 def locked_memory(patient: Patient) -> Answer:
-    """Check that a worker may lock memory."""
+    """Check that the limit on locked memory lets a worker lock memory."""
     limit = _limit(patient, "Max locked memory")
     seen = "memlock unlimited" if limit == float("inf") else f"memlock {limit / 1024:.0f} KiB"
     return Answer("ok" if limit == float("inf") else "warn", seen)
@@ -241,7 +241,7 @@ def locked_memory(patient: Patient) -> Answer:
     mend="ulimit -s 8192",
 )
 def stack(patient: Patient) -> Answer:
-    """Check that the limit of the stack is not smaller than the default."""
+    """Check that the limit on the size of a process's stack is not smaller than the default."""
     limit = _limit(patient, "Max stack size")
     return Answer("ok" if limit >= _LEAST_STACK else "warn", f"stack {limit / 1024:.0f} KiB")
 

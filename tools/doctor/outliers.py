@@ -360,9 +360,9 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
     """Return whether a run may start on the hosts whose probes are given (name -> probe), after a comparison of these
     probes.
 
-    The verdict is "fail" if a worker, link or disk is slower than others of its kind, or a worker ended. It is
-    "unknown" if no worker has another worker of its kind, so that no comparison is possible. It is "warn" if a worker
-    waited for its cores or was stopped by a CPU limit. Otherwise the verdict is "ok".
+    The verdict is "fail" if a worker, link or disk is slower than others of its kind, or a worker ended. The verdict is
+    "unknown" if no worker has another worker of its kind, so that no comparison is possible. The verdict is "warn" if a
+    worker waited for its cores or was stopped by a CPU limit. Otherwise the verdict is "ok".
     """
     found = findings(reports)
     order: tuple[Verdict, ...] = ("fail", "unknown", "warn", "ok")
