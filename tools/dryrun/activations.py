@@ -77,8 +77,8 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the name of the part of the model to which a tensor counts that is kept for the backward pass. A tensor
-    that only one later layer reads counts to that layer, because it is the layer's input.
+    """Return the name of the part of the model to which a tensor belongs that is kept for the backward pass. A tensor
+    that only one later layer reads belongs to that layer, because it is the layer's input.
 
     Args:
         own: the part of the operator that computes the tensor. readers: the parts of the operators that read the tensor
@@ -269,8 +269,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
     """Return a dictionary part -> bytes that a chunk receives from the previous stage and keeps unchanged for its
     backward.
 
-    These tensors are parameters of the forward subgraph, and each micro-batch has its own; the recomputation of a layer
-    starts from them.
+    The received tensors are parameters of the forward subgraph, with separate tensors for each micro-batch; the
+    recomputation of a layer starts from them.
     """
     nodes, root = graph.graphs[forward], graph.graphs[graph.root]
     bound = next((node for node in nodes if node.binds == backward), None)
@@ -298,8 +298,8 @@ def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
     """Return for each weight the bytes of the tensors that the root graph computes once from this weight, and that the
     passes of all micro-batches share.
 
-    These tensors are the weights in compute precision, gathered from the optimizer's shards; they stay in memory for
-    the whole step.
+    The counted tensors are the weights in compute precision, gathered from the optimizer's shards; they stay in memory
+    for the whole step.
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}

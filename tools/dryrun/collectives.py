@@ -2,7 +2,7 @@
 order, and FLOPs.
 
 The module goes through the root of the graph and expands its calls. MindSpore's backend may swap collectives without an
-edge between them, so each collective lists the earlier ones for which it waits, through data or only through a
+edge between them, so each collective lists the earlier collectives for which it waits, through data or only through a
 `Depend`. FLOPs are those of the matrix products and the attention of one micro-batch.
 """
 

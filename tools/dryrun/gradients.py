@@ -98,7 +98,7 @@ def judge_gradients(
     of the updated weight: the sending rank, and whether the sums follow); `gradients_report` compares these keys.
 
     Args:
-        ranks_of: returns the global ranks of a group, None if they are unknown: `VirtualCluster.ranks_of`.
+        ranks_of: function from a group to its global ranks, None if unknown: `VirtualCluster.ranks_of`.
         copies: weight -> the ranks of the stage that hold the same slice of the weight as `rank`, see `copies_of`.
 
     Raises:

@@ -7,8 +7,9 @@ size of the group. The bytes of parameters, optimizer state and accumulated grad
 
 `line_of` returns the live bytes over a step, pass by pass. The tensors, their bytes, and the tensors that a forward
 pass keeps for its backward pass are read from the graph. Inside a pass, operators are assumed to run in the order of
-the graph's text, and a tensor lives from its operator to its last reader; the order on a device, its reuse of memory
-and fragmentation are unknown. The durations of passes are unknown, too: each pass has the duration 1.
+the graph's text, and a tensor is assumed to need memory from the operator that computes it to the last operator that
+reads it; the order on a device, its reuse of memory and fragmentation are unknown. The durations of passes are unknown,
+too: each pass has the duration 1.
 
 The graph assumes even routing. `under_loads` adds the memory for uneven loads, which `tools.estimate` models;
 `exchange` is the memory that moving experts needs between two steps.
@@ -135,7 +136,8 @@ class Memory:
         accumulated: gradients summed over micro-batches.
         gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
         saved: activations that are kept for backward passes, at the fullest moment (estimate).
-        working: the memory of other tensors that live inside a pass, at the moment of the largest sum (estimate).
+        working: the memory of the other tensors that exist only inside a pass, at the moment of the largest sum
+            (estimate).
         update: the memory that clipping and the optimizer need after the last pass, in addition to weights, state and
             accumulated gradients (`tools.estimate.memory.model.updating`).
         limit: `context.max_device_memory`; 0 if the recipe does not set it.
@@ -197,8 +199,8 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
     """Return the largest number of bytes of activations at one moment: the activations that wait for their backward
     pass, and the activations that are alive in the running pass.
 
-    The tensors that the running forward pass itself keeps are counted once. These include the tensors that the pass
-    received from the previous stage, although no operator of this stage computes them.
+    The tensors that the running forward pass itself keeps are counted once. The kept tensors include the tensors that
+    the pass received from the previous stage, although no operator of this stage computes them.
     """
     backward = [chunk["backward"] for chunk in chunks]  # all that counts where no passes are known
     forward = [max(chunk["forward"], chunk["saved"]) for chunk in chunks]
@@ -239,9 +241,9 @@ def under_loads(
 
 
 def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the memory of HCCL on a device, which is not part of `context.max_device_memory`: the "communicators" of
-    the compiled rank that has the most (without those of its sends and receives), and their "bytes" with HCCL's default
-    buffer size.
+    """Return the memory of HCCL on a device, which is not part of `context.max_device_memory`: the number of
+    "communicators" of the compiled rank that has the most communicators (without those of its Sends and Receives), and
+    their "bytes" with HCCL's default buffer size.
     """
     graphs = [result.get("graph", {}) for result in results]
     every = [

@@ -7,9 +7,9 @@ reason. This module compares the programs of the compiled ranks with each other.
 assumed to arrive when they are needed.
 
 If the two ends of a pipeline link were not both compiled, the ranks that represent these ends are compared: the Sends
-of one to the next stage must match the Receives of the other from the previous stage, and the reverse. Tags contain the
-numbers of the stages and are not compared. With zero_bubble_v each stage has its own order of a link's chunks, so no
-stage can represent another.
+of the first rank to its next stage must match the Receives of the second rank from its previous stage, and vice versa.
+Tags contain the numbers of the stages and are not compared. With zero_bubble_v each stage has its own order of a link's
+chunks, so no stage can represent another.
 """
 
 from __future__ import annotations

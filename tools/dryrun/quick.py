@@ -9,7 +9,7 @@ settings compile to the same operators.
 Sharding depends on the devices of a stage, not on how many stages there are or how deep they are: a layer of each kind,
 the embedding, the head and the MTP layers on stages of the same size have the layouts of the whole model. Sums over
 layers are exact (weights, optimizer state, gradients, gathered weights). Activations are added up from the parts of the
-compiled passes, and differ from those of full depth by at most `ERROR`. Traffic is not reported.
+compiled passes, and differ from those of full depth by at most `ERROR`. A quick dry run does not report traffic.
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
         graphs: an empty folder for the text of the final graph (see `final_graph`); without this argument no text is
             written.
 
-    Everything is restored on exit, except that the auto-parallel context is reset to its defaults, so set this context
-    only inside. A compile leaves caches in MindSpore's C++ code, so compile only once in a process.
+    All changed settings of MindSpore are restored on exit, except that the auto-parallel context is reset to its
+    defaults, so set the auto-parallel context only inside the `with` block. A compile leaves caches in MindSpore's C++
+    code, so compile only once in a process.
 
     Raises:
         VersionError: MindSpore or MindFormers is not of the verified version.
