@@ -97,7 +97,7 @@ class KnownError:
 
     Args:
         groups: the number of groups of runs (a group is one model on one cluster); each group was predicted by a fit to
-            all others.
+            all other groups.
         mean, worst: the mean and the largest |predicted / measured - 1|.
     """
 

@@ -351,7 +351,8 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
     """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
     each operator pattern in the key's present value `now`.
 
-    The patterns are written as a mapping, because MindFormers then refuses a list of patterns, and the value False.
+    The patterns are written as a mapping, because with swapping MindFormers refuses a list of patterns and the value
+    False.
     """
     layers = config.layers
     value: Any = True if table == layers else numbers_of(table, layers, config.schedule)

@@ -68,8 +68,8 @@ class Work:
         collectives: the number of these AllGathers and ReduceScatters in the forward pass.
         moved_keys: the bytes of keys and values of the device's part of the sequence, which context parallelism sends.
         turned_heads: the bytes of queries, keys, values and results, which Ulysses sends to the ranks of their heads.
-        sorting: the part of `elementwise` that sorts rows by expert and back; the backward pass moves rows only once,
-            too.
+        sorting: the bytes in `elementwise` that are moved to sort rows by expert and back; the backward pass moves as
+            many bytes for sorting, not twice as many.
         copies: the number of rows that a device sends to experts; 0 without experts.
     """
 

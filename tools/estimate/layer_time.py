@@ -266,8 +266,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """A `LayerTime` holds the times of a layer's forward and backward without recomputation, and the time that each
-    recompute option adds to the backward.
+    """A `LayerTime` holds the times of a layer's forward and backward pass without recomputation, and the time that
+    each recompute option adds to the backward pass.
     """
 
     forward: Parts
@@ -275,8 +275,8 @@ class LayerTime:
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """Return the time that a recompute option adds to the backward of a layer; the option is one of `recomputed`,
-        or several of them joined by `+`.
+        """Return the time that a recompute option adds to the backward pass of a layer; the option is one of
+        `recomputed`, or several of them joined by `+`.
         """
         if option in self.recomputed:
             return self.recomputed[option]

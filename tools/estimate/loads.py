@@ -4,8 +4,8 @@ A `Loads` holds the load of each device divided by the mean, by step, micro-batc
 
 * even loads (`EVEN`), or loads with the same max/mean in every layer and micro-batch (`uniform`);
 * drawn loads (`spread`): the loads of devices are drawn log-normally for each step and layer, with a given standard
-  deviation of their logarithm. `PUBLISHED_SPREAD` is fitted to published pairs of steps with forced and with natural
-  routing (`published/pairs.yaml`);
+  deviation of their logarithm. `PUBLISHED_SPREAD` is fitted to published pairs of training steps, one with forced even
+  routing and one with natural routing (`published/pairs.yaml`);
 * loads of a trained router (`trained`): loads of experts are drawn with the unevenness that a published study of
   trained models found (`published/loads.yaml`), and the experts are assigned to the devices;
 * recorded loads (`read_loads`): a run's `metrics/expert_load.jsonl`, or a routing log of other software, as JSONL or

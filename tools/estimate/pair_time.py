@@ -1,7 +1,8 @@
 """This module predicts the seconds of a pair: two passes through MoE layers that run together, so that the
 communication of each pass is hidden under the computation of the other pass.
 
-A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
+A pair consists of the forward pass of one micro-batch and the backward pass of another micro-batch, which run together
+through the layers of a chunk.
 
 An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
 pass runs these steps in reverse order. A pass that runs without a second pass waits for its own communication. If two
@@ -65,8 +66,9 @@ class LayerSeconds:
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
     """Return the seconds of a pair, a forward and a backward that run together, through `layers` layers.
 
-    The result is at least the largest of these: the computation of both passes, the communication of both passes, and
-    the serial time of each pass without weight gradients. It is at most the sum of both serial times.
+    The seconds of a pair are at least the largest of these times: the computation of both passes, the communication of
+    both passes, and the serial time of each pass without weight gradients. The seconds of a pair are at most the sum of
+    the serial times of both passes.
     """
     return pair_of([forward] * layers, [backward] * layers)
 

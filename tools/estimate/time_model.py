@@ -6,7 +6,8 @@ use this model.
 The time of a stage's micro-batch is the sum over its layers (`layer_time`). The time of a step is the sum of the
 slowest stage's work for all micro-batches, the filling and draining of the schedule, the communication of gradients and
 weights that computation does not hide (below), and the optimizer, including the matmuls and AllGathers of Muon
-(`muon`). `simulated` replays the schedule instead. Data stalls are assumed to be zero.
+(`muon`). With `simulated`, the schedule is replayed operation by operation, and this formula is not used. Data stalls
+are assumed to be zero.
 
 Devices of an expert-parallel group wait for each other in dispatch and combine of every MoE layer, so the time of a
 layer is its time on the fullest device. `TimeModel.step` takes max/mean by micro-batch and layer, and `TimeModel.under`
@@ -350,7 +351,7 @@ class TimeModel(GradientTimes):
         return found
 
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
-        """Return the seconds [chunks, chunks, stages] that a forward and a backward hide when they run as a pair.
+        """Return the seconds [chunks, chunks, stages] that a forward and a backward pass hide when they run as a pair.
 
         Time is hidden only in MoE layers. Half of a layer's computation is assumed to come before dispatch, and the
         other half to be that of the experts; the recomputation of a backward pass hides no communication. `ratios` has

@@ -1,13 +1,13 @@
 """This module counts the memory of the fullest device of a stage under uneven loads (`tools.estimate.loads`).
 
 A device that receives more tokens keeps more rows for its backward pass, and needs more working memory and larger
-receive buffers. These three parts of its memory grow in proportion to the device's load in each layer. The fullest
-device is searched among all devices of a group, because a device that is the fullest one in every layer is rare. For
-even loads the result equals `stage_memory` exactly.
+receive buffers. These three parts of a device's memory grow in proportion to the device's load in each layer. The
+fullest device is searched among all devices of a group, because a single device is rarely the fullest device in every
+layer. For even loads the result equals `stage_memory` exactly.
 
 * Each layer has its own load, and the micro-batches in flight are those of the schedule's fullest moment. If the loads
-  differ by micro-batch, all micro-batches in flight are assumed to be as full as the step's fullest one in each chunk,
-  which is an upper bound.
+  differ by micro-batch, all micro-batches in flight are assumed to be as full as the step's fullest micro-batch in each
+  chunk, which is an upper bound.
 * If only the load of the fullest device of each layer is known (one max/mean), the same device is assumed to be the
   fullest in all layers, which is an upper bound, too.
 * The memory that HCCL reserves does not depend on the rows that an AlltoAllV moves: HCCL has two buffers for each

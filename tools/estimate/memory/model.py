@@ -1,14 +1,14 @@
-"""This module counts the memory of one device of each stage: weights, gradients, optimizer state, activations by
-schedule, buffers.
+"""This module counts the memory of one device of each pipeline stage: weights, gradients, optimizer state, the
+activations that the schedule keeps, and buffers.
 
 Weights are kept in fp32 with two Adam moments; a sharded optimizer shards weights and moments over the ranks that hold
 copies. Gradients are accumulated in fp32, and the passes compute with a copy of the weights in the compute dtype.
 Accumulated gradients and this copy are cut only over tp and ep, unless gradients (`shard_gradients`) or the copied
 weights (`shard_weights`) are sharded, too. For MindFormers recipes the bytes of weights, moments, accumulated gradients
-and copied weights equal the bytes in MindSpore's compiled graph (`tc3 dryrun`). The sum is 18 bytes per parameter, as
-in Megatron. A MindFormers recipe may keep weights in another type (`params_dtype`); then there is no fp32 copy of the
-weights. AdamW still keeps its moments in fp32 (core/optim/adamw.py, `clone_state`), and the accumulated gradients are
-clones of the weights (wrapper.py, `accu_grads`).
+and copied weights equal the bytes in MindSpore's compiled graph (`tc3 dryrun`). Together, weights, moments, gradients
+and the copy need 18 bytes per parameter, as in Megatron. A MindFormers recipe may keep weights in another type
+(`params_dtype`); then there is no fp32 copy of the weights. AdamW still keeps its moments in fp32 (core/optim/adamw.py,
+`clone_state`), and the accumulated gradients are clones of the weights (wrapper.py, `accu_grads`).
 
 `tools.estimate.from_recipe` sets the bytes of an element; this module multiplies them by the number of elements.
 

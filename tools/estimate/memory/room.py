@@ -3,8 +3,8 @@ device, minus a margin.
 
 The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
 
-`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. No such run used
-MindFormers or Ascend, because none has been published with its memory.
+`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. No run in `rows.yaml`
+used MindFormers or Ascend, because no such run has been published with its memory.
 """
 
 from __future__ import annotations

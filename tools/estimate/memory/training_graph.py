@@ -1,5 +1,5 @@
-"""This module counts the activations that a layer of MindFormers' training_graph models keeps for its backward, under
-MindSpore 2.9.0.
+"""This module counts the activations that a layer of MindFormers' training_graph models keeps for its backward pass,
+under MindSpore 2.9.0.
 
 The tensors were counted in compiled graphs (`tc3 dryrun`: the tensors that a forward subgraph passes to its backward),
 for alltoall_deredundency and fused kernels. MindFormers keeps more tensors than the mathematics needs:
@@ -26,7 +26,7 @@ is accumulated.
 
 The kept bytes are within 1 % of the bytes in the compiled graphs of the 438B recipe; the additional bytes of a pass are
 between 15 % below and 14 % above the bytes in the graphs of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the
-copies (those of the 105B by 38 %). This padding, 6 to 9 % of a layer's bytes, is not counted.
+copies (those of the 105B by 38 %). The padding of the token copies, 6 to 9 % of a layer's bytes, is not counted.
 
 The modules to which memory belongs (`MODULES`) have the same names for modelled bytes and for the bytes of a compiled
 graph.
@@ -187,8 +187,8 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 def layer_pass(config: Configuration, kind: str, option: str) -> float:
     """Return the largest number of bytes that a layer's backward pass needs, in addition to the tensors that the
-    forward pass has kept for it. These bytes include the results of the operators that the layer's recompute option
-    runs again.
+    forward pass has kept for it. The returned bytes include the results of the operators that the layer's recompute
+    option runs again.
     """
     again, groups = option == "full", [name for name in parts_of(option) if name in configuration.PATTERNS]
     gradients = config.item + config.weight_item

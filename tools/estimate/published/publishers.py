@@ -13,10 +13,10 @@ of MindFormers model cards from the files that the card links: `model`, `moe`, `
 
 Megatron-Bridge's performance recipes have settings for MoE models that its tables of results do not show.
 
-Dispatcher, overlap, recomputed operators and CUDA graphs were read in its repository (perf_recipes of deepseek, qwen
-and gpt_oss, and the configurations before them, releases r0.1.0 to r0.6.0 of October 2025 to August 2026). The rules
-depend only on device, release and model. Token drop of Megatron-Bridge pads to a capacity factor of 1, so each expert
-gets the average number of rows.
+The settings of dispatcher, overlap, recomputed operators and CUDA graphs were read in the repository of Megatron-Bridge
+(perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, releases r0.1.0 to r0.6.0 of October
+2025 to August 2026). The rules for rows of Megatron-Bridge depend only on device, release and model. Token drop of
+Megatron-Bridge pads to a capacity factor of 1, so each expert gets the average number of rows.
 """
 
 from __future__ import annotations

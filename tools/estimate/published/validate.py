@@ -29,7 +29,7 @@ class Prediction:
         step_time_s: the seconds of the row's step.
         tflops_per_device: model FLOPs without recomputation, counted in the way of the row's source.
         mfu: the share of the device's bf16 peak, from 0 to 1.
-        peak_memory_gb: the peak of the stage that needs most, in units of 1e9 bytes.
+        peak_memory_gb: the peak memory of the stage that needs the most memory, in units of 1e9 bytes.
         step_error, memory_error: the errors of step time and peak memory, predicted / measured - 1; None if the row has
             no measurement.
     """
@@ -45,7 +45,7 @@ class Prediction:
     memory_error: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the prediction in the stable form that `--json` prints."""
+        """Return the prediction as the values that `--json` prints, whose form stays stable."""
         found: dict[str, Any] = {"id": self.row.id}
         found |= {name: getattr(self, name) for name in QUANTITIES}
         found |= {"reason": self.reason, "assumptions": list(self.row.assumptions)}
