@@ -1,5 +1,5 @@
-"""This module is the command `tc3 experts restore-order`. It puts the experts of a checkpoint back into logical order
-if a run has moved them; all values keep their bits.
+"""This module is the command `tc3 experts restore-order`. The command puts the experts of a checkpoint back into
+logical order if a run has moved them; all values keep their bits.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def _records(counted: Counted, devices: int) -> list[Record]:
 
 
 def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slots: np.ndarray, plans: int) -> float:
-    """Return the mean seconds for moving the experts of one plan: the time of the stage and device that send most, over
-    the slowest link of the group, one layer after the other.
+    """Return the mean seconds for moving the experts of one plan: the time of the stage and device that send the most
+    bytes, over the slowest link of the EP group, one layer after another.
 
     Args:
         first: [layers, E] the placement before the first step. slots: [steps, layers, E] the placement after each step.
