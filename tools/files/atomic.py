@@ -199,7 +199,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool) -> None:
     """Raise an error before long work begins if its result would replace an existing file or folder without `force`,
-    because somebody may still need that result.
+    because the user may still need this file or folder.
 
     Args:
         option: the name of the option on the command line, for the message.

@@ -1,7 +1,7 @@
 """This module makes HTML pages, with tables and lists, that need no other files. All text is escaped for HTML.
 
-These functions return HTML, and the argument `body` of `page` and of `folded` is HTML; every other argument is plain
-text.
+The functions of this module return HTML, and the argument `body` of `page` and of `folded` is HTML; every other
+argument is plain text.
 """
 
 from __future__ import annotations
