@@ -22,8 +22,8 @@ section 4.5):
 With such a fusion, the gradient in compute precision is neither written to HBM nor read again. The names of both passes
 occur in the wheel's library for Ascend. The conditions of the passes come from MindSpore's public
 matmul_assignadd_fusion.cc and grouped_matmul_assignadd_fusion.cc. According to these public sources, both passes are
-off unless `--enable_pass` names them (AddFusionPass(..., false) in backend_fusion, if the build has ENABLE_ATB). This
-was not tested with 2.9.0, because the CPU wheel runs no passes for Ascend.
+off unless `--enable_pass` names them (AddFusionPass(..., false) in backend_fusion, if the build has ENABLE_ATB). These
+facts were not tested with MindSpore 2.9.0, because its CPU wheel runs no passes for Ascend.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ class Tally:
 
     Args:
         operators: the number of operators that DVM supports.
-        kernels: the number of kernels that DVM makes of them.
+        kernels: the number of kernels that DVM makes of these operators.
         fused: the number of these kernels that have several operators.
         before, after: the bytes that the operators move through HBM, without fusion and in fused kernels.
         patterns: for each kind of fused kernel (the names of its operators joined with "-"), the number of such
             kernels.
         saved: for each kind of kernel in `patterns`, the bytes of HBM traffic that these kernels save.
-        alone: the number of operators that are not fused by DVM, by (operator, reason). Collectives are left out.
+        alone: the number of operators that are not fused by DVM, by (operator, reason). Collectives are not counted in
+            `alone`.
         moved: the bytes of HBM traffic of the operators in `alone`.
         named: the number of operator chains at which a fusion pass of MindSpore aims, by (name of the pass, chain,
             reason why it does not match).
