@@ -20,9 +20,9 @@ def floor_of(instance: Instance) -> tuple[float, float]:
     """Return lower bounds in ms: on the step time of any plan, and on the time of its slowest stage; both are infinite
     if no plan can fit.
 
-    The layers of a stage are whole. Their recomputation may be divided into fractions, whose cost is the convex hull of
-    the options. If a stage has several chunks, each chunk holds its least number of layers, and the other layers are in
-    the chunk with the fewest micro-batches in flight.
+    The layers of a stage are whole. The recomputation of a layer may be divided into fractions, whose cost is the
+    convex hull of the recompute options. If a stage has several chunks, each chunk holds its least number of layers,
+    and the other layers are in the chunk with the fewest micro-batches in flight.
     """
     if len(instance.types) > 2:
         work = work_bound(instance)

@@ -19,7 +19,7 @@ over a stage, slowest chunk, slots of the steady state).
 
 `path_bound` solves the exact model for layers that may be divided arbitrarily, and adds the longest chain of each
 solution until the simulator agrees with the model. The result is the least step time of any plan if layers were
-divisible. It includes the memory cap, the filling and draining of the schedule, and the times of head and tail.
+divisible. This bound includes the memory cap, the filling and draining of the schedule, and the times of head and tail.
 
 Annealing changes a few layers at a time; if the memory cap is tight, a better plan may need many changes at once. Each
 round of `search_near` keeps most of the best plan fixed, and lets the solver change the chunks of some stages, or every
@@ -287,8 +287,8 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Record a lower bound for all plans; if it lies above the best plan's time, that plan is proven to be the
-        best.
+        """Record a lower bound on the step time of all plans; if the bound lies above the best plan's time, this plan
+        is proven to be the best.
         """
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:

@@ -68,10 +68,12 @@ class Instance:
     """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the file of the instance
     uses.
 
-    static [stages] memory of a stage that no layer causes head, tail (forward, backward) added to the first and the
-    last chunk last_layers layers that the last chunk must hold at least (0 or 1) last_option option that all layers of
-    the last chunk must have, of types that have it; "" for any order options, the strongest first, in the order in
-    which the layers of a chunk must have them; () for any
+    static      [stages] the memory of a stage that does not depend on its layers
+    head, tail  (forward, backward) times that are added to the first and the last chunk
+    last_layers the smallest number of layers of the last chunk (0 or 1)
+    last_option the option of all layers of the last chunk whose types have this option; "" if any option is allowed
+    order       the options, the strongest first, in the order in which the layers of a chunk must have them; () if any
+                order is allowed
     """
 
     name: str

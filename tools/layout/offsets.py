@@ -6,9 +6,9 @@ the pipeline optimiser that is stored in a file beside the recipe (`LayoutFile`)
 of `recompute_config`.
 
 Like the lock file of a package manager, the layout file is made once and read at every launch. The layout file of
-`pretrain.yaml` is `pretrain.layout.yaml`. It holds the inputs of the optimiser (`inputs`, and their digest), its result
-in the form of MindFormers' keys, and the predicted time and memory of this result. A launch whose recipe has other
-inputs refuses the file.
+`pretrain.yaml` is `pretrain.layout.yaml`. The layout file holds the inputs of the optimiser (`inputs`, and their
+digest), its result in the form of MindFormers' keys, and the predicted time and memory of this result. A launch whose
+recipe has other inputs refuses the file.
 """
 
 from __future__ import annotations

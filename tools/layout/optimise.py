@@ -127,7 +127,8 @@ def optimise(
 ) -> Outcome:
     """Search until `budget` is spent or the best plan is proven to be the fastest. `report` is called with every
     improvement; the returned plan is never worse than the plan `start` [K, C]. A caller that gives a `start` has
-    already placed the layers quickly and computed the bound of weighted chains, so this function does neither again.
+    already placed the layers quickly and computed the bound of weighted chains, so this function does not repeat these
+    two steps.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     first = place_fast(instance) if start is None else start

@@ -160,10 +160,10 @@ def place(
     """Return the fastest placement of `config`'s layers that was found, with the recomputation of each layer, in which
     no stage needs more than `cap_bytes`.
 
-    The tables of `config` are one of the candidates. If dense and MoE layers alternate, layers stay on their stages,
-    and only their recomputation is chosen (`recomputing_least`). For schedules with pairs (`tools.pipeline.orders`) the
-    optimiser does not count the time that a pair hides, because this time depends on two chunks at once; the time of
-    the returned placement counts it, and its bound is 0.
+    The present placement of `config` is one of the candidates. If dense and MoE layers alternate, layers stay on their
+    stages, and only their recomputation is chosen (`recomputing_least`). For schedules with pairs
+    (`tools.pipeline.orders`) the optimiser does not count the time that a pair hides, because this time depends on two
+    chunks at once; the time of the returned placement counts it, and its bound is 0.
 
     Args:
         groups: whether layers may also recompute groups of operators. Half of the effort is spent without groups, so
@@ -330,7 +330,7 @@ def outside_least(config: Configuration, model: TimeModel, instance: Instance, s
     least `slowest` seconds for a micro-batch and whose pipeline takes at most `beat` seconds.
 
     The time of gradients, weights and the optimizer is that on the slowest stage. This stage has at least as many
-    layers as take `slowest` seconds with full recomputation.
+    layers as take `slowest` seconds when fully recomputed.
     """
     costs, kinds = StageCosts(instance), [kind.name for kind in instance.types]
     longest = max(base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)) / 1000

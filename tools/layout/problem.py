@@ -34,9 +34,10 @@ _MS = 1000
 class PlacedInstance(Instance):
     """A `PlacedInstance` is an instance whose chunks wait for transfers from another stage.
 
-    receiving time that is added to each forward pass except the first chunk's and to each backward pass except the last
-                chunk's. The time of the sender is left out, so that no real plan is faster than the instance says.
-                end_weights time of the weight gradients in the backward passes of head and tail.
+    receiving   the time that is added to each forward pass except the first chunk's and to each backward pass except
+                the last chunk's; the time of the sender is left out, so that no real plan is faster than the instance
+                says
+    end_weights the times of the weight gradients in the backward passes of head and tail
     """
 
     receiving: float = 0.0

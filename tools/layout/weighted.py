@@ -3,10 +3,11 @@ assumes whole layers.
 
 A chain of operations that wait for each other contains the forward and the backward pass of each chunk a number of
 times, and a step takes at least as long as every chain. The weighted mean of the lengths of several chains is therefore
-a lower bound, too. This mean is a sum over the stages, so dynamic programming over the layers finds the plan with the
-least mean, however many patterns a stage has (`tools.layout.patterns`). The longest chain of this plan is then added,
-and a small linear program chooses new weights, until no weights give a higher bound (Dantzig and Wolfe 1960; here the
-plans are the columns). Sending an activation also keeps a stage busy, which counts in a chain that stays on the stage.
+a lower bound, too. The weighted mean is a sum over the stages, so dynamic programming over the layers finds the plan
+with the least mean, however many patterns a stage has (`tools.layout.patterns`). The longest chain of this plan is then
+added, and a small linear program chooses new weights, until no weights give a higher bound (Dantzig and Wolfe 1960;
+here the plans are the columns). Sending an activation also keeps a stage busy, which counts in a chain that stays on
+the stage.
 
 The time of a step after the pipeline (gradients, weights and the optimizer) depends on the slowest stage. All possible
 times of a slowest stage are therefore tried in turn: no stage may take longer than this time, and a stage counts as the
