@@ -32,11 +32,11 @@ does not wait for all stages.
 
 V-Min, V-Half and V-ZB are V-shaped schedules with controllable memory (arXiv 2405.15362).
 
-In these schedules each stage holds two chunks of the model, which runs from the first stage to the last and back. Such
-a schedule repeats a building block every six units of time; the block gives the times at which one micro-batch passes
-each stage if every forward pass, backward pass and weight gradient takes one unit. The time for which the block keeps
-activations determines the memory for activations: a third of that of 1F1B (V-Min), half of it (V-Half), or all of it
-(V-ZB, which has no bubble).
+In these schedules each stage holds two chunks of the model, which runs from the first stage to the last and back. A
+V-shaped schedule repeats a building block every six units of time; the block gives the times at which one micro-batch
+passes each stage if every forward pass, backward pass and weight gradient takes one unit. The time for which the block
+keeps activations determines the memory for activations: a third of that of 1F1B (V-Min), half of it (V-Half), or all of
+it (V-ZB, which has no bubble).
 
 DualPipe and DualPipeV are schedules of DeepSeek (arXiv 2412.19437, figure 5; the public DualPipe repository), which run
 forward and backward passes in pairs.
@@ -463,8 +463,8 @@ def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: 
 
     The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forward and
     backward passes of different micro-batches; they do not say whether a backward pass is paired with the forward pass
-    before or after it. It cannot be the forward pass before it, because on the last stage the backward pass needs the
-    result of this forward pass.
+    before or after it. The partner of a backward pass cannot be the forward pass before it, because on the last stage
+    the backward pass needs the result of this forward pass.
     """
     plain = widened(interleaved_1f1b(stage, stages, chunks, micro_batches))
     backward = plain[:, 0] == KINDS.index("B")

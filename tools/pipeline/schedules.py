@@ -5,12 +5,12 @@ A recipe can choose one of MindSpore's schedules (`SCHEDULES`, see `tools.pipeli
 (`PAPER_SCHEDULES`) are published in papers, and are only simulated in this repository:
 
 zb_h1, zb_h2             weight gradients fill the bubble (arXiv 2401.10241)
-zb_v, v_half, v_min      the model in a V, memory as one likes (arXiv 2405.15362)
-dual_pipe, dual_pipe_v   a forward and a backward as one overlapped pair (DeepSeek)
+zb_v, v_half, v_min      the model runs through the stages in a V, with controllable memory (arXiv 2405.15362)
+dual_pipe, dual_pipe_v   a forward and a backward pass run as one overlapped pair (DeepSeek)
 interleaved_1f1b_pairs   interleaved 1F1B with such pairs in its steady phase (report section 4.1, Pangu Ultra MoE)
 
 `why_not` says which schedules MindFormers 1.9.0 on MindSpore 2.9.0 cannot run (docs/schedules.md); these schedules are
-only simulated. One schedule is chosen by an environment variable.
+only simulated. One of MindSpore's schedules (interleaved_1f1b_less_memory) is chosen by an environment variable.
 """
 
 from __future__ import annotations

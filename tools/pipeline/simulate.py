@@ -1,7 +1,7 @@
 """This module simulates a pipeline schedule. The result is the time of a step, idle times, the memory of each stage
 over time, and a picture.
 
-Rules of the simulation, all stated here:
+The simulation follows these rules:
 * a stage runs its operations one after another in the schedule's order, each operation as soon as its inputs are
   available;
 * the forward pass of a chunk needs the forward pass of the previous chunk of the model; the backward pass of a chunk
@@ -48,11 +48,12 @@ class Durations:
 
     If sequences are split, the arrays are [parts, chunks, stages], or [chunks, stages] if all parts take the same time.
 
-    backward    the whole backward, weight gradients and recomputation included
-    weight      the part of it that is weight gradients (of schedules that split them off)
-    transfer    one activation, or its gradient, to another stage
-    hidden      [chunks, chunks, stages] what a forward of the first chunk and a backward of the second hide of each
-                other as a pair (of whole sequences): it takes forward + backward - hidden. None: nothing
+    backward    the time of the whole backward pass, including weight gradients and recomputation
+    weight      the time of the weight gradients, a part of `backward` (for schedules that split them off)
+    transfer    the time to send one activation, or its gradient, to another stage
+    hidden      [chunks, chunks, stages] the time that a forward pass of the first chunk and a backward pass of the
+                second hide if they run as a pair (without split sequences): the pair takes forward + backward - hidden;
+                None if nothing is hidden
     """
 
     forward: np.ndarray
@@ -282,7 +283,7 @@ _HEIGHT = 0.84
 
 def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
     """Draw the timeline on matplotlib's `axes`. Later chunks have darker colours, and the two operations of a pair are
-    drawn one above the other in a frame.
+    drawn above each other in one frame.
 
     If `numbers` is True, the number of the micro-batch is written into each operation.
     """

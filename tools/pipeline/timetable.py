@@ -40,16 +40,17 @@ class Timetable:
 
     A pair (a forward and a backward pass that run together) takes one place of the timetable.
 
-    work      [levels, stages] which duration: ((kind * parts + part) * chunks + chunk) * stages + stage; KINDS * C when
-              idle; of a pair KINDS * C + 1 + (forward's chunk * chunks + backward's chunk) * stages + stage
-    needs     [levels, stages] the place ((level + 1) * stages + stage) whose output it waits for; 0: none
-    moves     [levels, stages] whether that output comes from another stage
-    sends     [levels, stages] whether its own output goes to another stage
-    paired    [levels, stages] 1: runs right after a backward as a forward; 2: a backward with such a forward after it;
-              3: a pair
-    also      None without pairs; else needs and moves [2, levels, stages] of the pairs' backwards
+    work      [levels, stages] the number of each operation's duration: ((kind * parts + part) * chunks + chunk) *
+              stages + stage; KINDS * C for an idle place; for a pair KINDS * C + 1 + (chunk of the forward pass *
+              chunks + chunk of the backward pass) * stages + stage
+    needs     [levels, stages] the place ((level + 1) * stages + stage) for whose output each operation waits; 0: none
+    moves     [levels, stages] whether this output comes from another stage
+    sends     [levels, stages] whether the operation's own output goes to another stage
+    paired    [levels, stages] 1: a forward pass that runs right after a backward pass; 2: the backward pass before such
+              a forward pass; 3: a pair
+    also      None without pairs; else `needs` and `moves` [2, levels, stages] of the backward passes of pairs
     places    for each stage, the level of each of its operations in order
-    tables    the operations of each stage as numbers (`tools.pipeline.schedules.order_table`)
+    tables    the operations of each stage as integers (`tools.pipeline.schedules.order_table`)
     """
 
     stages: int
@@ -272,8 +273,8 @@ def critical_path(table: Timetable, times: np.ndarray, sending: float = 0.0) -> 
 
     Args:
         sending: the time for which a stage is busy with sending the result of an operation that belongs to no pair; the
-            receiver has the result before this time. It counts in the step time, but not in (visits * times).sum(). The
-            time of receiving must be part of `times`.
+            receiver has the result before this time. The time of sending counts in the step time, but not in (visits *
+            times).sum(). The time of receiving must be part of `times`.
     """
     size, stages = table.chunks * table.stages, table.stages
     meaning = _meaning(table.chunks, stages, len(times), table.also is not None)
