@@ -5,9 +5,9 @@ parent.
 training) to its end, and ends it if this process is ended. `ordered_map` maps a function over jobs in worker processes;
 it keeps the order of the jobs, bounds memory, and its workers end with the parent process and after Ctrl-C. Each worker
 has its own pipe and receives jobs in turn, so reading the pipes in the same turn gives the results in the order of the
-jobs. At most `DEPTH` jobs of each worker are in progress: memory is O(workers x job), however many jobs there are. A
-worker that dies closes its pipe, which the parent sees at once; a parent that dies closes all pipes, which ends the
-workers. (`multiprocessing.Pool` hangs in the first case, `ProcessPoolExecutor` leaves orphans in the second.)
+jobs. At most `DEPTH` jobs of each worker are in progress: memory is O(workers x job), however many jobs there are. If a
+worker dies, its pipe is closed, which the parent notices at once; if the parent dies, all pipes are closed, which ends
+the workers. (`multiprocessing.Pool` hangs in the first case, `ProcessPoolExecutor` leaves orphans in the second.)
 
 A process that compiles runs with `HUGE_PAGES`, because MindSpore's front end allocates very many small objects: if
 glibc's malloc uses transparent huge pages, a compile takes a tenth (mini recipes) to a fifth (large recipes) less time
@@ -48,7 +48,7 @@ def interruptibly(work: Callable[[], Result]) -> Result:
     """Run the function `work` in a thread and return its result, so that Ctrl-C ends the wait at once even if `work`
     stays in C code for minutes.
 
-    The function `work` goes on until the process ends, so it must not write files. It must release Python's global
+    The function `work` goes on until the process ends, so it must not write files. `work` must release Python's global
     interpreter lock. Outside the main thread, which receives no signals, `work` runs in the calling thread.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -169,8 +169,8 @@ def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterato
     """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
     first receives SIGTERM and has this time to end; then `kill` ends it.
 
-    After a second Ctrl-C this time is not waited for. `options` are passed to Popen. Raises OSError if the process
-    cannot be started.
+    After a second Ctrl-C the function no longer waits for the process. `options` are passed to Popen. Raises OSError if
+    the process cannot be started.
     """
     with ExitStack() as over:
         with uninterrupted():  # a signal in between would leave the process behind that has just begun
@@ -192,8 +192,8 @@ def _end(process: subprocess.Popen[Any], grace: float) -> None:
 def kill(process: subprocess.Popen[Any]) -> None:
     """End a process by SIGKILL together with all processes that it has started, and with its session if it leads one.
 
-    The function does nothing if the process has already been waited for, because another process may have its process
-    id by then.
+    The function does nothing if the process has already been waited for, because another process may have received the
+    same process id.
     """
     if process.returncode is not None:
         return

@@ -6,9 +6,9 @@ the outputs of tools in `outputs/`, each in a file that is named after the comma
 `outputs/npu-smi_info_-t_topo.txt`. Tests use recorded hosts in the place of real hosts.
 
 The module parses the output of `npu-smi` leniently, because columns and words differ between generations of the driver.
-It was tested with tables of the drivers 22.0 to 26.0 (910A and Atlas A2 with one chip per card, Atlas A3 with two), and
-with the layout of Ascend 950, which has other columns (tests/tools/process/outputs/SOURCES.md). If a table is not
-understood, the result is None or empty, and the caller says so.
+The parser was tested with tables of the drivers 22.0 to 26.0 (910A and Atlas A2 with one chip per card, Atlas A3 with
+two), and with the layout of Ascend 950, which has other columns (tests/tools/process/outputs/SOURCES.md). If a table is
+not understood, the result is None or empty, and the caller says so.
 """
 
 from __future__ import annotations
