@@ -52,7 +52,7 @@ class Kernel:
 @dataclass(frozen=True)
 class Step:
     """A `Step` holds the kernels of one profiled step in the order of their starts, and the length of the step in
-    seconds. This length includes the time in which no kernel runs.
+    seconds. The length of a step includes the time in which no kernel runs.
 
     If a profile does not separate its steps, a `Step` holds the kernels of `repeats` steps, and each kernel has its
     seconds divided by `repeats`.

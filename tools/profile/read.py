@@ -17,11 +17,11 @@ Versions of the profiler differ in further columns, which are ignored, and in ta
 The profile of a CPU consists of cpu_op_execute_timestamp_N.txt and cpu_framework_N.txt (as experiments with MindSpore
 2.9.0 show).
 
-The first has a line `scope/Type-opN;HostCpuOps;start ns,milliseconds,thread ...` for each operator, with all of its
-executions; the second a line `Type;Type-opN;graph;input_1:[8, 128];...` for each execution, in order. Names without
-scopes are shared, so the k-th execution of a short name has the shapes of its k-th line. The profiler does not record
-steps: the operators run equally often in each step, so the most common number of executions of an operator is the
-number of steps.
+cpu_op_execute_timestamp_N.txt has a line `scope/Type-opN;HostCpuOps;start ns,milliseconds,thread ...` for each
+operator, with all of its executions; cpu_framework_N.txt has a line `Type;Type-opN;graph;input_1:[8, 128];...` for each
+execution, in order. Several operators can have the same name without scope, so the k-th execution of such a name has
+the shapes of the name's k-th line. The profiler does not record steps: the operators run equally often in each step, so
+the most common number of executions of an operator is the number of steps.
 
 A CPU also runs other programs. Therefore the time of an operator, and of the gap before it, is the lower quartile over
 its executions.
@@ -288,7 +288,7 @@ def read_cpu(folder: Path) -> Profile:
     """Return the profile of a run on CPU, which MindSpore's profiler writes into a folder called FRAMEWORK.
 
     Raises:
-        DataError: a file cannot be read as described above.
+        DataError: a file does not have the form that the docstring of this module describes.
     """
     found = sorted(folder.glob(TIMES))
     runs = _executions(found[0])
