@@ -61,9 +61,9 @@ def reshape(x: Spread, shape: Sequence[int], firm: bool = False, ranks_first: bo
     The pieces of an axis stay between the extents (sizes on a rank) around them. If these two extents come into
     different dimensions, the pieces stay in front of the second extent if the pieces and this extent shared a
     dimension, because a layout cuts dimensions into whole pieces. Otherwise the pieces go to the dimension of one
-    element between the two extents in which they were before, or to the end of the dimension before. Their place is a
-    guess (`loose`) if a dimension of one element could have the pieces as well, unless the places are `firm`. If
-    dimension 0 is that of the ranks (`ranks_first`), pieces in front of all extents go to dimension 0.
+    element between the two extents in which they were before, or to the end of the dimension before. The place of the
+    pieces is a guess (`loose`) if a dimension of one element could have the pieces as well, unless the places are
+    `firm`. If dimension 0 is that of the ranks (`ranks_first`), pieces in front of all extents go to dimension 0.
     """
     atoms = _flat(x)
     if -1 not in shape:  # now it is known how many rows there are

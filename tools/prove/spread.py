@@ -2,14 +2,14 @@
 operation how its result is distributed over the ranks. The module needs neither MindSpore nor files.
 
 A `Spread` states for one value and for every axis of the mesh whether the ranks along the axis hold the same value
-(replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each
-axis: the ranks hold the value times the axis' size to this power. This power is necessary, because MindSpore starts the
+(replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). A `Spread` also has a power for
+each axis: the ranks hold the value times the axis' size to this power. MindSpore needs the power, because it starts the
 backward pass with 1 / devices on every rank and later sums over all ranks, also if they computed equal values. A
 replicated value with the power -1 is a partial sum whose parts are equal.
 
 A dimension is a tuple of atoms, outermost first: an extent on the rank (an integer), the name of an axis whose ranks
 hold the pieces at this place, or a `Block`. ``(("tp", 64), (128,))`` is a matrix whose rows are cut over tp, 64 on each
-rank. Every function returns the spread of the result. It raises `Contradiction` if the ranks' results are neither
+rank. Every function returns the spread of the result. Functions raise `Contradiction` if the ranks' results are neither
 pieces nor parts of the result of one device, and `NotKnown` if this module has no rule. A property test splits random
 arrays over simulated ranks by these definitions and runs each operation on the parts.
 """
@@ -70,7 +70,7 @@ class Rows:
     """A `Rows` stands for rows of tokens whose order is decided by routing and differs from rank to rank.
 
     Args:
-        origin: the atoms of the dimension before the dispatch. Its axes come before the rows in the dimension.
+        origin: the atoms of the dimension before the dispatch. These axes come before the rows in the dimension.
         path: the steps of the dispatch that the rows have gone through, in order; see `tools.prove.experts`.
         count: the number of rows on a rank; -1 if the data decide.
     """
@@ -101,8 +101,8 @@ class Spread:
         greatest: the axes over which the value is the maximum of the ranks' values.
         merged: if a reshape has made a matrix of tokens, the two dimensions that became its rows. Values with equal
             elements may differ in this field.
-        dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. Their pieces are
-            also parts of the sum over that dimension.
+        dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. The pieces on
+            these axes are also parts of the sum over it.
         formula: for integers that were computed from ends of documents, the formula (see `tools.prove.documents`).
     """
 
