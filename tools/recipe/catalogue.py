@@ -113,8 +113,8 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """Return the cards below the folder `recipes`: those of TeleChat3-MoE first, those of families that are only
-    modelled last, and within each family the small models first.
+    """Return the cards below the folder `recipes`: first the cards of TeleChat3-MoE, and last the cards of model
+    families that are only modelled; within each family the small models come first.
 
     Raises:
         RecipeError: a card lacks a key, has an unknown key, or makes a claim that no card may make.

@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """A `Recipe` is a flat recipe: a dict that also knows its `source` file and the `marks` of its key paths."""
+    """A `Recipe` is a flat recipe: a dict that also holds its `source` file and the `marks` of its key paths."""
 
     source: str = ""
     marks: dict[KeyPath, Mark]

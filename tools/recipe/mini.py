@@ -1,8 +1,8 @@
 """This module shrinks any TeleChat recipe, dense or a mixture of experts, to a recipe that a CPU trains in a minute.
 
-The module scales sizes down and replaces operators that the CPU lacks. It keeps the architecture and training method of
-the recipe: the kind of attention, the number of query heads that share keys and values, dense-first layers, shared
-expert, router, MTP, YaRN's factor, document masks, optimizer, the shape of schedules, and plugins.
+The module scales sizes down and replaces operators that the CPU lacks. A mini recipe keeps the architecture and
+training method of the recipe: the kind of attention, the number of query heads that share keys and values, dense-first
+layers, shared expert, router, MTP, YaRN's factor, document masks, optimizer, the shape of schedules, and plugins.
 
 `derive_mini` makes a mini recipe for one worker. A parallel mini recipe also keeps the parallel strategy of the recipe,
 for a few CPU workers that run the sharded graph with the recipe's own operators: the parallel degrees (scaled down),

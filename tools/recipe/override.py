@@ -1,5 +1,5 @@
-"""This module changes single values of a recipe from the command line. It compares the type of each new value in
-`a.b.c=value` with the present value.
+"""This module changes single values of a recipe from the command line. The module compares the type of each new value
+in `a.b.c=value` with the type of the present value.
 
 New keys are allowed only below `plugins` (`--set plugins.NAME...`): a recipe need not contain a plugin that is off, or
 a setting of a plugin that has its default value.
