@@ -12,8 +12,8 @@ The folder of an attempt holds
 * `verdict.json`: the node that caused the end of the attempt, and the decision after it, written by one process;
 * `logs/`: the logs of msrun and of the workers; `RUN/logs` is a link to the logs of the newest attempt.
 
-Each of these files is complete or absent. Times are in seconds since 1970 by the clock of the shared disk, which is the
-same for all nodes.
+Each file in the folder of an attempt is complete or absent. Times are in seconds since 1970 by the clock of the shared
+disk, which is the same for all nodes.
 """
 
 from __future__ import annotations

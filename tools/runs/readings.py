@@ -79,7 +79,7 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return everything in the metrics file of one rank; return empty readings if the file does not exist."""
+    """Return all readings in the metrics file of one rank; return empty readings if the file does not exist."""
     readings = Readings()
     for record in Follower(file).new_records():
         readings.add(record)
@@ -396,7 +396,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return everything in a run's folder that the reports about the run need.
+    """Return the content of a run's folder that the reports about the run need.
 
     Raises:
         DataError: as in `check_folder`.
