@@ -24,7 +24,7 @@ def layers_of(view: View, built: Built) -> Layers | None:
     """Return MindFormers' layer_list [chunk][stage]; None if the offset is not valid for the recipe's layers and
     stages. Without a pipeline the list is ``[[all layers]]``.
 
-    This list does not always show the stages on which layers run: see `stage_layers_of`.
+    The list [chunk][stage] does not always show the stages on which layers run: see `stage_layers_of`.
     """
     require_resolved(view.recipe, OFFSET)
     total = built.number("num_layers")

@@ -43,8 +43,8 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return a mapping from each distribution that is installed in another version than the verified one to its
-    installed version.
+    """Return a mapping from each distribution to its installed version, for the distributions whose installed version
+    is not the verified version.
     """
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
