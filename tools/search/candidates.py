@@ -9,8 +9,8 @@ divisors, not only powers of two.
 A candidate is counted under the first rule that it breaks (`mesh_rules`, then `_Axes`). The rules exclude candidates
 that MindFormers cannot build (each is an error of `tc3 check`), duplicates (dispatch modes differ only if an EP group
 covers several whole nodes), candidates that the report excludes (section 5.1: "constraining TP to intra-node
-communication"), and those outside of the user's limits. Sequence parallelism is on if tp > 1, because experts need it,
-and because it needs less memory with the same traffic.
+communication"), and candidates outside of the user's limits. Sequence parallelism is on if tp > 1, because experts need
+it, and because it needs less memory with the same traffic.
 
 A funnel counts the candidates that each rule drops. For ranking, layers are distributed over stages and chunks as
 evenly as possible, with the head and MTP layers weighted by their FLOPs. The pipeline optimiser then places the layers

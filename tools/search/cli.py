@@ -1,7 +1,8 @@
 """This module is the command group `tc3 search RECIPE`; the exit code of its commands is 0 with a plan, 1 without a
 plan, and 2 for a wrong input.
 
-This module defines the commands `pipeline` and `layout`, which place layers on stages, and imports the others.
+This module defines the commands `pipeline` and `layout`, which place layers on stages, and imports the other commands
+of the group.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def layout(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Assign each layer of RECIPE to a stage, choose what it recomputes, and write this layout beside RECIPE.
+    """Assign each layer of RECIPE to a stage, choose its recomputation, and write this layout to a file beside RECIPE.
 
     A recipe whose model.model_config.offset is `auto` reads the written layout file at every launch. The command
     ignores the recipe's own offset and recompute tables; it uses the recipe's degrees, batch, schedule and memory

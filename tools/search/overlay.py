@@ -191,7 +191,7 @@ def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
     if `recipe` already runs it.
 
     Raises:
-        RecipeError: the recipe is not for several devices, or MindFormers has no key for something in `config`.
+        RecipeError: the recipe is not for several devices, or MindFormers has no key for a setting of `config`.
     """
     return _difference(recipe, changed(recipe, config, site))
 

@@ -34,7 +34,7 @@ _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
 @dataclass(frozen=True)
 class Ranked:
-    """A `Ranked` is a candidate with its predicted step seconds and the peak bytes of the stage with the most memory."""
+    """A `Ranked` is a candidate with its predicted step seconds and the peak bytes of its fullest stage."""
 
     candidate: Candidate
     seconds: float

@@ -1,10 +1,10 @@
 """This module runs dry runs of the best strategies: it writes each strategy as a recipe file, lets MindSpore compile
-the recipe for all devices without having any, and drops the strategy if this fails.
+the recipe for all devices without needing any device, and drops the strategy if this fails.
 
-A quick dry run compiles each kind of layer once. It shows whether MindSpore accepts the strategy, and gives the exact
-bytes of weights, gradients and optimizer state. For activations the larger of two numbers counts: the search's own
-prediction, and the sum that the dry run computes for each stage from its kinds of layer. A full dry run compiles every
-kind of stage unchanged, and only its own estimate counts.
+A quick dry run compiles each kind of layer once. A quick dry run shows whether MindSpore accepts the strategy, and
+gives the exact bytes of weights, gradients and optimizer state. For activations the larger of two numbers counts: the
+search's own prediction, and the sum that the dry run computes for each stage from its kinds of layer. A full dry run
+compiles every kind of stage unchanged, and only its own estimate counts.
 
 If the memory of a dry run differs from that of the search by more than the dry run's own error, the term with the
 largest difference is named. In other strategies with an equal layer this term is corrected by the same factor, and

@@ -42,8 +42,8 @@ def place_all(
     return False if Ctrl-C or SIGTERM ended this early.
 
     Candidates whose recomputation is not "planned" are not placed, because the user's limits fix their recomputation.
-    Each candidate gets the effort of `budget`, however many run at a time, and the same share of its seconds as a
-    deadline.
+    Each candidate gets the effort of `budget`, however many candidates are placed at the same time, and an equal share
+    of the seconds of `budget` as its deadline.
     """
     todo = [one for one in ranked if one.candidate.recompute == PLANNED]
     at_once = min(at_once or processes(), max(1, len(todo)))
