@@ -271,7 +271,7 @@ def reshard_command(
 ) -> None:
     """Write CHECKPOINT, which is one iteration of a run, in the layout of a recipe. The command needs no device.
 
-    The command reshards weights, optimizer moments, the routers' biases, moved experts and counters. It writes
+    The command reshards weights, optimizer moments, the routers' biases, moved experts and counters. The command writes
     checkpoint/iteration_* with checksums into TO, and the files of the old run that a resumed run compares; each rank
     of the new run reads only its own part. With --dry-run, CHECKPOINT may be a recipe: then the command plans for the
     checkpoint that a run of this recipe would save.

@@ -210,8 +210,9 @@ DTYPES = {"bf16": "BF16", "fp32": "F32"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """A `Conversion` holds the plan of a conversion, the sizes of the model, and the path of the recipe. It also says
-    whether a config.json was compared with the recipe, and which token id ends a document in the recipe's data.
+    """A `Conversion` holds the plan of a conversion, the sizes of the model, and the path of the recipe. A `Conversion`
+    also says whether a config.json was compared with the recipe, and which token id ends a document in the recipe's
+    data.
     """
 
     plan: Plan

@@ -180,8 +180,8 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Return the shape and layout that a checkpoint's tensor has in the run. They are those of the weight with
-        whose name the tensor's name ends; if there is no such weight, all ranks hold the whole tensor.
+        """Return the shape and layout that a checkpoint's tensor has in the run. The shape and layout are those of the
+        weight with whose name the tensor's name ends; if there is no such weight, all ranks hold the whole tensor.
         """
         if name in self.states:
             return Placed(shape, self.states[name].layout)
