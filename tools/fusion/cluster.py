@@ -39,8 +39,8 @@ class Rules:
         broadcast_into_reduce: whether kernels with broadcasts may also be merged into a kernel with a reduction, as in
             MindSpore's split model for Ascend.
         largest: the largest number of operators of a kernel (`composite_op_limit_size`).
-        chains_of_a_size: whether chains of operators with equal shapes are joined before other neighbours with equal
-            shapes.
+        chains_of_a_size: whether chains of kernels whose results have the same number of elements are joined before
+            other neighbours whose results have the same number of elements.
         chains_of_users: whether a kernel with a single user, which uses no other kernel's result, is joined to this
             user before kernels with several users are joined.
     """
