@@ -403,7 +403,7 @@ def ways(config: Configuration) -> list[Way]:
     layer can move.
 
     In the first instance no layer may be recomputed fully, in the second instance layers may be recomputed fully, and
-    in the third instance the last layer and the MTP layers are recomputed fully.
+    in the third (with MTP only) the last layer and the MTP layers are recomputed fully.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []
