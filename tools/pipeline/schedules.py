@@ -10,7 +10,7 @@ dual_pipe, dual_pipe_v   a forward and a backward pass run as one overlapped pai
 interleaved_1f1b_pairs   interleaved 1F1B with such pairs in its steady phase (report section 4.1, Pangu Ultra MoE)
 
 `why_not` says which schedules MindFormers 1.9.0 on MindSpore 2.9.0 cannot run (docs/schedules.md); these schedules are
-only simulated. One of MindSpore's schedules (interleaved_1f1b_less_memory) is chosen by an environment variable.
+only simulated, except interleaved_1f1b_less_memory, which an environment variable chooses.
 """
 
 from __future__ import annotations
