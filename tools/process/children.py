@@ -169,8 +169,8 @@ def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterato
     """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
     first receives SIGTERM and has this time to end; then `kill` ends it.
 
-    After a second Ctrl-C the function no longer waits for the process. `options` are passed to Popen. Raises OSError if
-    the process cannot be started.
+    After a second Ctrl-C, `kill` ends the process at once. `options` are passed to Popen. Raises OSError if the process
+    cannot be started.
     """
     with ExitStack() as over:
         with uninterrupted():  # a signal in between would leave the process behind that has just begun
