@@ -118,8 +118,7 @@ class Study:
 
 
 def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
-    """Return the configuration of the run that a recipe describes, with the settings that the recipe leaves open filled
-    in.
+    """Return the configuration of the run that a recipe with overrides describes; values that are `auto` are resolved.
 
     Raises:
         RecipeError: the recipe cannot be read, or `tc3 check` refuses it.
