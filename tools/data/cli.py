@@ -110,8 +110,9 @@ def prepare(
 ) -> None:
     """Write a corpus as Megatron .bin/.idx files. Each document ends with an end-of-document token.
 
-    The result is read back and compared with its source before it appears under PREFIX; an interrupted or failed run
-    leaves nothing there. Lines and files that are not documents are named, skipped and counted.
+    The command reads the written files back and compares them with the source before the files appear under PREFIX; an
+    interrupted or failed run leaves no file under PREFIX. The command names, skips and counts lines and files that are
+    not documents.
     """
     from tools.data.prepare import PrepareOptions
     from tools.data.prepare import prepare as run
@@ -204,12 +205,12 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
 def verify(
     context: click.Context, prefix: Path, inputs: tuple[str, ...], tokenizer: str | None, sample: float, as_json: bool
 ) -> None:
-    """Check that PREFIX.bin and PREFIX.idx are complete, unchanged since they were written, and equal to their
-    sources.
+    """Check that PREFIX.bin and PREFIX.idx are complete, unchanged since they were written, and equal to their source
+    files.
 
-    The documents are decoded and compared with the source files, where those still exist. With a tokenizer
-    that does not keep all text, the sources are encoded again and the ids compared; the outcome says which. Exit
-    code 1 when something is wrong.
+    The command decodes the documents and compares them with the source files that still exist. If the tokenizer does
+    not keep all text, the command encodes the source files again and compares the token ids; the result says which of
+    the two comparisons was made. The exit code is 1 if the check finds an error.
     """
     from tools.data.outputs import checked_sidecar
     from tools.data.tokenizer import load

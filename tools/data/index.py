@@ -1,16 +1,18 @@
-"""This module reads and writes the Megatron index format. `.bin` holds the token ids end to end, and `.idx` says
-where documents begin.
+"""This module reads and writes the Megatron index format. The file `.bin` holds the token ids of all documents one
+after another, and the file `.idx` holds the positions at which documents begin.
 
-`.idx`, little endian: `HEADER` (MMIDIDX and two zero bytes), uint64 version 1, uint8 dtype code, uint64 sequences,
-uint64 documents + 1, then int32[sequences] lengths in tokens, int64[sequences] byte offsets into `.bin`,
-int64[documents + 1] first sequence of each document and the end. One document is one sequence here, as Megatron's own
-preprocessing writes it.
+The file `.idx` holds in little endian: `HEADER` (MMIDIDX and two zero bytes), uint64 version 1, uint8 dtype code,
+uint64 number of sequences, uint64 number of documents + 1, then int32[sequences] lengths in tokens, int64[sequences]
+byte offsets into `.bin`, and int64[documents + 1] first sequence of each document and the end of the last. In the files
+of this module each document is one sequence, as in the files of Megatron's own preprocessing.
 
-Pairs are written here and not by MindFormers' `IndexedDatasetBuilder`, because importing that takes seconds and it
-keeps a Python list entry per document. Memory of the writer: 4 bytes per document; of the reader: 12, and 28 while it
-opens; `map_lengths` reads only the lengths, for corpora where that is too much.
+This module does not use MindFormers' `IndexedDatasetBuilder`, because the import takes seconds and the builder keeps a
+Python list entry for each document. The writer needs 4 bytes of memory per document. The reader needs 12 bytes per
+document, and 28 bytes while it opens a file; `map_lengths` reads only the document lengths, for corpora for which this
+memory is too large.
 
-`write_corpus` and `write_learnable` make corpora without any text, seeded, for trainings that test something else.
+`write_corpus` and `write_learnable` make seeded corpora of token ids without any text, for tests that need only some
+corpus to train on.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ _NOT_ONE_SEQUENCE = "the index does not hold one sequence for each document; pre
 
 
 def choose_dtype(requested: str, vocab_size: int) -> str:
-    """Return the type of the token ids as Megatron's `optimal_dtype` chooses it: "uint16" below 65,500 ids, else
-    "int32".
+    """Return the type of the token ids that Megatron's `optimal_dtype` chooses: "uint16" for vocabularies below 65,500
+    ids, and "int32" otherwise.
 
-    `requested` is "auto", "uint16" or "int32". Raises `DataError` when `vocab_size` ids do not fit.
+    `requested` is "auto", "uint16" or "int32". Raises `DataError` if `vocab_size` ids do not fit into the requested
+    type.
     """
     if requested == "auto":
         return "uint16" if vocab_size < 65500 else "int32"
@@ -54,11 +57,11 @@ def choose_dtype(requested: str, vocab_size: int) -> str:
 
 
 class BrokenIndexError(DataError):
-    """The files of a pair exist but contradict the format or each other."""
+    """This error means that a .bin file and an .idx file exist, but contradict the Megatron format or each other."""
 
 
 class IndexWriter:
-    """An `IndexWriter` writes `.bin` as documents arrive, and `.idx` at the end."""
+    """An `IndexWriter` writes the file `.bin` while documents arrive, and the file `.idx` at the end."""
 
     def __init__(self, bin_path: Path, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -74,7 +77,7 @@ class IndexWriter:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of the present content of `.bin`, in hexadecimal."""
+        """Return the SHA-256 of the content that `.bin` has now, in hexadecimal."""
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
@@ -125,8 +128,8 @@ def map_lengths(prefix: str | Path) -> np.ndarray:
     """Return the document lengths of PREFIX.idx, int32 [documents], mapped read-only. The file PREFIX.bin need not
     exist.
 
-    For corpora whose offsets nobody asks for: costs no memory of this process but pages of the file, 4 bytes a
-    document. The lengths themselves are not checked. Raises as `IndexReader`.
+    The function serves callers that need no offsets: it uses no memory of this process except for mapped pages of the
+    file, 4 bytes per document. The values of the lengths are not checked. Raises the same errors as `IndexReader`.
     """
     path = Path(f"{prefix}.idx")
     _require(path)
@@ -180,10 +183,11 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
 
 
 class IndexReader:
-    """An `IndexReader` reads a pair of .bin and .idx without mapping it into memory, and checks that both files are
-    complete.
+    """An `IndexReader` reads a .bin file and its .idx file without mapping them into memory, and checks that both files
+    are complete.
 
-    Raises `DataError` when a file is missing, `BrokenIndexError` when it has another format or contradicts its counts.
+    Raises `DataError` if a file is missing, and `BrokenIndexError` if a file has another format or contradicts the
+    counts in its header.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -203,11 +207,11 @@ class IndexReader:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens in `.bin`, with the end-of-document ids."""
+        """Return the number of tokens in `.bin`, including the end-of-document tokens."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def blocks(self, size: int = 1 << 20) -> Iterator[np.ndarray]:
-        """Yield all ids in order, in blocks of `size` ids."""
+        """Yield all token ids of `.bin` in order, in blocks of `size` ids."""
         with open(self.bin_path, "rb") as stream:
             while len(block := np.fromfile(stream, dtype=self.dtype, count=size)):
                 yield block
@@ -251,18 +255,20 @@ class IndexReader:
 
 
 class Blend(NamedTuple):
-    """A `Blend` holds the prefixes of corpora and their weights, which are None if sizes decide."""
+    """A `Blend` holds the prefixes of several corpora and their sampling weights; the weights are None if the sizes of
+    the corpora decide.
+    """
 
     prefixes: list[str]
     weights: list[float] | None
 
 
 def read_blend(data_path: Any) -> Blend:
-    """Return the prefixes and weights that a `data_path` holds.
+    """Return the corpus prefixes and weights that the value of a `data_path` key holds.
 
     Raises:
-        DataError: it is not a list of texts and numbers, or MindFormers could not read it. The message does not say
-            where it stands.
+        DataError: the value is not a list of texts and numbers, or MindFormers could not read it. The message does not
+            name the key that holds the value.
     """
     entries = data_path if isinstance(data_path, list) else []
     if not entries or not all(type(entry) in (str, int, float) for entry in entries):
@@ -291,8 +297,8 @@ def _weight(word: str) -> float | None:
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:
-    """Write PREFIX.bin and PREFIX.idx with documents of these lengths. Ids are random, and each document ends with
-    its end id.
+    """Write PREFIX.bin and PREFIX.idx with documents of the given lengths. The token ids are random, and each document
+    ends with the id `end_of_document`.
 
     lengths: int32 [documents]; ids are drawn from [0, vocab_size) without `end_of_document`.
     """

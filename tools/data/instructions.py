@@ -1,14 +1,15 @@
 """This module makes instructions from Python sources, and counts the samples that packed conversations give.
 
-Of sources a function's signature is the question, and what its docstring says first the answer.
+Of each function in the sources, the signature is the question, and the first paragraph of the docstring is the answer.
 
-Every machine has such data: the standard library. Which documents are held out is decided as `tc3 data prepare` does
-(`tools.data.sources.held_out`): from the same Python files, with the same seed and share, the modules of the held-out
-instructions are those that neither the tokenizer nor the pre-training of that corpus has seen.
+Every machine has such sources: Python's standard library. Held-out documents are chosen as in `tc3 data prepare`
+(`tools.data.sources.held_out`): with the same Python files, seed and share, the held-out instructions come from modules
+on which neither the tokenizer nor the pre-training of that corpus was trained.
 
-How many samples conversations make is counted as the run makes them: `AlpacaInstructDataHandler`
-(`mindformers/dataset/handler/alpaca_handler.py`) makes three texts of a conversation and tokenizes each by itself, and
-`plugins/packed_labels` packs whole conversations. Both are repeated with the tokenizer's own library.
+The number of samples is counted by the steps with which a run makes samples of conversations:
+`AlpacaInstructDataHandler` (`mindformers/dataset/handler/alpaca_handler.py`) makes three texts of a conversation and
+tokenizes each text separately, and `plugins/packed_labels` packs whole conversations. This module repeats both steps
+with the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -85,11 +86,12 @@ class _Found:
 def write(options: Options, skips: Skips) -> dict[str, Any]:
     """Write the instructions as JSON lines with `instruction`, `input` and `output`, and return the counts.
 
-    The order is a shuffle that depends on the instructions and the seed only. An answer that training data has word
-    for word is not a held-out one.
+    The order of the instructions is a shuffle that depends only on the instructions and the seed. An instruction whose
+    answer also occurs in the training split, word for word, is left out of the held-out split.
 
     Raises:
-        DataError: input that is missing or holds no documented function, output that exists or cannot be written.
+        DataError: the input is missing or holds no documented function, or the output exists already or cannot be
+            written.
     """
     files = options.files()
     stale = _stale_split(options)
@@ -195,7 +197,7 @@ def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
     """Yield the conversations of a file, which holds JSON lines or one JSON list.
 
     Raises:
-        DataError: the first line that is none.
+        DataError: a line of the file is not a conversation; the message names the first such line.
     """
     try:
         text = file.read_text("utf-8")
@@ -229,8 +231,8 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
-    """Return how many samples of `length` tokens the files (key, file) give when they are packed one after the
-    other. Return None for more than `MOST` conversations.
+    """Return the number of samples of `length` tokens that the conversations of the files (key, file) give when they
+    are packed one after another. Return None for more than `MOST` conversations.
 
     Raises:
         DataError: a row is not a conversation, or no answer fits in a sample.
@@ -252,7 +254,7 @@ def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) ->
 
 
 def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
-    """Return how many samples of `length` tokens `packed_labels.plan.pack` makes of the conversations."""
+    """Return the number of samples of `length` tokens into which `packed_labels.plan.pack` packs the conversations."""
 
     def tokens(text: str) -> int:
         return len(tokenizer.encode(text).ids)
@@ -275,7 +277,7 @@ def read_tokenizer(key: str, folder: Path) -> Any:
     tokenizer.json.
 
     Raises:
-        DataError: there is no such folder, or its file cannot be read.
+        DataError: the folder does not exist, or its tokenizer.json cannot be read.
     """
     if not folder.is_dir():
         raise DataError(

@@ -1,12 +1,13 @@
-"""This module handles the files that belong to one prefix. The files of one prefix appear all at once or not at all.
+"""This module handles the output files of `tc3 data prepare` that belong to one prefix. The files of one prefix appear
+all at once or not at all.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
 PREFIX_tokenizer/                            the tokenizer, if trained here
 
-MindFormers adds PREFIX/cache/GPTDataset_indices/, which says which tokens make up which sample. It finds a cache by
-path, seed, sample length and sample count, not by content, so a cache of an earlier .bin of the same name would be used
-silently; therefore publishing deletes it.
+MindFormers adds the cache PREFIX/cache/GPTDataset_indices/, which says which tokens make up which sample. MindFormers
+finds a cache by path, seed, sample length and sample count, not by content, so a run would silently use the cache of an
+earlier .bin of the same name; therefore `publish` deletes this cache.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def checked_sidecar(prefix: str | Path) -> dict[str, Any]:
     """Return the sidecar `PREFIX.json` if it has the form that `tc3 data prepare` writes.
 
     Raises:
-        DataError: as `read_sidecar`; a key is missing or of another kind.
+        DataError: as for `read_sidecar`, or a key of the sidecar is missing or has a value of another type.
     """
     sidecar = read_sidecar(prefix)
     _check(Path(f"{prefix}.json"), "", sidecar, _FORM)
@@ -105,7 +106,8 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
     """Return the content of the sidecar `PREFIX.json`: documents, tokens, vocab_size, eod_id, dtype and more (see
     `prepare`).
 
-    Raises `DataError` when it is missing, cannot be read or is not what `tc3 data prepare` writes.
+    Raises `DataError` if the sidecar is missing, cannot be read, or does not have the form that `tc3 data prepare`
+    writes.
     """
     path = Path(f"{prefix}.json")
     try:
@@ -125,7 +127,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
 
 
 def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, force: bool) -> None:
-    """Refuse a prefix that is invalid, or whose files exist when `force` is not given.
+    """Raise `DataError` if a prefix is invalid, or if its files exist and `force` is not given.
 
     Raises `DataError`.
     """
@@ -148,7 +150,7 @@ def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, 
 
 
 def files_of(prefix: Path, splits: tuple[str, ...]) -> list[Path]:
-    """Return the files into which the splits of `prefix` are written."""
+    """Return the paths of all files that `tc3 data prepare` writes for the splits of `prefix`."""
     return [prefix.parent / (split_name(prefix.name, split) + suffix) for split in splits for suffix in SUFFIXES]
 
 
@@ -164,7 +166,8 @@ def _is_cache(prefix: Path) -> bool:
 def staged(prefix: Path) -> Iterator[Path]:
     """Yield a new hidden folder beside `prefix`, on the same file system. The folder is removed when the block ends.
 
-    Creates the output folder when it is missing. Raises `DataError` when it cannot be written.
+    The function creates the output folder if the folder is missing. Raises `DataError` if the folder cannot be written
+    to.
     """
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -181,9 +184,10 @@ def staged(prefix: Path) -> Iterator[Path]:
 def publish(stage: Path, prefix: Path, splits: tuple[str, ...], force: bool) -> None:
     """Rename the files in `stage` to their places beside `prefix`. Existing files are replaced if `force` is given.
 
-    At no moment is there an .idx beside a .bin that it does not belong to: old .idx files go first, new ones come
-    last, each after its .bin and .json. A power cut leaves the old pair, the new pair, or no readable pair.
-    Raises `DataError`, as `check_prefix` does, for what another run has published since.
+    At no moment does an .idx file stand beside a .bin file to which it does not belong: old .idx files are removed
+    first, and each new .idx file is put in place last, after its .bin and .json. A power cut leaves the old pair of
+    .bin and .idx, the new pair, or no readable pair.
+    Raises `DataError`, as `check_prefix` does, if another run has published files under this prefix in the meantime.
     """
     with locked(prefix.parent), uninterrupted():
         check_prefix(prefix, splits, (stage / tokenizer_name(prefix.name)).exists(), force)

@@ -35,8 +35,10 @@ _JOB_CHARACTERS = 1 << 18  # text handed to a worker at a time
 class PrepareOptions:
     """A `PrepareOptions` holds the options of one run of `tc3 data prepare`.
 
-    output: the prefix. tokenizer: "bytes" (train one of `vocab_size` ids) or a Hugging Face folder.
-    held_out: fraction of documents, 0 for none, chosen by `seed`. dtype: "auto", "uint16" or "int32".
+    output: the prefix of the output files. tokenizer: "bytes" (train a tokenizer of `vocab_size` ids) or a Hugging Face
+    folder.
+    held_out: the fraction of documents in the held-out split, 0 for no split; `seed` decides which documents. dtype:
+    "auto", "uint16" or "int32".
     """
 
     corpus: Corpus
@@ -54,7 +56,7 @@ class PrepareOptions:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return "train", and "heldout" if a held-out split is requested."""
+        """Return the names of the splits: "train", and "heldout" if a held-out split is requested."""
         return ("train", outputs.HELD_OUT) if self.held_out else ("train",)
 
     def split_of(self, index: int) -> str:
@@ -77,11 +79,12 @@ class _Encoded(NamedTuple):
 
 
 def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[str, Any]:
-    """Write, check and publish the pairs of `options.output`, and return the sidecar of the training split.
+    """Write, check and publish the .bin and .idx files of `options.output`, and return the sidecar of the training
+    split.
 
-    With a held-out split its sidecar is under "heldout". Nothing appears under the prefix unless all of it is right.
-    Memory is flat in the size of the corpus: the largest document, a few MB per worker, and 4 bytes per document (28
-    while checking). Raises `DataError` for everything that is the user's to mend.
+    If there is a held-out split, the key "heldout" holds its sidecar. No file appears under the prefix unless all files
+    are right. The memory hardly depends on the size of the corpus: it holds the largest document, a few MB per worker,
+    and 4 bytes per document (28 bytes during the check). Raises `DataError` for every fault that the user can correct.
     """
     reporter = reporter or Reporter()
     trains = options.tokenizer == "bytes"

@@ -1,7 +1,8 @@
-"""This module reads documents from files: text, JSON lines, both as `.gz`, folders of such files, and Python's
-standard library.
+"""This module reads documents from text files, from JSON lines, from both compressed as `.gz`, from folders of such
+files, and from Python's standard library.
 
-Everything streams: memory holds one document (one line of JSON lines, one whole text file) at a time.
+The module streams the files: memory holds one document (one line of a JSON lines file, or one whole text file) at a
+time.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _RANGE = float(1 << 64)
 
 
 def chosen(salt: str, index: int, fraction: float) -> bool:
-    """Return True for about `fraction` of all indices. The chosen indices are the same in every run and on every
-    machine.
+    """Return whether `index` belongs to a pseudo-random choice of about `fraction` of all indices. The chosen indices
+    are the same in every run and on every machine.
 
-    `index` counts from 0; of documents, those of the corpus that are kept (skipped ones have no index).
+    `index` counts from 0. The index of a document counts only documents of the corpus that are kept; skipped documents
+    have no index.
     """
     digest = blake2b(f"{salt}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / _RANGE < fraction
@@ -50,8 +52,9 @@ def held_out(seed: int, index: int, fraction: float) -> bool:
 def spread(texts: Iterable[str], total: int, budget: int) -> Iterator[str]:
     """Yield about `budget` bytes of `texts` in pieces of `PIECE` characters, which are spread over all texts.
 
-    total: the bytes of UTF-8 that `texts` hold; within the budget, every text is yielded whole. Else the first piece
-    is among the chosen, and what they hold differs from the budget by less than the largest piece.
+    total: the size of `texts` in bytes of UTF-8; if it is within the budget, every text is yielded whole. Otherwise the
+    function always yields the first piece, and the total size of the yielded pieces differs from the budget by less
+    than the largest piece.
     """
     if total <= budget:
         yield from texts
@@ -78,7 +81,8 @@ SHOWN = 10
 class Skips:
     """A `Skips` counts skipped documents by kind: `empty`, `invalid_utf8` and `broken_lines`.
 
-    strict: raise an error at the first skipped document that is not empty. reporter: prints the first `SHOWN` faults.
+    strict: raise an error at the first skipped document that is not empty. reporter: prints messages about the first
+    `SHOWN` faults.
     """
 
     strict: bool = False
@@ -88,9 +92,7 @@ class Skips:
     _faults: int = 0
 
     def add(self, kind: str, where: str, why: str) -> None:
-        """Count one skipped document. With `strict`, raise `DataError` unless the document is merely
-        empty.
-        """
+        """Count one skipped document. With `strict`, raise `DataError` unless the document is only empty."""
         message = f"{where}: {why}"
         self.first = self.first or message
         self.counts[kind] += 1
@@ -137,7 +139,7 @@ class Corpus:
     the same order.
 
     inputs: files, folders or "stdlib". jsonl_key: the field of a JSON line that holds the text.
-    globs: file name patterns that a folder contributes (empty: `FOLDER_SUFFIXES`).
+    globs: patterns of the names of files that are read from a folder (if empty, the files with `FOLDER_SUFFIXES`).
     """
 
     inputs: tuple[str, ...]
@@ -156,21 +158,26 @@ class Corpus:
     def documents(self, skips: Skips) -> Iterator[Document]:
         """Yield the documents of every file. Text that cannot be a document is counted in `skips`.
 
-        Raises `DataError` for a file that cannot be read, a truncated gzip, or, when strict, the first skip.
+        Raises `DataError` for a file that cannot be read, for a truncated gzip file, and with `strict` for the first
+        skipped document that is not empty.
         """
         for path in self.files():
             read = _read_jsonl if _is_jsonl(path) else _read_text
             yield from read(path, self.jsonl_key, skips)
 
     def measure(self) -> tuple[int, int]:
-        """Return the number of files and their bytes on disk. This function raises an error for missing inputs."""
+        """Return the number of the corpus's files and their bytes on disk. This function raises an error for missing
+        inputs.
+        """
         count = size = 0
         for path in self.files():
             count, size = count + 1, size + path.stat().st_size
         return count, size
 
     def describe(self) -> list[dict[str, str]]:
-        """Return the sidecar's `sources`: absolute paths, or "stdlib" with its Python version."""
+        """Return the value of the sidecar's key `sources`: absolute paths of the inputs, or "stdlib" with the Python
+        version.
+        """
         return [
             {"input": STDLIB_NAMES[0], "python": platform.python_version()}
             if name in STDLIB_NAMES

@@ -1,6 +1,6 @@
 """This module provides tokenizers: it trains a byte-level BPE on the corpus, or loads a Hugging Face folder.
 
-A tokenizer travels to worker processes as a `TokenizerSpec` and is rebuilt there as a `Coder`.
+Worker processes receive a tokenizer as a `TokenizerSpec`, from which they build a `Coder`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class TokenizerSpec(NamedTuple):
 class Tokenizer:
     """A `Tokenizer` holds the properties of a loaded tokenizer, such as its vocabulary size.
 
-    vocab_size: largest id + 1, what a model's embedding must at least hold.
-    lossless: decoding gives back the exact text. fingerprint: equal for tokenizers that give equal ids.
+    vocab_size: the largest token id + 1, which is the smallest size of a model's embedding.
+    lossless: whether decoding gives back the exact text. fingerprint: a text that is equal for tokenizers that give
+    equal ids.
     """
 
     spec: TokenizerSpec
@@ -61,7 +62,7 @@ class Coder:
             self._fast.encode_special_tokens = True  # "<|endoftext|>" in a document must not end it
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without end-of-document ids."""
+        """Return the token ids of each text, without end-of-document ids."""
         if self._slow is not None:
             flags = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
             return [self._slow(text, **flags)["input_ids"] for text in texts]
@@ -69,17 +70,18 @@ class Coder:
         return [encoding.ids for encoding in batch]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of one document's ids."""
+        """Decode the token ids of one document, and return the text."""
         assert self._slow is None, "slow tokenizers are compared by ids"
         return interruptibly(lambda: self._fast.decode(list(ids), skip_special_tokens=False))
 
 
 def train(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` ids, and save it in `folder` so that `AutoTokenizer` can load
-    it.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` ids, and save it in `folder` so that `AutoTokenizer` can
+    load it.
 
-    The same texts give the same files, whatever the number of threads. A small corpus gives fewer ids.
-    Raises `DataError` when `vocab_size` cannot hold all bytes and the end-of-document token.
+    The same texts give the same files, whatever the number of threads. A small corpus gives fewer ids than
+    `vocab_size`.
+    Raises `DataError` if `vocab_size` is too small for all 256 bytes and the end-of-document token.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(f"--vocab-size {vocab_size} is too small: 256 bytes and {EOD_TOKEN} need {SMALLEST_VOCAB}")
@@ -125,7 +127,7 @@ def _train(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any) ->
 def load(folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder. This function loads nothing from the network.
 
-    eod_token: the token that ends a document; None takes the tokenizer's `eos_token`.
+    eod_token: the token that ends a document; None means the tokenizer's `eos_token`.
     Raises `DataError` when the folder is missing, is not a tokenizer, or names no end-of-document token.
     """
     if not os.path.isdir(folder):

@@ -29,8 +29,9 @@ class Verification:
     """A `Verification` is the outcome of a check of a .bin/.idx pair. `findings` (about 10 at most) is empty if no
     error was found.
 
-    compared: documents whose content was compared with the source. method: "text" (decoded ids equal the source's
-    text), "ids" (the tokenizer loses text, so the source was encoded again and the ids are equal), or "none".
+    compared: the number of documents whose content was compared with the source. method: how contents were compared:
+    "text" (the decoded ids against the text of the source), "ids" (the source was encoded again and the ids were
+    compared, because the tokenizer loses text), or "none".
     """
 
     prefix: str
@@ -52,7 +53,7 @@ class Verification:
         return f"{counts}: {how[self.method]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content that `--json` prints."""
+        """Return the outcome of the check as the dictionary that `tc3 data verify --json` prints."""
         return asdict(self)
 
 
@@ -72,11 +73,13 @@ def verify(
     fraction: float = 1.0,
     reporter: Reporter | None = None,
 ) -> Verification:
-    """Check the pair of `prefix` against its sidecar and its sources.
+    """Check the .bin and .idx files of `prefix` against their sidecar and their source files.
 
-    corpus, tokenizer: None takes those that the sidecar names; sources that are not at hand are said so and skipped.
-    fraction: share of the documents whose content is compared (the structure is always checked whole).
-    Raises `DataError` when a file is missing; what is wrong inside the files becomes a finding.
+    corpus, tokenizer: None means the corpus and the tokenizer that the sidecar names; a source file that does not exist
+    is reported and skipped.
+    fraction: the share of the documents whose content is compared; the structure of the files is always checked
+    completely.
+    Raises `DataError` if a file is missing; errors inside the files are returned as findings.
     """
     reporter = reporter or Reporter()
     sidecar = outputs.checked_sidecar(prefix)

@@ -1,9 +1,10 @@
 """This module runs a command, most often `tc3 doctor --json`, on many hosts by ssh. The module asks many hosts at once,
 gives each a time limit, and leaves no process behind.
 
-The same ssh session measures the clock first: we send a line, the host answers with its time. Its clock then stood
-between our sending and our receiving; of several rounds the shortest one is the most exact. The start of a connection
-or of Python is in none of them.
+The same ssh session first measures the difference of the clocks: this host sends a line, and the other host answers
+with its time. The other host read its clock between the moments at which this host sent the line and received the
+answer; of several rounds the shortest round is the most exact. No round includes the start of the connection or of
+Python.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Skew:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A `Trouble` says why a host gave no report: what failed (`ssh` or `report`), a description of the failure, and
-    what to do.
+    """A `Trouble` says why a host gave no report: it holds the part that failed (`ssh` or `report`), a description of
+    the failure, and a remedy.
     """
 
     what: str
@@ -83,7 +84,7 @@ def read_folder(folder: Path) -> Mapping[str, Answer]:
     """Return the answer of each host, read from a folder that holds a file HOST.json for each host.
 
     Raises:
-        ClusterError: there is no such file, or the folder cannot be listed.
+        ClusterError: the folder holds no file HOST.json, or cannot be listed.
     """
     try:
         files = sorted(folder.glob("*.json"))
@@ -128,10 +129,11 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
     """Ask every host by ssh for its report, and return a dictionary host -> answer, in the order of `hosts`. The
     argument `words` holds the command-line arguments that follow ``tc3 doctor --json``.
 
-    The checkout, Python and the working folder are expected where they are here, as the launch scripts do.
+    The function expects the checkout, Python and the working folder at the same paths as on this host, as the launch
+    scripts do.
 
     Raises:
-        KeyboardInterrupt: we were told to end; every ssh has ended then.
+        KeyboardInterrupt: the user or a signal ended this process; every ssh process has ended by then.
     """
     answers = _every(dict.fromkeys(hosts, remote_command([*DOCTOR, *words])), limit, _told)
     return {host: Answer(told, skew) for host, (told, skew) in answers.items()}
@@ -141,10 +143,10 @@ def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str
     """Run on every host the command that `argvs` gives for this host, by ssh, and return for each host the output of
     its command, or the reason why there is no output.
 
-    Exit codes 0 and 1 have an output; any other means that the command failed.
+    A command with exit code 0 or 1 gave an output; any other exit code means that the command failed.
 
     Raises:
-        KeyboardInterrupt: we were told to end; every ssh has ended then.
+        KeyboardInterrupt: the user or a signal ended this process; every ssh process has ended by then.
     """
     answers = _every({host: remote_command(argv) for host, argv in argvs.items()}, limit, _output)
     return {host: told for host, (told, _) in answers.items()}

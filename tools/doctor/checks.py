@@ -1,7 +1,8 @@
-"""This module defines a check: a function that looks at a host, the reason why its result matters, with a source, and
-the command that mends a failure.
+"""This module defines a check: a function that examines a host, the reason why its result matters (with a source), and
+the command that corrects a failure.
 
-A check changes nothing. It is a function from a host to an `Answer`; `check` adds the words and enters it in `CHECKS`.
+A check changes nothing on the host. A check is a function from a host to an `Answer`; the decorator `check` adds the
+texts of the check and enters the check in `CHECKS`.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ class Patient:
         return self.recipe.devices if self.on_cpu else min(self.recipe.devices, self.recipe.node)
 
     def find(self, pattern: str, path: str, otherwise: str) -> re.Match[str]:
-        """Return the match of a regular expression in a file of the host; raise UntoldError(`otherwise`) if no line
-        matches.
+        """Return the match of a regular expression in a file of the host; raise UntoldError with the message
+        `otherwise` if no line matches.
         """
         return told(re.search(pattern, self.root.read(path) or "", re.MULTILINE), otherwise)
 
     @property
     def folder(self) -> Path:
-        """Return the folder in which a run of the recipe saves its checkpoints, behind the links of this host."""
+        """Return the folder in which a run of the recipe saves its checkpoints; symbolic links of this host are
+        resolved.
+        """
         paths = (("checkpoint", "save_path"), ("output_dir",)) if self.recipe is not None else ()
         written = (self.recipe.get(path) for path in paths if self.recipe is not None)
         folder = Path(next((each for each in written if isinstance(each, str) and each), ".")).absolute()
@@ -107,7 +110,9 @@ class UntoldError(ValueError):
 
 
 def told(value: Told | None, otherwise: str) -> Told:
-    """Return `value`, which a check has read from a host; raise UntoldError(`otherwise`) if it is None."""
+    """Return `value`, which a check has read from a host; raise UntoldError with the message `otherwise` if the value
+    is None.
+    """
     if value is None:
         raise UntoldError(otherwise)
     return value

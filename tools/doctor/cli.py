@@ -1,5 +1,5 @@
-"""This module is the command `tc3 doctor`. The command says whether this host is fit to train, or which hosts of a
-cluster are not fit to train.
+"""This module is the command `tc3 doctor`. The command says whether this host is fit for training, or which hosts of a
+cluster are not.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ def doctor(
     measured: Path | None,
     as_json: bool,
 ) -> None:
-    """Check a host for what would slow down or end a run. With RECIPE, also check what that recipe needs.
+    """Check a host for faults that would slow down or end a training run. With RECIPE, also check what that recipe
+    needs.
 
-    Nothing is changed, and root is not needed. Exit code: 0 fit, 1 a check fails, 2 something to mend first.
+    The command changes nothing on the host and does not need root. Exit codes: 0 if the host is fit, 1 if a check
+    fails, 2 if the command itself cannot run until an error is corrected.
     """
     if measured is not None and (nodes is not None or not wants_probe):
         raise click.UsageError("--measured compares the workers of this host: add --probe, and leave out --nodes")

@@ -1,8 +1,8 @@
 """This module finds the differences between hosts: hosts without a report, checks that fail, and versions or clocks
 that most other hosts do not have.
 
-The module turns answers into outliers, without side effects. The value of most hosts counts as right, because there is
-no other reference; if no value has more than half of the hosts, all values are shown.
+The module computes outliers from the answers of the hosts, without side effects. The value that most hosts have counts
+as right, because there is no other reference; if no value is that of more than half of the hosts, all values are shown.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _MEANING: dict[str, tuple[Verdict, str]] = {
 
 @dataclass(frozen=True)
 class Outlier:
-    """An `Outlier` names the hosts that differ from most others in one respect, what is usual for the others, and what
-    to do.
+    """An `Outlier` names the hosts that differ from most other hosts in one respect, the usual value of the other
+    hosts, and a remedy.
     """
 
     what: str

@@ -1,9 +1,10 @@
 """This module checks a host's network and its NPUs, and whether the host meets the needs of a recipe.
 
-The first checks look at ports, names and packet sizes between hosts. Those of NPUs ask whether they are seen, healthy,
-free, linked, at their clock, and under software that fits together; formats differ by driver and are read leniently.
-`checkpoint_room` and `memory` are what the recipe itself needs of a host: room for its checkpoints, memory for its
-workers. `tools.doctor.checks` says what a check is.
+The first checks examine the ports, the host's name and the packet sizes of the network. The checks of NPUs examine
+whether npu-smi lists all NPUs, whether the NPUs are healthy, free, linked and at their rated clock, and whether the
+versions of their software fit together; the output of npu-smi differs between drivers, so the parser is lenient.
+`checkpoint_room` and `memory` check what the recipe needs of a host: disk space for its checkpoints, and memory for its
+workers. `tools.doctor.checks` defines a check.
 """
 
 from __future__ import annotations

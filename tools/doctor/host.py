@@ -1,9 +1,9 @@
 """This module checks a host itself: its cores, limits, memory, disks, clock and Python.
 
-The first checks look at cores, their clocks, their memory, and who else runs on them; `interrupts` holds the interrupts
-of network cards, disks and NPUs against the cores that workers get. The others look at limits of processes, shared
-memory and swap, the clock, the disk of checkpoints, and the installed packages. `tools.doctor.checks` says what a check
-is.
+The first checks examine the cores, their clock frequency, their memory, and other programs on them; `interrupts`
+compares the cores that handle interrupts of network cards, disks and NPUs with the cores that workers get. The other
+checks examine limits of processes, shared memory and swap, the clock, the disk of checkpoints, and the installed
+packages. `tools.doctor.checks` defines a check.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _limit(patient: Patient, name: str) -> float:
     mend="ulimit -n 65536 (docker: --ulimit nofile=65536)",
 )
 def open_files(patient: Patient) -> Answer:
-    """Check that a worker may open many files."""
+    """Check that the limit on open files lets a worker open many files."""
     limit = _limit(patient, "Max open files")
     return Answer("fail" if limit <= _FEWEST_FILES else "warn" if limit < _OPEN_FILES else "ok", f"nofile {limit:g}")
 
@@ -229,7 +229,7 @@ def open_files(patient: Patient) -> Answer:
     npu=True,
 )
 def locked_memory(patient: Patient) -> Answer:
-    """Check that a worker may lock memory."""
+    """Check that the limit on locked memory lets a worker lock memory."""
     limit = _limit(patient, "Max locked memory")
     seen = "memlock unlimited" if limit == float("inf") else f"memlock {limit / 1024:.0f} KiB"
     return Answer("ok" if limit == float("inf") else "warn", seen)
@@ -241,13 +241,13 @@ def locked_memory(patient: Patient) -> Answer:
     mend="ulimit -s 8192",
 )
 def stack(patient: Patient) -> Answer:
-    """Check that the limit of the stack is not smaller than the default."""
+    """Check that the limit on the size of a process's stack is not smaller than the default."""
     limit = _limit(patient, "Max stack size")
     return Answer("ok" if limit >= _LEAST_STACK else "warn", f"stack {limit / 1024:.0f} KiB")
 
 
 def free_space(patient: Patient, path: str) -> tuple[str, int, int] | None:
-    """Return (mount point, bytes in all, bytes free) of the file system of a path, by `df`."""
+    """Return (mount point, total bytes, free bytes) of the file system that holds a path, as `df` reports them."""
     best: tuple[str, int, int] | None = None
     for row in re.finditer(r"^\S+\s+(\d+)\s+\d+\s+(\d+)\s+\S+\s+(/.*)$", patient.root.ask("df", "-kP") or "", re.M):
         mount = row[3].strip()

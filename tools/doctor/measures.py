@@ -37,7 +37,7 @@ def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[
     """Return a function that multiplies float16 matrices by MindSpore on the worker's device and returns the number of
     GFLOP that it computed.
 
-    Never run on an NPU; tests run it with `target` CPU.
+    This function was never run on an NPU; tests run it with `target` CPU.
     """
     import mindspore as ms
 
@@ -63,7 +63,7 @@ def disk_write(folder: str, size: int) -> float:
     """Return the MB/s at which `size` bytes are written and synchronised below `folder`, into a file without a name.
 
     Raises:
-        OSError: it cannot be written to.
+        OSError: the folder cannot be written to.
     """
     content = os.urandom(size)  # a file system may leave out zeros
     began = time.perf_counter()

@@ -1,33 +1,37 @@
 """This module finds the workers, links and disks that are slower than others of the same kind, on one host or on many.
 The functions of this module have no side effects.
 
-`Probe` is the result of a probe, as in its JSON: lists hold one number for each round. `outliers` names slow workers,
-links and disks. `gate` says whether a run may start on probed hosts, for launches and restarts; `findings` gives the
-same result in the form of the doctor's report.
+A `Probe` is the result of the speed test of `tc3 doctor --probe`, as in its JSON: each list holds one value per round.
+`outliers` names slow workers, links and disks. `gate` says whether a run may start on probed hosts, for launches and
+restarts; `findings` gives the same result in the form of the doctor's report.
 
 Workers of one kind are compared by the time that a unit of work took. A worker is slow if both the median of its rounds
-and its best round lie above the limit: a neighbour's load comes and goes, and does not affect the best round; worn or
-throttled hardware is slow in all rounds.
+and its best round lie above the limit: the load of other processes comes and goes, and does not affect the best round;
+worn or throttled hardware is slow in all rounds.
 
     limit = 1 + max(floor, z * 1.4826 * MAD / centre)
 
-centre and MAD (the median of the absolute deviations from it) are the lower medians: of two workers the faster one is
-the measure, and up to half of all may be slow (`plugins.robust`). z is the quantile at which normal noise raises an
-alarm among N workers once in 100 probes (Bonferroni: 1 - 0.01 / N), at least the 3.5 of Iglewicz and Hoaglin (1993,
-"How to detect and handle outliers"). The floors keep noise of a few percent, which is all that is left where MAD is
-zero, from raising one; they lie above what clean probes showed (benchmarks/RESULTS.md). Of products on cores, and of
-messages that cores copy, floors are wide (ON_CORES): the other thread of a core, or a neighbour of a virtual machine,
-takes up to half of it for as long as a probe lasts, and nothing that can be read here tells.
+The centre is the lower median of the times, and MAD is the lower median of the absolute deviations from the centre:
+with two workers the faster worker is the reference, and up to half of all workers may be slow (`plugins.robust`). z is
+the quantile at which normal noise raises a false alarm among N workers in one of 100 probes (Bonferroni: 1 - 0.01 / N),
+and at least 3.5, the value of Iglewicz and Hoaglin (1993, "How to detect and handle outliers"). The floors prevent
+alarms by noise of a few percent, also where MAD is zero; they lie above the noise of probes on healthy hosts
+(benchmarks/RESULTS.md). The floors for matrix products on cores, and for messages that cores copy, are large
+(ON_CORES): the other hyper-thread of a core, or another virtual machine on the same hardware, can take up to half of a
+core during a whole probe, and no counter of this host shows that.
 
-A rate from which the share w of waiting was taken out, r / (1 - w), errs by dw / (1 - w): a floor grows in the same
-way, with the larger w of the worker and of the centre (of two workers, the larger of both). A message needs both of its
-ends: w is that of both, and nothing is taken out. A link is not named if its ends did not have a core at the same time
-for half of the time, because TCP then gives no useful measurement.
+If the share w of the time in which a worker waited is removed from its rate r, an error dw of w changes the result r /
+(1 - w) by the share dw / (1 - w). Therefore a floor is divided by 1 - w, too, with the larger w of the worker and of
+the centre (with two workers, the larger w of both). A message needs the workers at both ends of its link: its w is the
+share of the time in which at least one of the two workers waited, and this time is not removed from its rate. A link is
+not named as slow if its two workers had a core at the same time for less than half of the time, because TCP then gives
+no useful measurement.
 
-`against` compares the workers of a host with those that a cluster's first hour measured (`tc3 doctor --probe
---measured BUNDLE`). Workers of one host that are all slow have no faster peer to show it; the hour's workers of the
-same kind are their peers then. A worker is slow if its median round and its best round both take longer than the median
-of the hour's workers of its kind by more than the floor of `floors`. Disks are compared likewise, host by host.
+`against` compares the workers of a host with the workers that `tc3 firsthour` measured on a cluster (`tc3 doctor
+--probe --measured BUNDLE`). If all workers of one host are slow, no worker on this host is fast enough for a
+comparison, so they are compared with the workers of the same kind in the results of `tc3 firsthour`. A worker is slow
+if its median round and its best round both take longer than the median of those workers by more than the share that
+`floors` gives. Disks are compared likewise, host by host.
 """
 
 from __future__ import annotations
@@ -192,8 +196,8 @@ def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
     """Return the workers, links and disks that are slower than others of the same kind, among the probes of all hosts
     (name -> probe).
 
-    Also what needs no comparison: workers that ended (fail), and those that waited for their cores or were stopped by
-    a limit (warn).
+    The result also names workers whose fault shows without a comparison: workers that ended (fail), and workers that
+    waited for their cores or were stopped by a CPU limit (warn).
     """
     found = [one for host, report in reports.items() for worker in report["workers"] for one in _alone(host, worker)]
     found += _slow_workers(reports, "matmul")
@@ -356,8 +360,9 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
     """Return whether a run may start on the hosts whose probes are given (name -> probe), after a comparison of these
     probes.
 
-    fail: somebody is slower than their peers, or ended. unknown: nobody has a peer, so slow cannot be told. warn: a
-    worker waited for its cores or was stopped by a limit, as others may have been. Otherwise ok.
+    The verdict is "fail" if a worker, link or disk is slower than others of its kind, or a worker ended. The verdict is
+    "unknown" if no worker has another worker of its kind, so that no comparison is possible. The verdict is "warn" if a
+    worker waited for its cores or was stopped by a CPU limit. Otherwise the verdict is "ok".
     """
     found = findings(reports)
     order: tuple[Verdict, ...] = ("fail", "unknown", "warn", "ok")
@@ -402,7 +407,7 @@ def probes_of(bundle: Bundle) -> dict[str, Probe]:
     """Return the probe of each host from the results of `tc3 firsthour` (a bundle).
 
     Raises:
-        DataError: the hour has probed no host.
+        DataError: `tc3 firsthour` has probed no host.
     """
     rows: Sequence[Mapping[str, Any]] = bundle.json(OUTCOMES) or ()
     found = next((row["evidence"].get("probes") for row in rows if row["check"] == "devices"), None)
@@ -415,7 +420,7 @@ def against(probe: Probe, bundle: Bundle) -> list[Finding]:
     """Return the findings about a host's probe, compared with the probes that `tc3 firsthour` has measured.
 
     Raises:
-        DataError: the hour has probed no host.
+        DataError: `tc3 firsthour` has probed no host.
     """
     known = [worker for one in probes_of(bundle).values() for worker in one["workers"]]
     on_cores = probe["device"] == "CPU"

@@ -1,8 +1,9 @@
 """This module measures the speed of this host's workers (the probe of `tc3 doctor --probe`). The workers are measured
 in rounds, on the cores on which they would train.
 
-In a round all workers multiply at once, then copy, then write; then the links, one at a time. So in each round every
-worker has the same neighbours, and a load of a few seconds disturbs the same rounds of all workers.
+In a round all workers multiply matrices at the same time, then copy memory, then write to disk; then the links are
+measured one at a time. So in each round every worker runs beside the same other workers, and a load of a few seconds
+disturbs the same rounds of all workers.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Member:
     rest: bytes = field(default=b"", repr=False)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command to the worker's process. If the process has ended, this is noticed only because no answer
-        arrives.
+        """Send a command to the worker's process. If the process has ended, this method raises no error, and no answer
+        arrives later.
         """
         assert self.process.stdin is not None
         with suppress(OSError):
@@ -152,7 +153,8 @@ class Team:
         """Send a command to each of some workers at the same time; return a dictionary index -> answer of the workers
         that answered.
 
-        Who gives an error, ends, or takes longer than `patience` seconds has failed; it is ended and asked no more.
+        A worker that returns an error, ends, or takes longer than `patience` seconds has failed; its process is ended,
+        and it receives no further command.
         """
         waiting = {index for index in commands if not self.members[index].failed}
         for index in waiting:
@@ -204,7 +206,8 @@ def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
     worker for each NPU, or with a worker for each core.
 
     Raises:
-        ClusterError: the cores cannot be told; more workers than NPUs. RecipeError: the recipe cannot be read.
+        ClusterError: the cores of the host are unknown, or there are more workers than NPUs. RecipeError: the recipe
+            cannot be read.
     """
     root = Root()
     host = read_host(root)
@@ -223,7 +226,7 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
     """Start a worker at each of the given places and measure their speeds in the given number of rounds. Files are
     written below `folder`.
 
-    Ctrl-C and SIGTERM end the workers first.
+    After Ctrl-C or SIGTERM, the processes of the workers end before this process.
     """
     above = next((one for one in (folder, *folder.parents) if one.exists()), None)
     if above is None:

@@ -1,7 +1,8 @@
 """This module is the process of one worker of the probe (`tc3 doctor --probe`), started by `python -m
 tools.doctor.probe_worker`. The process reads commands and writes answers as lines of JSON.
 
-The worker ends with its stdin, that is with the process that started it, and by an alarm when a command takes too long.
+The worker ends when its stdin is closed, which happens when the process that started it ends, and by an alarm signal
+when a command takes too long.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def timed(work: Callable[[], float], seconds: float) -> Piece:
     """Call `work` again and again for `seconds`, and return the rate of the work. The function `work` returns the
     amount of work that it did.
 
-    Time in which other processes had the cores is taken out of the rate: it tells of them, not of this worker. Time in
-    which a limit stopped the worker stays in. The kernel counts both as waiting (schedstat), the limit also by itself.
+    The rate leaves out the time in which other processes used the cores, because this time does not depend on this
+    worker's hardware. The rate includes the time in which a CPU limit stopped the worker. The kernel counts both times
+    as waiting (schedstat), and counts the time of the limit also separately.
     """
     began, (ran, waited), stopped = time.perf_counter(), scheduled(), throttled(text_of)
     amount = work()  # once at least: on a busy host the time can be over before it begins, and a rate of 0 has no time
@@ -81,8 +83,9 @@ def listen(address: str) -> socket.socket:
 def serve(listener: socket.socket) -> None:
     """Accept one connection, and answer each of its messages with a byte until the connection ends.
 
-    A message is its length in 8 bytes, and as many bytes. A connection without one was given up by a round before.
-    Raises OSError (a time-out is one).
+    A message consists of its length in 8 bytes, followed by as many bytes. A connection without a message was given up
+    in an earlier round and is skipped.
+    Raises OSError, also after a time-out.
     """
     listener.settimeout(_PATIENCE)
     while not _answer(listener.accept()[0]):
@@ -110,8 +113,9 @@ def measure(address: str, port: int, seconds: float) -> tuple[float, float]:
     """Return the bandwidth in GB/s and the one-way latency in microseconds of the link to the worker that listens at an
     address.
 
-    Messages of 1 MiB follow each other for `seconds`, at least three of them. The fastest counts: other processes on
-    the cores of either end delay some, a slow link delays all. Raises OSError.
+    Messages of 1 MiB follow each other for `seconds`, at least three of them. The bandwidth is that of the fastest
+    message: other processes on the cores of the two workers delay some messages, and a slow link delays all messages.
+    Raises OSError.
     """
     content = bytes(MESSAGE)
     with socket.create_connection((address, port), _PATIENCE) as connection:

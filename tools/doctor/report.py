@@ -1,9 +1,9 @@
 """This module makes the report of one host that `tc3 doctor --json` prints, and reads such a report again, possibly on
 another host.
 
-`gather` collects the facts of a host: what has to be the same on every host of a run, which is versions, packet sizes,
-recipe and data. A fact is a text, or None if the host does not report it; a name and its value say everything, so hosts
-are compared only by these texts. Facts are not checks: on a single host none of them can be wrong.
+`gather` collects the facts of a host: the values that must be the same on every host of a run (versions, packet sizes,
+recipe and data). The value of a fact is a text, or None if the host does not report the fact; hosts are compared only
+by these texts. Facts are not checks: the fact of a single host cannot be wrong.
 
 `Report` holds the findings, the facts and the probe of a host; `read_report` reads a report, and refuses other texts.
 """
@@ -147,7 +147,7 @@ def read_report(text: str) -> Report:
     """Return the report of `tc3 doctor --json` that a text holds.
 
     Raises:
-        ReportError: it is not JSON to its end, or not what `Report.text` of this version writes.
+        ReportError: the text is not complete JSON, or does not have the form that `Report.text` of this version writes.
     """
     try:
         data = json.loads(text)

@@ -2,9 +2,9 @@
 keeps for the backward pass, and the tensors that are in memory at one moment.
 
 MindSpore's forward subgraph passes a list of tensors to its backward: the tensors that are kept after recomputation and
-all other changes. Their bytes are exact, except for tensors that share memory. Tensors that are alive inside a subgraph
-are counted in the order of the text; a device runs another order, and reuses and fragments memory, so that part is an
-estimate.
+all other changes. The bytes of these tensors are exact, except for tensors that share memory. Tensors that are alive
+inside a subgraph are counted in the order of the graph's text; a device runs the operators in another order, and reuses
+and fragments memory, so the bytes of these tensors are an estimate.
 
 A pass is also divided into layers, so that stages with other layers can be composed from the parts. MindSpore writes a
 pass in the order of its layers and keeps the path of cells on most operators. The part before the first layer (the
@@ -52,8 +52,8 @@ def name_of(place: int) -> str:
 
 
 def places_of(nodes: list[Node]) -> list[int]:
-    """Return the layer of each operator of a forward, from its path of cells; an operator without a layer in its path
-    belongs to the layer of the operator before it.
+    """Return the layer of each operator of a forward pass, read from the operator's path of cells; an operator without
+    a layer in its path belongs to the layer of the operator before it.
     """
     found, current = [], _FIRST
     for node in nodes:
@@ -77,12 +77,12 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the name of the part of the model to which a tensor counts that is kept for the backward pass. A tensor
-    that only one later layer reads counts to that layer, because it is the layer's input.
+    """Return the name of the part of the model to which a tensor belongs that is kept for the backward pass. A tensor
+    that only one later layer reads belongs to that layer, because it is the layer's input.
 
     Args:
-        own: the part of the operator that computes it. readers: the parts of the operators that read it in the forward
-            pass.
+        own: the part of the operator that computes the tensor. readers: the parts of the operators that read the tensor
+            in the forward pass.
     """
     others = set(readers)
     later = {place for place in others if place > own}
@@ -142,8 +142,8 @@ def parts_of(
 
 
 def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the most bytes in memory in each part of a forward ("F") and, from the last part to the first, of a
-    backward ("B").
+    """Return the largest number of bytes in memory in each part of a forward pass ("F"), or of a backward pass ("B"),
+    whose parts run from the last to the first.
     """
     alive, forward = 0, []
     for part in parts:
@@ -172,14 +172,15 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
-    """Return for each chunk the bytes "saved" for a micro-batch's backward, and the most bytes in memory in "forward"
-    and "backward".
+    """Return for each chunk the bytes "saved" for the backward pass of a micro-batch, and the largest numbers of bytes
+    in memory in the "forward" and in the "backward" pass.
 
-    "parts" holds the same by layer (see `FRONT`), "modules" what is saved by module, and "curves" the most bytes
-    alive in each of at most `POINTS` stretches of a pass. Without a pipeline the whole step counts as one "backward".
+    The key "parts" holds the same bytes by layer (see `FRONT`), "modules" holds the saved bytes by module, and "curves"
+    holds the largest number of bytes alive in each of at most `POINTS` sections of a pass. Without pipeline parallelism
+    the whole step counts as one "backward" pass.
 
     Args:
-        rows: the size that replaces dimensions that only routing decides (see `routed_rows`).
+        rows: the size that is used for dimensions that are unknown before routing (see `routed_rows`).
     """
     found = []
     for name, behind in chunks_of(graph):
@@ -207,7 +208,7 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
 
 
 def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return for each module the sum of its bytes."""
+    """Return for each module the sum of its bytes over all parts."""
     found: Counter[str] = Counter()
     for own in modules:
         found.update(own)
@@ -215,8 +216,8 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def curve_of(nodes: list[Node], rows: int) -> list[int]:
-    """Return the most bytes in memory in each of at most `POINTS` sections with about equally many operators, in the
-    order of the text.
+    """Return the largest number of bytes in memory in each of at most `POINTS` sections with about equally many
+    operators, in the order of the graph's text.
     """
     most = [moment.most for moment in moments_of(nodes, rows)]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
@@ -224,10 +225,11 @@ def curve_of(nodes: list[Node], rows: int) -> list[int]:
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Return the number of rows that a rank dispatches: the padded number of rows in the graph if the graph has one,
-    otherwise `even`.
+    """Return the number of token rows that a rank dispatches to experts: the padded number of rows if the graph has
+    such a number, otherwise `even`.
 
-    `even` is tokens x top-k of a rank: what each rank gets when routing is even.
+    The argument `even` is a rank's number of tokens x top-k, which is the number of rows of each rank if routing is
+    even.
     """
     rows = even
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in ("AlltoAllV", "AllToAllV")):
@@ -239,8 +241,8 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
-    """Return a nested dictionary part -> module -> bytes that the part keeps from forward to backward, without
-    parameters.
+    """Return a nested dictionary part -> module -> bytes of the tensors, without parameters, that the part keeps from
+    the forward pass to the backward pass.
     """
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
@@ -267,8 +269,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
     """Return a dictionary part -> bytes that a chunk receives from the previous stage and keeps unchanged for its
     backward.
 
-    They are parameters of the forward subgraph, one of their own for each micro-batch: a layer that is recomputed
-    starts from them.
+    The received tensors are parameters of the forward subgraph, with separate tensors for each micro-batch; the
+    recomputation of a layer starts from them.
     """
     nodes, root = graph.graphs[forward], graph.graphs[graph.root]
     bound = next((node for node in nodes if node.binds == backward), None)
@@ -296,7 +298,8 @@ def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
     """Return for each weight the bytes of the tensors that the root graph computes once from this weight, and that the
     passes of all micro-batches share.
 
-    These are the weights in compute precision, gathered from the optimizer's shards: they stay for the whole step.
+    The counted tensors are the weights in compute precision, gathered from the optimizer's shards; they stay in memory
+    for the whole step.
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}
@@ -317,13 +320,15 @@ def _weight(node: Node, nodes: list[Node]) -> str:
 
 
 def peak_bytes(nodes: list[Node], rows: int) -> int:
-    """Return the most bytes in memory at once if the operators run in the order of the text; views cost nothing."""
+    """Return the largest number of bytes in memory at one moment if the operators run in the order of the graph's text;
+    views need no memory.
+    """
     return max((moment.most for moment in moments_of(nodes, rows)), default=0)
 
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
-    """Return the bytes in memory while each operator runs and after it, in the order of the text; views cost
-    nothing.
+    """Return for each operator the bytes in memory while it runs and after it has run, in the order of the graph's
+    text; views need no memory.
     """
     last = {
         owner: place
@@ -351,7 +356,7 @@ def output_bytes(node: Node, rows: int) -> int:
 
 
 def tensor_bytes(item: TensorType, rows: int) -> int:
-    """Return the bytes of a tensor; a dimension of -1 counts as `rows`."""
+    """Return the bytes of a tensor; a dimension of -1 (unknown before routing) counts as `rows`."""
     return BYTES.get(item.dtype, 4) * math.prod(rows if size < 0 else size for size in item.shape)
 
 

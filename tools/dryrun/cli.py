@@ -1,5 +1,5 @@
-"""This module is `tc3 dryrun`: it compiles a recipe for its devices on this CPU; the exit code is 0 without problems, 1
-for errors of the recipe, 2 for a wrong use.
+"""This module is the command `tc3 dryrun`, which compiles a recipe for all its devices on this CPU. The exit code is 0
+if there is no problem, 1 for errors of the recipe, and 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ _WIDTH = 130  # of tables in a file or pipe
 
 
 class Ranks(click.ParamType):
-    """A `Ranks` is an option's value: `all-stages`, or `0,512` as a tuple of integers."""
+    """A `Ranks` is the type of the option `--ranks`: its value is `all-stages`, or ranks such as `0,512` as a tuple of
+    integers.
+    """
 
     name = f"{ALL}|R,R"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
-        """Split and check the value; return None for all stages."""
+        """Return the ranks in the option's value as integers after a check; return None for `all-stages`."""
         if value == ALL or not isinstance(value, str):
             return None if value == ALL else value
         words = [word.strip() for word in value.split(",")]
@@ -124,7 +126,8 @@ def dryrun(
     pipeline stage. The report shows the memory of every device, collectives and their ranks, Sends and Receives, or the
     error with which MindSpore refuses the recipe.
 
-    The graph assumes even routing. The memory that --loads add is modelled, as in tc3 memory.
+    The graph assumes that routing is even. The memory that --loads adds for uneven routing is predicted by the model of
+    `tc3 memory`.
 
     Exit codes: 0 it compiles, fits and does not hang; 1 one of these fails (also if only at some step of --loads), or
     it is unknown whether it fits (also because --ranks leaves out a stage), or --prove finds a violation; 2 a wrong

@@ -2,7 +2,7 @@
 order, and FLOPs.
 
 The module goes through the root of the graph and expands its calls. MindSpore's backend may swap collectives without an
-edge between them, so each collective lists the earlier ones for which it waits, through data or only through a
+edge between them, so each collective lists the earlier collectives for which it waits, through data or only through a
 `Depend`. FLOPs are those of the matrix products and the attention of one micro-batch.
 """
 
@@ -33,14 +33,15 @@ _NOT_KEPT = ("group", "group_ranks", "rank_list", "group_rank_ids", "rank_size")
 
 @dataclass(frozen=True)
 class Collective:
-    """A `Collective` is one collective that one rank executes in a step.
+    """A `Collective` describes one collective operation that one rank executes in a step.
 
     `role` is forward, recompute (one of the forward pass that is repeated in the backward pass), gradient, or step
     (outside of the passes: weights gathered before the forward pass, gradients reduced, norms, the optimizer). `after`
-    and `after_depend` hold indices of collectives of the same subgraph that must end before this one starts: those
-    required by data, and those additionally required by `Depend`. `source` is its line of Python (for a gradient, that
-    of the forward pass), and `scope` the path of cells. MindSpore does not always keep these two: either may be empty,
-    and inside a Morph the scope is often truncated. The group is always known.
+    and `after_depend` hold indices of collectives of the same subgraph that must end before this collective starts:
+    `after` because of data, and `after_depend` because of a `Depend` only. `source` is the line of Python that made the
+    collective (for a gradient, the line of the forward pass), and `scope` is the path of cells. MindSpore does not
+    always keep `source` and `scope`: either may be empty, and inside a Morph cell `scope` is often truncated. The group
+    is always known.
     """
 
     op: str
@@ -62,7 +63,8 @@ def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...]
     Args:
         ranks_of: a function from a group to its global ranks, or None if they are unknown: `VirtualCluster.ranks_of`.
 
-    Both branches of a condition are listed (in training steps, only the one that updates has any).
+    The list contains the collectives of both branches of a condition (in training steps, only the branch that updates
+    the weights has collectives).
 
     Raises:
         ClusterError: a collective's group is unknown.
@@ -75,7 +77,7 @@ def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...]
 
 
 def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attribute]:
-    """Return one `section: {...}` of an operator's text as plain values."""
+    """Return the values in one section, such as `section: {...}`, of an operator's text as plain Python values."""
     inside = text.partition(f"{section}: {{")[2].partition("}")[0]
     values: dict[str, Attribute] = {}
     for name, integer, flag, word, several in _ATTRIBUTE.findall(inside):
@@ -89,8 +91,8 @@ def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attr
 
 
 def role_of(node: Node, graph: str) -> str:
-    """Return the role of an operator (see `Collective`): MindSpore marks the graphs that it derives, and the gradients
-    that it derives in these graphs.
+    """Return the role of an operator (see `Collective`): MindSpore marks the graphs that its automatic differentiation
+    makes, and the gradient operators in these graphs.
     """
     if "▸" in graph:
         return "forward"
@@ -179,7 +181,8 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that MindSpore's C++ code created; only some of a group's collectives state them.
+    """Return the ranks of each group that MindSpore's C++ code created; only some collectives of a group state these
+    ranks.
 
     The name of such a group is a hash of its ranks, so it can be checked whether `group_rank_ids` belong to the group.
     """
@@ -209,7 +212,7 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
     """Return for each chunk the FLOPs of one micro-batch on this rank: "forward", "recompute" and "gradient".
 
     Args:
-        rows: the size that replaces dimensions that only routing decides.
+        rows: the size that is used for dimensions that are unknown before routing.
     """
     found = []
     for names in chunks_of(graph):
@@ -223,8 +226,8 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
 
 
 def node_flops(node: Node, rows: int) -> int:
-    """Return the FLOPs of one operator: 2 for each multiply-add; attention counts as causal, because its documents are
-    not known.
+    """Return the FLOPs of one operator; a multiply-add counts as 2 FLOPs, and attention counts as causal attention over
+    the whole sample, because the documents of the sample are unknown.
     """
     if node.op in _PRODUCTS:
         taken, given = node.inputs[0], node.outputs[0]

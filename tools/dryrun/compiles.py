@@ -2,8 +2,8 @@
 digest of the recipe, the rank, the code and the versions.
 
 The number of processes at a time depends on cores and free memory, and no process outlives its parent. Each combination
-of recipe, rank, code and versions is compiled once. A refusal by MindSpore or MindFormers is a result, too: `diagnose`
-finds the key of the recipe that caused the message.
+of recipe, rank, code and versions is compiled once. If MindSpore or MindFormers refuses a recipe, this error is a
+result, too: `diagnose` finds the key of the recipe that caused the error message.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = 
     """Return the results of the plan's jobs in the order of the jobs, from the cache if the cache has them.
 
     Args:
-        texts: whether the texts of the final graphs are kept, too, in the files `text_of`.
+        texts: whether the texts of the final graphs are also kept, in the files that `text_of` names.
     """
     known = {
         place: {**found, "cached": True}
@@ -114,12 +114,12 @@ def run_jobs(
 ) -> list[dict[str, Any]]:
     """Compile all jobs; return the results in their order.
 
-    After the first refusal no further job is started, because its message is the result. Ctrl-C and SIGTERM end all
-    processes.
+    After MindSpore or MindFormers has refused the first job, no further job is started, because the message of this
+    error is the result. Ctrl-C and SIGTERM end the processes of all jobs.
 
     Args:
         progress: called when a job is "started" and "done", and from time to time for jobs that are still "running".
-        at_once: the number of jobs that run at a time; by default as many as fit.
+        at_once: the number of jobs that run at the same time; by default as many as cores and free memory allow.
         texts: for each job, the file for the text of its final graph; by default no text is kept.
 
     Raises:
@@ -200,7 +200,7 @@ class _Run:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the results: the user's cache folder.
+    """Return the folder in which results of compiles are stored, inside the user's cache folder.
 
     Raises:
         ClusterError: the user has no cache folder.
@@ -221,9 +221,9 @@ def kept_result(job: Job) -> dict[str, Any] | None:
 
 
 def keep_result(job: Job, result: dict[str, Any]) -> None:
-    """Store a compile's result completely or not at all; refusals by MindSpore are stored, too, except those that this
-    host caused. If the folder cannot be written, a warning is printed, and the report uses the result
-    without the file.
+    """Store a compile's result completely or not at all; errors with which MindSpore refuses a recipe are stored, too,
+    except errors that this host caused. If the folder cannot be written, a warning is printed, and the report uses the
+    result without the file.
     """
     if result.get("of_the_host"):
         return
@@ -320,7 +320,7 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
 
 
 def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
-    """Return why a rank did not compile, in one line."""
+    """Return in one line the reason why a rank did not compile."""
     again = " (cached; --no-cache)" if result.get("cached") else ""
     error = result["error"]
     return f"rank {result['rank']}: {diagnose(error['type'], error['message'], recipe)}{again}"
@@ -336,7 +336,7 @@ def _internal(recipe: Recipe | None) -> str:
 
 
 def source_key(source: str) -> str:
-    """Return the key that put a line of Python into the graph, or an empty string."""
+    """Return the recipe's key that caused a line of Python code to be in the graph, or an empty string."""
     return _first(_SOURCES, source)
 
 

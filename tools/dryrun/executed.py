@@ -1,8 +1,9 @@
 """This module checks whether a rank executed the collectives that its compile reported: names, groups, bytes and order.
 
-MindSpore's backend may swap collectives that do not depend on each other, so the order is judged by the dependencies,
-and on each link of a pipeline by the order of its messages. Executed graphs keep operators that the last passes for
-Ascend rename, and have the real number of routed rows: neither counts as a difference.
+MindSpore's backend may swap collectives that do not depend on each other, so the order is checked only between
+dependent collectives, and between the messages of each pipeline link. Executed graphs keep the names of operators that
+the last compiler passes for Ascend rename, and have the real number of routed rows; neither of the two counts as a
+difference.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class Comparison:
     """A `Comparison` holds one line for each difference between the reported and the executed collectives.
 
     Args:
-        calls: calls that one side lacks, or makes more often. order: calls that were executed before a call whose
-            result they need, and messages of a link in another order. The order is compared only if `calls` is empty.
+        calls: one line for each collective that only one of the two sides calls, or calls more often. order: one line
+            for each collective that was executed before a collective whose result it needs, and for messages of a link
+            in another order. The order is compared only if `calls` is empty.
     """
 
     calls: list[str]
@@ -67,14 +69,15 @@ class Comparison:
 def calls_file(run_dir: str | Path, rank: int) -> Path:
     """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step.
 
-    It holds {"step", "calls": `CallRecord`s, "places": {group: the rank's index in the group, as MindSpore was given
-    it}}.
+    The file holds {"step", "calls": `CallRecord`s, "places": {group: the rank's index in the group that MindSpore
+    received}}.
     """
     return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Return a line for each group in which MindSpore gave a rank a wrong index; such a rank sliced weights wrongly.
+    """Return a line of text for each group in which MindSpore used a wrong index of a rank; such a rank sliced weights
+    wrongly.
 
     Args:
         graph: "graph" of a compile's result, which has the ranks of each group. places: the result of `calls_file`.

@@ -2,12 +2,12 @@
 
 Every rank that holds the same slice of a weight computes a part of that weight's gradient. These parts must be added
 over exactly those ranks, once: if a sum is missing, made twice or made over other ranks, the weights are trained
-wrongly, and the loss does not show it at once. `_Walk` goes back through the graph from the optimizer's update of each
+wrongly, and the loss does not show it at once. `_Walk` follows the graph backwards from the optimizer's update of each
 weight, through clipping, scaling and the sums over micro-batches, to the operators that make the gradient, and collects
-the collectives on the way. `judge` compares them with the ranks that the weight's layout names (`copies_of`).
+the collectives on this path. `judge` compares them with the ranks that the weight's layout names (`copies_of`).
 
 MindSpore starts the backward pass with 1 / (devices of a stage) and then sums over all copies, even if they are equal,
-so the ranks of the sum follow only from the weight's layout. `tools.dryrun.scale` judges the factors on the way.
+so the ranks of the sum follow only from the weight's layout. `tools.dryrun.scale` judges the factors on this path.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Way(NamedTuple):
     """A `Way` is one path that a gradient takes in the graph, from the operator that computes it to the optimizer.
 
     Args:
-        collectives: (operator, ranks), the last one first. start: the operator that computes the gradient, or the
-            operator at which the walk ends because it has no rule for it. scale: the factor of the gradient on this
-            path, without clipping.
+        collectives: (operator, ranks) of each collective, the last collective first. start: the operator that computes
+            the gradient, or the operator at which the walk ends because it has no rule for it. scale: the factor of the
+            gradient on this path, without clipping.
     """
 
     collectives: tuple[tuple[str, tuple[int, ...]], ...]
@@ -94,12 +94,12 @@ def judge_gradients(
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. The optimizer's update of the copy is
-    overwritten. The gradient is summed over ranks before it is sent ("summed" of the copy), or after that ("received"
-    of the weight that is updated: the other rank, and whether the sums follow); `gradients_report` compares both.
+    overwritten. The sum over ranks is made before the gradient is sent ("summed" of the copy), or after it ("received"
+    of the updated weight: the sending rank, and whether the sums follow); `gradients_report` compares these keys.
 
     Args:
-        ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
-        copies: weight -> the ranks of the stage that hold the slice of `rank`, see `copies_of`.
+        ranks_of: function from a group to its global ranks, None if unknown: `VirtualCluster.ranks_of`.
+        copies: weight -> the ranks of the stage that hold the same slice of the weight as `rank`, see `copies_of`.
 
     Raises:
         ClusterError: a collective's group is unknown.
@@ -492,7 +492,7 @@ def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
     added twice.
 
     Args:
-        groups: the groups of `rank`. Other ranks add over groups of the same form, as on the axes of a mesh of devices.
+        groups: the groups of `rank`. Other ranks are assumed to have groups of the same form, as on a mesh.
     """
     reached = [rank]
     for ranks in groups:

@@ -1,7 +1,7 @@
 """This module reads MindSpore's final graph from its text: the operators of each subgraph, their inputs and outputs,
 and their calls.
 
-In the text each operator of a subgraph comes after its operands, so it is an order in which the operators can run.
+In the text each operator of a subgraph comes after its operands, so the operators can run in the order of the text.
 `passes_of` returns the order in which the root of the graph runs the forward and backward passes of a stage's
 micro-batches.
 """
@@ -38,7 +38,9 @@ _GROUP = re.compile(r"\(([-\d, ]*)\)")
 
 
 class TensorType(NamedTuple):
-    """A `TensorType` is MindSpore's name of the type, and the shape on one rank (-1: known only at run time)."""
+    """A `TensorType` holds MindSpore's name of a tensor's data type, and the tensor's shape on one rank (-1 for a
+    dimension that is known only at run time).
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,10 +54,11 @@ class Node:
         op: the operator's name; "" for calls.
         head: the text of the operator without attributes; `text` includes them.
         operands: the numbers of the nodes that are its arguments, in their order.
-        calls: the names of the subgraphs that it runs (Partial only binds one: `binds`).
+        calls: the names of the subgraphs that the operator calls (a Partial operator only binds arguments to a
+            subgraph: `binds`).
         types: (inputs, outputs) as text.
-        scope: path of cells.
-        source: innermost line of Python, "folder/file.py:line".
+        scope: the operator's path of cells.
+        source: the innermost line of Python code that made the operator, as "folder/file.py:line".
         hand_written: whether the operator comes from a hand-written `bprop`.
     """
 
@@ -72,7 +75,9 @@ class Node:
 
     @property
     def value(self) -> int | None:
-        """Return the node of the operator's first argument; None if that is a parameter or a constant."""
+        """Return the node that computes the operator's first argument; None if this argument is a parameter or a
+        constant.
+        """
         first = _FIRST.match(self.head)
         return int(first[1]) if first else None
 
@@ -97,7 +102,8 @@ class GraphText:
 
 
 def read_graph(file: Path) -> GraphText:
-    """Parse the graph that `virtual_cluster.final_graph` finds, or one that was stored compressed (`compiles.text_of`).
+    """Parse the text of the graph that `virtual_cluster.final_graph` finds, or the compressed text of a graph that
+    `compiles.text_of` names.
 
     Raises:
         ClusterError: the file cannot be read, or is not the text of a graph.
@@ -137,7 +143,7 @@ def arguments_of(head: str) -> list[str]:
 
 
 def listed(text: str, opening: str = "([{", closing: str = ")]}") -> list[str]:
-    """Return the parts of a text between commas that are not in brackets."""
+    """Split a text at the commas that are not in brackets, and return the parts."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in opening) - (letter in closing)
@@ -225,10 +231,10 @@ class Pass(NamedTuple):
 
 
 def passes_of(graph: GraphText) -> list[Pass]:
-    """Return the forward and backward passes in the order in which the root graph calls them.
+    """Return the forward and backward passes of a stage in the order in which the root graph calls them.
 
-    A chunk has one forward and one backward subgraph (lazy inline), called once for each micro-batch in their order;
-    chunks are numbered by their first forward.
+    A chunk has one forward and one backward subgraph (lazy inline), which the root graph calls once for each
+    micro-batch, in the order of the micro-batches; chunks are numbered in the order of their first forward passes.
     """
     chunks = chunks_of(graph)
     place = {name: (kind, chunk) for chunk, pair in enumerate(chunks) for kind, name in zip("FB", pair, strict=True)}
@@ -244,7 +250,9 @@ def passes_of(graph: GraphText) -> list[Pass]:
 
 
 def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
-    """Return the names of the forward and backward subgraph of each chunk, by first forward."""
+    """Return the names of the forward and backward subgraph of each chunk, in the order of the chunks' first forward
+    passes.
+    """
     backward = {}
     for name, nodes in graph.graphs.items():
         if "▸" in name:
@@ -254,8 +262,8 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the largest number of bytes of activations that are kept for backward passes, if a micro-batch keeps
-    `sizes[chunk]` bytes in a chunk.
+    """Return the largest number of bytes of activations that are kept for backward passes at one moment, if each
+    micro-batch keeps `sizes[chunk]` bytes in a chunk.
     """
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)

@@ -2,13 +2,14 @@
 those of activations.
 
 A layout is the decision of MindSpore's front end for one parameter: its slice under tensor and expert parallelism, and
-the group over which the optimizer shards this slice again (ZeRO). Elements of a rank = slice / group. From layouts
-follow the bytes of parameters, optimizer state and accumulated gradients.
+the group over which the optimizer shards this slice again (ZeRO). A rank holds the elements of the slice divided by the
+size of the group. The bytes of parameters, optimizer state and accumulated gradients follow from the layouts.
 
-`line_of` returns the live bytes over a step, pass by pass. The tensors, their bytes, and those that a forward pass
-keeps for its backward pass are read from the graph. Inside a pass, operators are assumed to run in the order of the
-graph's text, and a tensor lives from its operator to its last reader; the order on a device, its reuse of memory and
-fragmentation are unknown. Times are unknown, too: each pass has the length 1.
+`line_of` returns the live bytes over a step, pass by pass. The tensors, their bytes, and the tensors that a forward
+pass keeps for its backward pass are read from the graph. Inside a pass, operators are assumed to run in the order of
+the graph's text, and a tensor is assumed to need memory from the operator that computes it to the last operator that
+reads it; the order on a device, its reuse of memory and fragmentation are unknown. The durations of passes are unknown,
+too: each pass has the duration 1.
 
 The graph assumes even routing. `under_loads` adds the memory for uneven loads, which `tools.estimate` models;
 `exchange` is the memory that moving experts needs between two steps.
@@ -66,8 +67,8 @@ class Held:
         shape: the shape of the whole tensor.
         slice: the shape on a rank under tensor, expert and context parallelism.
         shards: the number of ranks over which the optimizer shards the slice.
-        trainable: whether the optimizer updates it.
-        on_host: whether it is kept in the host's memory, as the optimizer's state with `optimizer.swap`.
+        trainable: whether the optimizer updates the parameter.
+        on_host: whether the parameter is kept in the host's memory, as the optimizer's state is with `optimizer.swap`.
     """
 
     name: str
@@ -81,27 +82,27 @@ class Held:
 
     @property
     def elements(self) -> int:
-        """Return the number of elements that the rank keeps."""
+        """Return the number of the parameter's elements that the rank keeps."""
         return math.prod(self.slice) // self.shards
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes that the rank keeps on its device."""
+        """Return the number of the parameter's bytes that the rank keeps on its device."""
         return 0 if self.on_host else self.elements * BYTES[self.dtype]
 
     @property
     def host_bytes(self) -> int:
-        """Return the number of bytes that the rank keeps in the host's memory."""
+        """Return the number of the parameter's bytes that the rank keeps in the host's memory."""
         return self.elements * BYTES[self.dtype] if self.on_host else 0
 
     def copies(self, ranks: int) -> float:
-        """Return the number of copies of each element on the `ranks` devices of the stage."""
+        """Return the number of copies of each element of the parameter on the `ranks` devices of the stage."""
         return self.elements * ranks / math.prod(self.shape)
 
 
 def kinds_of(step: Any) -> dict[str, str]:
     """Return the kind of each parameter of a training step, by its name; parameters of the optimizer that are not
-    trained weights are its state.
+    trained weights count as the optimizer's state.
     """
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
@@ -135,7 +136,8 @@ class Memory:
         accumulated: gradients summed over micro-batches.
         gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
         saved: activations that are kept for backward passes, at the fullest moment (estimate).
-        working: the memory of other tensors that live inside a pass, at the moment of the largest sum (estimate).
+        working: the memory of the other tensors that exist only inside a pass, at the moment of the largest sum
+            (estimate).
         update: the memory that clipping and the optimizer need after the last pass, in addition to weights, state and
             accumulated gradients (`tools.estimate.memory.model.updating`).
         limit: `context.max_device_memory`; 0 if the recipe does not set it.
@@ -185,7 +187,7 @@ def memory_of(
 ) -> Memory:
     """Return the memory of a stage that has the layers of the compiled `graph` and runs its passes in the given order.
 
-    Its total is the peak of `line_of`.
+    The total of this memory is the peak of `line_of`.
     """
     chunks = graph["activations"]
     saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
@@ -197,8 +199,8 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
     """Return the largest number of bytes of activations at one moment: the activations that wait for their backward
     pass, and the activations that are alive in the running pass.
 
-    The tensors that the running forward pass itself keeps are counted once. They include the tensors that it received
-    from the previous stage and keeps, although no operator of this stage computes them.
+    The tensors that the running forward pass itself keeps are counted once. The kept tensors include the tensors that
+    the pass received from the previous stage, although no operator of this stage computes them.
     """
     backward = [chunk["backward"] for chunk in chunks]  # all that counts where no passes are known
     forward = [max(chunk["forward"], chunk["saved"]) for chunk in chunks]
@@ -229,7 +231,7 @@ def under_loads(
 ) -> Judged:
     """Return how a report's stages, compiled for an even routing, fit under uneven loads.
 
-    The loads add the same bytes as in `tc3 memory --loads`, with the error of modelled memory.
+    The loads add the same bytes as in `tc3 memory --loads`, and the error of these bytes is that of modelled memory.
 
     Args:
         error: the error of the estimate, as in `fit_of`.
@@ -239,9 +241,9 @@ def under_loads(
 
 
 def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the memory of HCCL on a device, which is not part of `context.max_device_memory`: the "communicators" of
-    the compiled rank that has the most (without those of its sends and receives), and their "bytes" with HCCL's default
-    buffer size.
+    """Return the memory of HCCL on a device, which is not part of `context.max_device_memory`: the number of
+    "communicators" of the compiled rank that has the most communicators (without those of its Sends and Receives), and
+    their "bytes" with HCCL's default buffer size.
     """
     graphs = [result.get("graph", {}) for result in results]
     every = [
@@ -343,8 +345,8 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
     """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`.
 
     Args:
-        held, graph, passes, update: as in `memory_of`; if the passes are unknown, the backward pass of every chunk
-            counts once, without kept activations.
+        held, graph, passes, update: as in `memory_of`; if the order of the passes is unknown, the line has one backward
+            pass of each chunk, without kept activations.
     """
     constant: dict[Owner, float] = defaultdict(float)
     for part, name, size in (

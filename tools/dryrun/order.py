@@ -7,9 +7,9 @@ reason. This module compares the programs of the compiled ranks with each other.
 assumed to arrive when they are needed.
 
 If the two ends of a pipeline link were not both compiled, the ranks that represent these ends are compared: the Sends
-of one to the next stage must match the Receives of the other from the previous stage, and the reverse. Tags contain the
-numbers of the stages and are not compared. With zero_bubble_v each stage has its own order of a link's chunks, so no
-stage can represent another.
+of the first rank to its next stage must match the Receives of the second rank from its previous stage, and vice versa.
+Tags contain the numbers of the stages and are not compared. With zero_bubble_v each stage has its own order of a link's
+chunks, so no stage can represent another.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 @dataclass(frozen=True)
 class Call:
-    """A `Call` is one collective that one rank calls.
+    """A `Call` describes the call of one collective by one rank.
 
     Args:
         op: the operator, such as "AllGather"; "p2p" for a Send and its Receive.
-        members: the group's ranks; (source, destination) of a p2p.
-        what: the values that must be equal in the calls of all members: shape, type, tag. where: the position of the
-            call, for messages.
+        members: the ranks of the group; (source rank, destination rank) for a Send and its Receive.
+        what: the values that must be equal in the calls of all members: shape, type, tag. where: a text that says where
+            the call is, for error messages.
     """
 
     op: str
@@ -43,7 +43,9 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key of the recipe that put the call into the graph; a plugin's key, if a plugin did."""
+        """Return the key of the recipe that put the call into the graph; this is a key of a plugin if the plugin made
+        the call.
+        """
         return _KEY if self.op == "p2p" else source_key(self.where) or "parallel"
 
     def __str__(self) -> str:
@@ -148,8 +150,9 @@ class Links:
     """A `Links` holds the result of comparing the pairs of stages that send to each other.
 
     Args:
-        exact: the pairs of stages of which both ends were compiled. alike: the pairs that other stages represent.
-            unknown: the pairs that no compile covers. problems: one line for each Send or Receive without a match.
+        exact: the pairs of stages of which both stages were compiled. alike: the pairs of stages that other stages
+            represent. unknown: the pairs of stages that no compile covers. problems: one line for each Send or Receive
+            without a match.
     """
 
     exact: list[tuple[int, int]]
@@ -158,7 +161,7 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Return as plain values how many pairs of stages were compared exactly, by equal stages, or not at all."""
+        """Return as plain values how many pairs of stages were compared directly, by equal stages, or not at all."""
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 
@@ -186,8 +189,9 @@ def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int
     stages. If a stage was not compiled, a rank of a stage with the same layers represents it (`alike`).
 
     Args:
-        results: the results of the plan's jobs; a quick plan, whose stages are not the pipeline's, compares none.
-        per_stage: devices of a stage.
+        results: the results of the plan's jobs; for a quick plan no link is compared, because its stages are not the
+            stages of the pipeline.
+        per_stage: the number of devices of a stage.
         alike: whether a stage may represent another one.
     """
     ranks = [_Rank(result, per_stage) for result in results] if plan.job_of else []

@@ -47,9 +47,9 @@ class Stage:
     """A `Stage` describes one pipeline stage.
 
     Args:
-        number: its position in the pipeline. chunks: for each chunk (first layer, kinds of its layers). ends: its parts
-            other than layers: "embedding", "head" (with the MTP layers). recompute: the recipe's settings of
-            recomputation and swapping for this stage.
+        number: the stage's position in the pipeline. chunks: for each chunk (first layer, kinds of its layers). ends:
+            the stage's parts other than layers: "embedding", "head" (with the MTP layers). recompute: the recipe's
+            settings of recomputation and swapping for this stage.
     """
 
     number: int
@@ -74,7 +74,7 @@ def stages_of(view: View) -> list[Stage]:
     """Return the pipeline's stages in order.
 
     Raises:
-        RecipeError: the offset does not fit the layers; `tc3 check` shows the reason.
+        RecipeError: `offset` does not fit the number of layers; `tc3 check` shows the reason.
     """
     built = convert(view, load_schema())
     layers = layers_of(view, built)
@@ -147,8 +147,8 @@ class Plan:
 
     Args:
         stages: the stages of the pipeline.
-        jobs: the compiles, ordered by stage and rank. job_of: stage -> the job that represents it. micro_batches: the
-            number of micro-batches that are compiled.
+        jobs: the compiles, ordered by stage and rank. job_of: stage -> the job whose rank represents the stage.
+            micro_batches: the number of micro-batches that are compiled.
     """
 
     stages: list[Stage]
@@ -161,8 +161,8 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
     """Return the plan of a dry run of a recipe: its jobs, and the stages that each of them represents.
 
     Args:
-        ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last
-            stage, whose schedule differs most from the first's.
+        ranks: global ranks to compile; by default the first rank of each stage that has no equal earlier stage, and of
+            the last stage, whose schedule differs most from that of the first stage.
         micro_batches: the number of micro-batches to compile; by default `ROUNDS` for each stage. A pass through a
             chunk is one subgraph that each micro-batch calls, so a few micro-batches are enough.
 
@@ -191,7 +191,7 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
 
 
 def resized(recipe: Recipe, devices: int | None) -> Recipe:
-    """Return the recipe for another number of devices, by its data-parallel degree.
+    """Return the recipe for another number of devices, with a changed data-parallel degree.
 
     Raises:
         RecipeError: the other degrees do not divide the devices.
@@ -217,9 +217,9 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
 def without_files(recipe: Recipe) -> Recipe:
     """Return the recipe without the keys that name files of the host.
 
-    These are the folder for graph dumps, which the dry run sets itself, and the settings file of Ascend hosts, which
-    MindFormers' public recipes name and do not ship; of its settings only the broadcast level of the data affects the
-    graph.
+    The removed keys name the folder for graph dumps, which the dry run sets itself, and the settings file of Ascend
+    hosts, which MindFormers' public recipes name and do not ship; of the settings in this file only the broadcast level
+    of the data affects the graph.
     """
     context = recipe.get("context") or {}
     for key in ("save_graphs", "save_graphs_path"):

@@ -1,15 +1,15 @@
 """This module makes the quick dry run: it compiles each kind of layer once, on few stages, and composes the real stages
 from the results.
 
-A kind of layer is dense or MoE, with how it is recomputed and how it is swapped. Each setting that a recipe states by
-stage, by chunk or by number of layer (`recompute`, `select_recompute`, `select_comm_recompute`, their exclusions,
-`layer_swap`, `op_swap`) becomes the set of layers for which it is on. Two layers with the same active settings compile
-to the same operators.
+A kind of layer is given by its block (dense or MoE), its recomputation settings and its swapping settings. Each setting
+that a recipe states by stage, by chunk or by number of layer (`recompute`, `select_recompute`, `select_comm_recompute`,
+their exclusions, `layer_swap`, `op_swap`) becomes the set of layers for which it is on. Two layers with the same active
+settings compile to the same operators.
 
 Sharding depends on the devices of a stage, not on how many stages there are or how deep they are: a layer of each kind,
 the embedding, the head and the MTP layers on stages of the same size have the layouts of the whole model. Sums over
 layers are exact (weights, optimizer state, gradients, gathered weights). Activations are added up from the parts of the
-compiled passes, and differ from those of full depth by at most `ERROR`. Traffic is not reported.
+compiled passes, and differ from those of full depth by at most `ERROR`. A quick dry run does not report traffic.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Setting:
     """A `Setting` is a key of the recipe whose value differs between layers.
 
     Args:
-        path: the keys, and the places in lists, that lead to the value.
-        layers: the numbers of the layers for which it is on. numbered: whether the recipe lists the numbers of layers
-            (with swapping) instead of counting layers for each stage.
+        path: the keys, and the indices in lists, that lead to the value.
+        layers: the numbers of the layers for which the setting is on. numbered: whether the recipe lists the numbers of
+            layers (with swapping) instead of counting layers for each stage.
     """
 
     path: tuple[str | int, ...]
@@ -77,7 +77,7 @@ def settings_of(view: View, stages: Sequence[Stage]) -> list[Setting]:
 
 
 def kinds_of(view: View, stages: Sequence[Stage], settings: Sequence[Setting]) -> list[list[list[Kind]]]:
-    """Return the kinds of layers [stage][chunk][layer]."""
+    """Return the kind of each layer of a recipe, as nested lists [stage][chunk][layer]."""
 
     def kinds(first: int, blocks: Sequence[str]) -> list[Kind]:
         return [_kind(view, block, first + place, settings) for place, block in enumerate(blocks)]
@@ -122,8 +122,8 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
-    """Return each kind of layer once, on as few stages as a recipe can express: dense layers come first, and if a
-    setting is off for a layer, the setting is off for all later layers on that stage.
+    """Distribute one layer of each kind to as few stages as a recipe can express, and return these stages. On each
+    stage dense layers come first, and if a setting is off for a layer, the setting is off for all later layers.
 
     Args:
         numbered: whether settings list the numbers of layers, so that one stage can hold any of them.

@@ -2,10 +2,11 @@
 the graph.
 
 `python -m launch.workers.dryrun_rank` runs it; a process compiles only once. MindFormers' Trainer runs as in a real
-training, from `build_context` to the call of `Model.train`, where the step is taken from it: model, loss, wrappers,
-recompute, clipping, learning-rate groups and optimizer are its own. Data loading, callbacks and checkpoints are left
-out, because they need data or a file system and add nothing to the graph. Parameters have shapes but no memory, and the
-columns of the recipe's loader have the shapes that one rank reads for a step. The report is plain data.
+training, from `build_context` to the call of `Model.train`, where this module takes over the Trainer's training step:
+model, loss, wrappers, recompute, clipping, learning-rate groups and optimizer are those of the Trainer. Data loading,
+callbacks and checkpoints are left out, because they need data or a file system and add nothing to the graph. Parameters
+have shapes but no memory, and the columns of the recipe's loader have the shapes that one rank reads for a step. The
+report is plain data.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     """Return the cell that the Trainer is about to train; call this inside an open `virtual_cluster`.
 
     Args:
-        recipe: flat; for Ascend or for CPU. It is not changed.
+        recipe: a flat recipe for Ascend or for CPU, which is not changed.
         folder: an empty folder for the files that MindFormers always writes.
         enable_plugins: a function that enables the recipe's plugins, given the MindFormerConfig (tools never import
             adapters).
@@ -301,9 +302,9 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return a dictionary column -> (shape, NumPy type) of the data that one rank reads for one step, in the order of
     the arguments.
 
-    All micro-batches of the step come at once: the first dimension is batch size x micro-batches x accumulated steps,
-    and with full_batch those of all data-parallel ranks. MindFormers gives every column as int32, masks as well
-    (gpt_dataset.py and causal_language_model_dataset.py of 1.9.0).
+    The data of all micro-batches of the step come at once: the first dimension is batch size x micro-batches x
+    accumulated steps, and with full_batch also x data-parallel ranks. MindFormers gives every column as int32, masks as
+    well (gpt_dataset.py and causal_language_model_dataset.py of 1.9.0).
 
     Raises:
         RecipeError: the shape of a column is unknown to this module.
@@ -334,8 +335,8 @@ def report_graph(
     and FLOPs of each chunk, and the bytes of the weights that all passes share.
 
     "groups" are lists of ranks, and a collective names its group by index. "routed" marks bytes that depend on routing,
-    and that were computed for even routing. "after" are the indices of the collectives of the same subgraph whose
-    results a collective needs, so that no backend can swap these.
+    and that were computed for even routing. "after" holds the indices of the collectives of the same subgraph whose
+    results a collective needs, so that no backend can swap them with it.
 
     Args:
         even_rows: tokens x top-k of a rank.

@@ -21,7 +21,7 @@ _SHOWN = 3  # lines of traffic a stage
 
 
 def render(report: Mapping[str, Any], console: Console) -> None:
-    """Print the report of a dry run, with a row for each stage."""
+    """Print the report of a dry run as tables with a row for each stage."""
     layout = " ".join(f"{name}{size}" for name, size in report["layout"].items() if size > 1) or "one device"
     console.print(f"{report['recipe']}: {report['devices']:,} virtual devices, {layout}", highlight=False, markup=False)
     console.print(_memory(report))

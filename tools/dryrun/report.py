@@ -58,7 +58,7 @@ class Found(NamedTuple):
 
     Args:
         rank: the rank that was compiled for the stage; None if the stage is put together from layers.
-        compiled: whether the rank is of this very stage.
+        compiled: whether `rank` is a rank of this stage, and not of another stage that represents it.
     """
 
     stage: Stage
@@ -80,10 +80,10 @@ def report_of(
     """Return the whole report of a dry run, in bytes and FLOPs of one device and step.
 
     Args:
-        results: the results of the plan's jobs, none of them refused.
-        node: devices of a node, for links inside and between nodes.
+        results: the results of the plan's jobs, none of which ended with an error.
+        node: the number of devices of a node, which decides whether a link is inside a node or between nodes.
         lines: a mapping to which the time line of each stage is added.
-        loads: the loads of the devices that share experts, as `loads_asked` returns them; None: only even loads.
+        loads: the loads of the devices that share experts, as `loads_asked` returns them; None for even loads only.
         reserve: the bytes of the limit that are not available to the model, as `tc3 firsthour` measured.
     """
     view = View(recipe)
@@ -157,7 +157,8 @@ def loads_asked(text: str, recipe: Recipe) -> Loads:
     `auto`.
 
     Raises:
-        RecipeError: the model cannot predict the recipe's memory; or as for `loads_of`. DataError: see `loads_of`.
+        RecipeError: the memory model cannot predict the recipe's memory; or as for `loads_of`. DataError: see
+            `loads_of`.
     """
     if View(recipe).on_cpu:
         raise RecipeError(
@@ -253,11 +254,12 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
 def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
     """Return a sentence that says why the global norm does not count each element of a weight once; "" if it does.
 
-    Every rank adds the squares of what it holds. A part that several ranks hold must be divided by their number.
+    Every rank adds the squares of the gradient elements that it holds. The sum over elements that several ranks hold
+    must be divided by the number of these ranks.
 
     Args:
         found: the result for the weight, as `judge_gradients` returns it.
-        shards: ranks over which the optimizer shards the weight's slice.
+        shards: the number of ranks over which the optimizer shards the weight's slice.
         devices: all ranks of the compiled recipe.
     """
     if "copy_of" in found:
@@ -429,9 +431,10 @@ Stream = tuple[str, int, tuple[int, ...], str, int]  # operator, peer, shape, ty
 def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) -> list[dict[str, Any]]:
     """Return the calls and bytes of a step by operator, role, size of group and link, the largest first.
 
-    "bytes" is what leaves the device, by the textbook volume of each operator: for a tensor of B bytes on its larger
-    side and n ranks, AllGather and ReduceScatter B (n - 1) / n, AllReduce twice that, All-to-All B (n - 1) / n, Send B.
-    "routed" marks rows with sizes that assume even routing.
+    The key "bytes" holds the number of bytes that leave the device, by the textbook volume of each operator: for n
+    ranks and B bytes of the larger one of the operator's input and output, AllGather, ReduceScatter and All-to-All send
+    B (n - 1) / n bytes, AllReduce sends 2 B (n - 1) / n, and Send sends B. The key "routed" marks rows whose sizes
+    assume even routing.
 
     Args:
         step, compiled: the numbers of micro-batches of a step and of the graph; calls that each micro-batch repeats are

@@ -3,9 +3,9 @@ of a micro-batch, and judges it.
 
 The backward pass starts with a seed: the loss scale, divided by the number of micro-batches and by the devices of a
 stage. After the sums, the gradient is divided by the loss scale. If a divisor is left out or applied twice, the run
-trains with another learning rate, or with another weight of the auxiliary loss. Adam hides this fault, because it
-divides by the size of the gradient, and only clipping shows it. `Numbers` reads both ends, and `judge_scale` compares
-their product with 1 / (micro-batches x devices of a stage).
+trains with another learning rate, or with another weight of the auxiliary loss. Adam hides this fault, because Adam
+divides by the size of the gradient, and only gradient clipping makes the fault visible. `Numbers` reads the seed and
+the later factors, and `judge_scale` compares their product with 1 / (micro-batches x devices of a stage).
 
 This module does not check factors inside the pass of a micro-batch (the mean over tokens, the loss's coefficients), or
 the factor of clipping, which is the same for all weights.
@@ -33,11 +33,11 @@ _CLOSE = 1e-5  # numbers are float32 in the graph
 
 
 class Scale(NamedTuple):
-    """A `Scale` is a factor: a number, times the loss scale to a power.
+    """A `Scale` is a factor of a gradient: a number, multiplied by a power of the loss scale.
 
     Args:
-        by: the number.
-        senses: the power of the loss scale.
+        by: the number that is multiplied by a power of the loss scale.
+        senses: the exponent of the loss scale.
         unread: the first operator whose factor is unknown; "" if all factors are known.
     """
 
@@ -65,7 +65,8 @@ class Numbers:
     """A `Numbers` reads the factors of gradients from one graph.
 
     Args:
-        bound_to: (subgraph, "para7") -> the arguments that stand for this parameter, each with its subgraph.
+        bound_to: a dictionary from a parameter, such as (subgraph, "para7"), to the arguments that are passed for it,
+            each with the subgraph of the argument.
     """
 
     def __init__(self, graph: GraphText, bound_to: Callable[[str, str], list[tuple[str, str]]]):
@@ -86,7 +87,7 @@ class Numbers:
         return Scale().over(other) if first else Scale(unread=_named(node))
 
     def scalar(self, graph: str, text: str) -> Scale:
-        """Return the value of an argument with one element."""
+        """Return the factor that an argument with one element holds."""
         if number := re.fullmatch(r"%(\d+)", text):
             return self._result(graph, self.graph.graphs[graph][int(number[1])])
         if parameter := _PARAMETER.fullmatch(text):
@@ -151,7 +152,8 @@ def judge_scale(ways: Iterable[Scale], seeds: Iterable[Scale], micro_batches: in
         devices: the number of devices of one stage.
 
     Returns:
-        (True, "") if it is right, (False, reason) if it is wrong, and (True, reason) if it is unknown.
+        (True, "") if the gradient's factor is right, (False, reason) if it is wrong, and (True, reason) if it is
+            unknown.
     """
     wanted = 1 / (micro_batches * devices)
     pairs = [(way, seed) for way in dict.fromkeys(ways) for seed in dict.fromkeys(seeds)]

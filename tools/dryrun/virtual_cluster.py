@@ -1,7 +1,8 @@
 """This module makes MindSpore's semi-auto-parallel front end compile for N virtual devices on the CPU wheel.
 
-MindSpore's own dry run needs CANN. Its front end needs to know only little about a cluster: its rank, the sizes of
-groups, and the target. `virtual_cluster` provides these, stops the compile before the backend, and restores everything:
+MindSpore's own dry run needs CANN. MindSpore's front end needs only a few facts about a cluster: the rank of the
+process, the sizes of groups, and the target device. `virtual_cluster` provides these, stops the compile before the
+backend, and restores everything:
 
     with virtual_cluster(devices=256, rank=0, graphs=folder) as cluster:
         ...                       # set the auto-parallel context, build model and optimizer: still on CPU
@@ -31,10 +32,12 @@ _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a 
 
 
 class VirtualCluster(Ranks):
-    """A `VirtualCluster` is a rank's view of `devices` virtual devices."""
+    """A `VirtualCluster` holds the virtual cluster of `devices` devices in which this process is one rank."""
 
     def target_ascend(self) -> None:
-        """Make MindSpore compile for Ascend from here on; call this after the model is built, just before compiling."""
+        """Make MindSpore compile for Ascend from now on; call this method after the model is built, just before
+        compiling.
+        """
         target_ascend()
 
 
@@ -43,12 +46,14 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
     """Make this process rank `rank` of `devices` virtual Ascend devices, in graph mode, for MindSpore's front end only.
 
     Args:
-        devices: size of the world.
+        devices: the world size of the virtual cluster.
         rank: the rank whose graph is compiled.
-        graphs: an empty folder for the text of the final graph (see `final_graph`); nothing is written without it.
+        graphs: an empty folder for the text of the final graph (see `final_graph`); without this argument no text is
+            written.
 
-    Everything is restored on exit, except that the auto-parallel context is reset to its defaults, so set this context
-    only inside. A compile leaves caches in MindSpore's C++ code, so compile only once in a process.
+    All changed settings of MindSpore are restored on exit, except that the auto-parallel context is reset to its
+    defaults, so set the auto-parallel context only inside the `with` block. A compile leaves caches in MindSpore's C++
+    code, so compile only once in a process.
 
     Raises:
         VersionError: MindSpore or MindFormers is not of the verified version.

@@ -1,18 +1,19 @@
-"""This module describes one training run in neutral terms: model, parallel layout, batch, recomputation and types.
+"""This module describes one training run independently of the software that runs it: model, parallel layout, batch,
+recomputation and types.
 
 A `Configuration` is made from a MindFormers recipe (`tools.estimate.from_recipe`) or from a row of a measurements file
 (`tools.estimate.published.rows`); all code that predicts memory or time reads only the configuration.
 
 MindFormers recomputes groups of a layer's operators by pattern (`recompute_config.select_recompute`).
 
-Which operators a pattern must name for memory to be freed was found by compiling (`tc3 dryrun --quick` of the 105B,
-MindFormers 1.9.0). A pattern that names a cell recomputes the operators inside of it and keeps the cell's result, so
+Compiling the 105B recipe (`tc3 dryrun --quick`, MindFormers 1.9.0) showed which operators a pattern must name for
+memory to be freed. A pattern that names a cell recomputes the operators inside of it and keeps the cell's result, so
 the name of a projection frees nothing. Operators must therefore be named one by one, up to the last one whose result
 attention or the activation function would keep. If two patterns name one operator, or a pattern names an operator that
 MindFormers recomputes anyway (`reshape` of linear layers), the build ends with "'bool' object is not callable".
 
-`Recompute.select` with "norms" is a group of its own, to which the groups here are added. The recompute option of a
-layer joins the names that apply to it, for example "select+attention".
+`Recompute.select` with "norms" is a separate group of operators, to which the groups of this module are added. The
+recompute option of a layer joins the names that apply to it, for example "select+attention".
 
 `weight_cut` and the functions after it compute how a run cuts one weight over its devices, and which devices share the
 optimizer's state of the weight.
@@ -44,8 +45,8 @@ class Cut(NamedTuple):
     issues their steps.
 
     Args:
-        chunks: the number of parts into which the batch is cut, and the number for a sequence; None: the fastest
-            numbers that divide batch and sequence, as with `chunks: auto`.
+        chunks: the number of parts into which the batch is cut, and the number of parts into which a sequence is cut;
+            None: the fastest numbers that divide batch and sequence, as with `chunks: auto`.
         stride: the order in which the steps of chunks are issued; None: the fastest order.
     """
 
@@ -99,7 +100,7 @@ class Configuration:
         state_item: the bytes of optimizer state for each element of a weight; matrix_state_item: the bytes of optimizer
             state for each element of a matrix of a layer, if they differ (Muon).
         ep_mode: a mode of `plugins.hierarchical_ep`; or "deepep" (tokens are also deduplicated inside nodes); or
-            "hybridep" (like deepep, and its kernels also sort the rows by expert).
+            "hybridep" (as "deepep", and the kernels of dispatch also sort the rows by expert).
         expert_tp: whether tensor parallelism also cuts expert weights; if not, an EP group includes the ranks of a
             tensor-parallel group.
         shard_optimizer: whether fp32 weights and moments are sharded over the ranks that hold copies (ZeRO-1,
@@ -117,9 +118,11 @@ class Configuration:
         shared_beside: whether the shared expert runs during the communication of experts, without chunks
             (moe_shared_expert_overlap).
         skew: the load of the busiest rank of an EP group, divided by the mean.
-        overlap_tp, overlap_dp, overlap_pp, overlap_ep: whether this communication overlaps with computation; for expert
-            parallelism a fitted share of it does, unless the chunks are known (`ep_cut`).
-        overlap_tp_backward: gradients of weights hide the reduction of gradients of inputs (Megatron).
+        overlap_tp, overlap_dp, overlap_pp, overlap_ep: whether the communication of tp, dp, pp or ep overlaps with
+            computation; a fitted share of expert-parallel communication overlaps, unless the chunks are known
+            (`ep_cut`).
+        overlap_tp_backward: whether the computation of weight gradients hides the tensor-parallel reduction of input
+            gradients (Megatron).
         shared_whole: whether router, shared experts and MTP projection are replicated on every tp rank (MindFormers'
             graph mode).
         keep_gathered: whether the results of tensor-parallel AllGathers are kept for the backward pass and not gathered
@@ -128,24 +131,25 @@ class Configuration:
             (`tools.estimate.memory.training_graph`).
         fp32_residual: whether the residual stream is kept in fp32.
         ulysses: the number of parts into which MindFormers' ulysses_degree_in_cp cuts the heads. MindFormers 1.9.0
-            exchanges heads for it, but does not pass it to flash attention (flash_attention.py:384), which still
-            gathers keys and values over all ranks of cp. Compiled graphs therefore need exactly as much memory as
-            without it.
+            exchanges heads for this setting, but does not pass the setting to flash attention (flash_attention.py:384),
+            which still gathers keys and values over all ranks of cp. Compiled graphs therefore need exactly as much
+            memory as without the setting.
         contiguous: whether each rank of context parallelism has one contiguous part of the sequence; all ranks then
-            wait for the last one, whose tokens attend to everything before them. Otherwise each rank has a part from
-            both ends.
-        graphs: which operators run as captured graphs: "" none, "layers" attention and router of each layer (CUDA
-            graphs by scope), "step" all operators, in one graph of fused operators.
-        logit_bytes: the bytes for each logit while the loss is computed: its copy in the compute precision, and one in
+            wait for the last rank, whose tokens attend to all earlier tokens. Otherwise each rank has one part from the
+            start and one part from the end of the sequence.
+        graphs: which operators run as captured graphs: "" none, "layers" for the attention and the router of each layer
+            (CUDA graphs by scope), "step" for all operators in one graph of fused operators.
+        logit_bytes: the bytes for each logit while the loss is computed: a copy in the compute precision, and a copy in
             fp32, in which Megatron's cross entropy computes the softmax and its gradient in place.
         spare_gradients: whether Transformer Engine keeps a spare gradient for each shape of a weight
             (`tools.estimate.memory.activations`).
         cp_exchanges_heads: whether context parallelism exchanges heads for parts of the sequence (Transformer Engine's
             a2a), and does not send keys and values.
-        layer_only: whether only the MLP of one MoE layer runs (a layer benchmark), without a model around it.
-        adapters: the adapters of `plugins.lora`; None: all weights are trained.
-        attended: the number of token pairs that attend to each other, divided by the number in samples that are one
-            document.
+        layer_only: whether the run is a benchmark that executes only the MLP of one MoE layer, and no other part of a
+            model.
+        adapters: the adapters that `plugins.lora` trains; None: all weights are trained.
+        attended: the number of token pairs that attend to each other, divided by that number for samples that consist
+            of one document each.
     """
 
     model: Model
@@ -212,13 +216,15 @@ class Configuration:
             )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:
-        """Return for each chunk of a stage its kinds of layers, in model order; see `tools.model.KINDS`."""
+        """Return for each chunk of a stage the kinds of its layers (see `tools.model.KINDS`), in the order of the
+        model.
+        """
         if self.layer_only:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
 
     def layer_numbers(self, stage: int) -> list[int]:
-        """Return the decoder layers of a stage, counted from 0, in the order of `stage_kinds`."""
+        """Return the numbers of the decoder layers of a stage, counted from 0, in the order of `stage_kinds`."""
         firsts = _first_layers(self.layers, self.schedule)
         spans = [(row[stage], self.layers[chunk][stage]) for chunk, row in enumerate(firsts)]
         return [first + place for first, count in spans for place in range(count)]
@@ -237,18 +243,20 @@ class Configuration:
 
     @property
     def item(self) -> int:
-        """Return the bytes of an element in the computing type; fp8 and fp4 values are made from bf16 values."""
+        """Return the bytes of an element in the compute dtype; for fp8 and fp4 these are the bytes of bf16, because
+        such values are converted from bf16 values.
+        """
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def copies_weights(self) -> bool:
-        """Return whether each pass makes its own copy of weights in the computing type.
+        """Return whether each forward or backward pass makes its own copy of weights in the compute dtype.
 
-        If the computing type is narrower than the weight and the optimizer is sharded, MindFormers' graphs make one
-        copy for the whole step. In a pipeline without shards, and for weights that are narrower than the computing
-        type, each pass makes its own copy. Weights that already have the computing type are gathered once from the
-        optimizer's shards; without shards the passes of a pipeline copy them (TensorMove, which MindSpore inserts where
-        a subgraph reads a parameter).
+        If the compute dtype is narrower than the weight's dtype and the optimizer is sharded, MindFormers' graphs make
+        one copy for the whole step. In a pipeline without a sharded optimizer, and for weights whose dtype is narrower
+        than the compute dtype, each pass makes its own copy. Weights that already have the compute dtype are gathered
+        once from the optimizer's shards; without shards the passes of a pipeline copy these weights (TensorMove, which
+        MindSpore inserts where a subgraph reads a parameter).
         """
         narrower, as_wide = self.weight_item < self.item, self.weight_item == self.item
         return self.training_graph and (narrower or (self.pp > 1 and (as_wide or not self.shard_optimizer)))
@@ -275,7 +283,7 @@ class Configuration:
 
     @property
     def rank_sequence(self) -> int:
-        """Return the number of tokens of a sequence that one device routes."""
+        """Return the number of tokens of each sequence that one device routes."""
         return self.sequence // (self.tp * self.cp)
 
     @property
@@ -326,13 +334,14 @@ def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
 
 
 def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
-    """Return numbers of layers [chunks][stages] that are as even as possible. If the layers cannot be divided equally,
-    the last chunk of the model gets one layer less, then the first chunk, then the last but one, and so on.
+    """Distribute layers over chunks and stages as evenly as possible, and return the numbers of layers
+    [chunks][stages]. If the layers cannot be divided equally, the last chunk of the model gets one layer less, then the
+    first chunk, then the last but one, and so on.
 
     The first and the last chunk hold the embedding and the head, so frameworks place fewer layers in these chunks
-    (Llama 3: 126 layers on 16 stages). With MTP, if that is possible, the last chunk has no layers beside the head, and
-    the chunk before it has as few as possible beside MTP. Otherwise only the last chunk gets fewer layers (as in
-    Megatron-Bridge for DeepSeek-V3: 15 chunks of 4 layers, then one of 1).
+    (Llama 3: 126 layers on 16 stages). With MTP, if possible, the last chunk has the head and no layers, and the chunk
+    before it has the MTP layers and as few other layers as possible. If this is not possible, only the last chunk gets
+    fewer layers (as in Megatron-Bridge for DeepSeek-V3: 15 chunks of 4 layers, then a chunk of 1 layer).
     """
     places = stages * chunks
     most = -(-total // places)
@@ -350,12 +359,12 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
 
 
 def spread(value: Any, layers: Table) -> Table | None:
-    """Return numbers of layers [chunks][stages] for a recompute value, which is a flag, numbers of layers by stage, or
-    numbers by chunk and stage.
+    """Return the numbers of layers [chunks][stages] that a recompute value selects; the value is a flag, numbers of
+    layers by stage, or numbers by chunk and stage.
 
     A single number for a stage is distributed over its chunks in turns, beginning with chunk 0, as in MindFormers
-    (LayerSetting). A list of operators counts as all layers, and a mapping of operators as the largest number of layers
-    that one of them names. True means all layers.
+    (LayerSetting). A list of operators selects all layers, and a mapping from operators to numbers selects the largest
+    of these numbers. True selects all layers.
     """
     if isinstance(value, dict):
         tables = [table for table in (spread(inner, layers) for inner in value.values()) if table]
@@ -415,7 +424,7 @@ PATTERNS = {
 
 
 def offered(config: Configuration) -> tuple[str, ...]:
-    """Return the groups of operators that a run could recompute and whose activation bytes are known.
+    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows.
 
     For models outside of MindFormers' training_graph no group is offered. The group of attention needs MLA without
     context parallelism (which keeps the gathered keys and values), the group of the MLP needs a gated MLP, and the
@@ -445,14 +454,14 @@ def parts_of(option: str) -> tuple[str, ...]:
 
 
 def weight_cut(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which parallelism cuts the weight itself, before the optimizer shards it."""
+    """Return the number of ranks over which tensor and expert parallelism cut a weight before the optimizer does."""
     if weight.split == "experts":
         return config.ep * (config.tp if config.expert_tp else 1)
     return config.tp if weight.split else 1
 
 
 def weight_copies(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks of a stage that hold the same part of the weight."""
+    """Return the number of ranks of a stage that hold the same part of a weight."""
     return config.dp * config.tp * config.cp // weight_cut(weight, config)
 
 
@@ -461,8 +470,8 @@ _UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the weight is sharded, out of the ranks that hold the same part of the
-    weight; MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
+    """Return the size of the group of ranks over which the optimizer shards a weight, out of the ranks that hold the
+    same part of the weight; MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
     """
     if config.muon and weight.name in _UNSHARDED:
         return 1
@@ -471,8 +480,8 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the optimizer shards the weight: the ranks of its group, or 1 if their
-    number does not divide the weight or the weight is small.
+    """Return the number of ranks over which the optimizer really shards a weight: the size of `shard_group`, or 1 if
+    this size does not divide the weight or the weight is small.
     """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))

@@ -1,7 +1,8 @@
-"""This module holds the share of its nominal figures that a device type reaches, and computes from it the seconds of
-single operators and collectives.
+"""This module holds the shares of the nominal peak FLOP/s and bandwidths that each device type reaches, and computes
+from them the seconds of single operators and collectives.
 
-efficiencies.yaml has one set of parameters for each device type. With them an operator takes, as a roofline,
+efficiencies.yaml has one set of parameters for each device type. With these parameters, a roofline model gives the
+seconds of an operator or collective:
 
 matmul        FLOPs / (peak x matmul x d / (d + half_size)), d the smallest dimension; at least the time to move
               its operands
@@ -36,32 +37,35 @@ class Efficiency:
     """An `Efficiency` holds the efficiencies of one device type.
 
     Args:
-        matmul: share of the peak that a large matmul reaches.
-        matmul_fp8: share of the fp8 peak that a large matmul reaches, casts included.
-        blocks: the share of `matmul_fp8` that remains if every 32 elements have a scale of their own (MXFP8).
-        matmul_fp4: share of the fp4 peak (NVFP4) that a large matmul reaches, casts included.
+        matmul: the share of the peak FLOP/s that a large matmul reaches.
+        matmul_fp8: the share of the fp8 peak FLOP/s that a large matmul reaches, including its casts.
+        blocks: the share of the speed `matmul_fp8` that remains if every 32 elements have their own scale (MXFP8).
+        matmul_fp4: the share of the fp4 peak FLOP/s (NVFP4) that a large matmul reaches, including its casts.
         half_size: the smallest dimension with which a matmul reaches half of `matmul`.
-        attention: share of the peak that fused attention reaches.
-        memory: share of HBM bandwidth that elementwise operators reach.
+        attention: the share of the peak FLOP/s that fused attention reaches.
+        memory: the share of the HBM bandwidth that elementwise operators reach.
         unfused: the factor by which unfused elementwise operators move more bytes.
         link: a factor on the share of its bandwidth that a link inside a node reaches; the hardware file states the
             share.
         network: a factor on the share of its bandwidth that a link between nodes reaches.
-        hidden: the share of tensor-parallel communication that overlap hides, in runs that overlap it.
-        hidden_ep: the share of expert-parallel communication that overlap hides in published runs of other software;
-            for a recipe the plan of plugins/ep_overlap computes it.
-        layer_s: the seconds that host and launches add to the forward pass of each layer; the backward pass takes twice
-            as long.
+        hidden: the share of tensor-parallel communication that computation hides, in runs that overlap the two.
+        hidden_ep: the share of expert-parallel communication that computation hides in published runs of other
+            software; for a recipe this share follows from the plan of plugins/ep_overlap.
+        layer_s: the seconds that the host and kernel launches add to the forward pass of each layer; the backward pass
+            takes twice as long.
         moe_s: the seconds that the additional operators of an MoE layer (routing, sorting, many small kernels) add to
             its forward pass; the backward pass takes twice as long.
-        burst: a factor on `matmul` for runs of a single layer, in which clocks have not yet fallen under load.
+        burst: a factor on `matmul` for benchmarks of a single layer, which are too short for the clocks to fall under
+            load.
         step_s: the seconds of a step that no other parameter covers.
         graphed: the share of elementwise traffic that remains with fused operators, if the whole step is one CUDA
             graph.
         mesh: whether the devices of a node are connected pair by pair, so that a group uses only the links among its
             members.
-        update: a factor on `memory` for the optimizer and the norm of gradients, if they reach a different share.
-        weight_s: the host's seconds to update each weight (tensor), once a step; 0 if one kernel updates many weights.
+        update: a factor on `memory` for the optimizer and the gradient norm, if they reach a different share of the HBM
+            bandwidth than elementwise operators.
+        weight_s: the seconds that the host needs in each step to update one weight (tensor); 0 if one kernel updates
+            many weights.
     """
 
     matmul: float
@@ -93,7 +97,7 @@ class KnownError:
 
     Args:
         groups: the number of groups of runs (a group is one model on one cluster); each group was predicted by a fit to
-            all others.
+            all other groups.
         mean, worst: the mean and the largest |predicted / measured - 1|.
     """
 
@@ -111,7 +115,7 @@ class KnownError:
         )
 
     def as_json(self) -> dict[str, float]:
-        """Return the numbers as plain values."""
+        """Return the errors and the numbers of runs and groups as plain values."""
         return {"rows": self.rows, "groups": self.groups, "mean": self.mean, "worst": self.worst}
 
 
@@ -169,8 +173,8 @@ def newer_error(hardware: Hardware) -> Newer | None:
 
 
 def cluster_file(name: str) -> Path:
-    """Return the file of a cluster, given by its name or by a device of this repository; any other `name` is taken as a
-    path.
+    """Return the hardware file of a cluster; `name` is the name of a cluster or device of this repository, or otherwise
+    the path of a file.
     """
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
@@ -178,7 +182,7 @@ def cluster_file(name: str) -> Path:
 
 
 def cluster(name: str) -> Hardware:
-    """Return a cluster of `tools.hardware`, or one that occurs only in measurements."""
+    """Return the hardware of a cluster of `tools.hardware`, or of a cluster in published measurements only."""
     file = cluster_file(name)
     known = file.stat() if file.is_file() else None
     version = (os.path.abspath(file), known.st_mtime_ns, known.st_ino, known.st_size) if known else ()
@@ -216,7 +220,7 @@ def _own(hardware: Hardware) -> Efficiency:
 
 
 def known_error(hardware: Hardware) -> KnownError | None:
-    """Return the error of step times on a device type.
+    """Return the known error of predicted step times on a cluster's device type.
 
     The error is None if the cluster's file states its own efficiencies, or if fewer than two groups of published runs
     used this device type.
@@ -232,7 +236,8 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
     """Return the efficiencies that a cluster's file states, or else those of its device type.
 
     Raises:
-        RecipeError: the efficiencies of the device type are not known, or the file states only some efficiencies.
+        RecipeError: the efficiencies of the device type are not known, or the cluster's file states only some
+            efficiencies.
     """
     if hardware.efficiency:
         return _own(hardware)
@@ -253,7 +258,7 @@ _BLOCKS = {"mxfp8": "fp8", "nvfp4": "fp4"}  # what hardware files call their pea
 
 
 class DeviceTimes:
-    """A `DeviceTimes` gives the time of operators on one cluster."""
+    """A `DeviceTimes` predicts the seconds of single operators and collectives on one cluster."""
 
     def __init__(self, hardware: Hardware, efficiency: Efficiency | None = None):
         self.hardware = hardware
@@ -321,11 +326,11 @@ class DeviceTimes:
         return more * self.moving(size)
 
     def moving(self, size: float) -> float:
-        """Return the seconds in which operators read and write `size` bytes of HBM; `size` counts all traffic."""
+        """Return the seconds in which elementwise operators read and write `size` bytes of HBM in total."""
         return size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def launching(self, operators: float) -> float:
-        """Return the seconds to launch this number of operators, if the device waits for each launch."""
+        """Return the seconds to launch a number of operators, if the device waits for each launch."""
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:
@@ -342,7 +347,7 @@ class DeviceTimes:
         return self.hardware.launch_s + link.latency_s + size / self._speed(inside)
 
     def multiplying(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the seconds of `matmul` in the run's precision."""
+        """Return the seconds of the matrix products `matmul` in the run's precision."""
         return self._matmul(config, matmul)
 
     def _speed(self, inside: bool) -> float:

@@ -1,14 +1,14 @@
 """This module reads the run that a MindFormers recipe describes as a `Configuration`, and reads and writes a recipe's
 recompute keys.
 
-`recompute_config` holds flags or counts of layers, for whole layers or for patterns of operators. A table
-[chunks][stages] counts layers from the first one of a chunk. If activations are swapped (`model_config.swap`),
-MindFormers expects the numbers of single layers instead of counts: `LayerSetting`
-(parallel_core/training_graph/transformer/utils.py) takes a flag or a list of layers, or a mapping from operator
-patterns to these; it refuses a list of patterns.
+`recompute_config` holds flags or counts of layers, for whole layers or for patterns of operators. A count in a table
+[chunks][stages] selects that many layers from the first layer of the chunk on. If activations are swapped
+(`model_config.swap`), MindFormers expects the numbers of single layers instead of counts: `LayerSetting`
+(parallel_core/training_graph/transformer/utils.py) accepts a flag, a list of layers, or a mapping from operator
+patterns to flags or lists; it refuses a list of patterns.
 
-MindFormers 1.9.0 compiles context parallelism by exchanging heads (`ulysses_degree_in_cp`) only for some models;
-`require_ulysses` refuses the others.
+MindFormers 1.9.0 can compile context parallelism that exchanges heads (`ulysses_degree_in_cp`) only for some models;
+`require_ulysses` refuses the other models.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tools.schema.stages import stage_layers_of, swaps
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """Return the numbers of the layers that a table [chunks][stages] of counts selects: the first layers of each chunk
-    and stage.
+    """Return the numbers of the layers that a table [chunks][stages] of counts selects: as many of the first layers of
+    each chunk and stage as its count says.
     """
     if table is None:
         return []
@@ -50,7 +50,7 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
     """Return a table [chunks][stages] with the number of layers of `numbers` that each chunk and stage holds.
 
     Raises:
-        ValueError: one of the numbers is not the number of a layer of the model.
+        ValueError: one of `numbers` is not the number of a layer of the model.
     """
     where, counts = places(layers, schedule), Counter[tuple[int, int]]()
     for number in set(numbers):
@@ -88,11 +88,11 @@ Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the
 
 
 def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
-    """Return the run that a MindFormers recipe describes.
+    """Return the training run that a MindFormers recipe describes, as a `Configuration`.
 
     Args:
-        ep_mode: a dispatch mode that replaces the recipe's own, without chunks; the recipe's own mode may then still be
-            `auto`.
+        ep_mode: a dispatch mode without chunks that replaces the mode of the recipe; the mode in the recipe may then
+            still be `auto`.
 
     Raises:
         RecipeError: the recipe has no model, or a model of impossible sizes; a key or value is unknown to MindFormers;
@@ -227,7 +227,7 @@ def shards_gradients(view: View) -> bool:
 
     With `optimizer_level: level2` the gradients are sharded, whatever `gradient_accumulation_shard` says (MindSpore
     2.9.0, set_parallel_optimizer_config). With level1 and level3 the gradients are not sharded, and MindSpore refuses
-    that key together with these levels.
+    `gradient_accumulation_shard` together with these levels.
     """
     level = view.get(LEVEL)
     return view.flag(GRADIENTS) if level is None else level == "level2"
@@ -236,9 +236,10 @@ def shards_gradients(view: View) -> bool:
 def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
     """Return whether MindSpore 2.9.0 is known to finish compiling a layout with sharded gradients (docs/memory.md).
 
-    In a pipeline MindSpore searches for a micro-batch along every path of a subgraph that has none. The number of paths
-    grows exponentially with the layers, and with three layers the compile does not end. Without lazy inline the
-    operators name their micro-batch, and no endless compile was seen.
+    In a pipeline MindSpore searches along every path of a subgraph for the number of the micro-batch, if the subgraph
+    does not state this number. The number of paths grows exponentially with the layers, and with three layers the
+    compile does not end. Without lazy inline the operators state the number of their micro-batch, and no endless
+    compile was seen.
     """
     return pp == 1 or not lazy_inline
 
@@ -272,8 +273,8 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return the function that reads recompute keys: it reads counts of layers, or the numbers of single layers if
-    activations are swapped.
+    """Return the function that reads the recompute keys of a recipe: the function reads counts of layers, or the
+    numbers of single layers if activations are swapped.
     """
     if not swaps(view):
         return spread
@@ -281,8 +282,8 @@ def reader_of(view: View) -> Reader:
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the number of layers [chunks][stages] in which a `select_recompute` saves memory; these are the layers
-    whose norms the key recomputes.
+    """Return the number of layers [chunks][stages] in which a value of `select_recompute` saves memory; these are the
+    layers whose norms are recomputed.
 
     A flag or a number of layers selects MindFormers' default operators: the multiplication and the activation function
     of an MLP. With a fused SwiGLU these operators do not exist, and `tc3 dryrun` finds that no memory is saved.
@@ -293,11 +294,11 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
-    """Return the groups of operators of which a `select_recompute` names all patterns, with the layers for which it
-    names them.
+    """Return the groups of operators of which a value of `select_recompute` names all patterns, with the number of
+    layers for which the value names them.
 
     A group counts only if all of its patterns are present in the same spelling, because otherwise it may free nothing.
-    A list of patterns names all layers.
+    A list of patterns applies to all layers.
     """
     each = value if isinstance(value, dict) else dict.fromkeys(patterns_of(value), True)
     found = []
@@ -318,8 +319,8 @@ def patterns_of(value: Any) -> list[str]:
 
 
 def of_norms(pattern: str) -> bool:
-    """Return whether a pattern names a layer's norms: cells below the layer, with each part of the path matched as a
-    whole.
+    """Return whether an operator pattern matches a layer's norms; each part of the pattern must match a whole part of
+    the path of cells below the layer.
     """
     parts = pattern.split(r"\.")
     return any(
@@ -335,8 +336,8 @@ SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shar
 
 
 def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the number of layers, [chunks][stages], that a recompute key names: None if the key names no layers, () if
-    its operator patterns name different layers.
+    """Return the number of layers, [chunks][stages], that the value of a recompute key names. Return None if the value
+    names no layers, and () if its operator patterns name different layers.
     """
     if key == _SELECT and select_of(value, layers, read) is None:
         return None
@@ -350,7 +351,8 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
     """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
     each operator pattern in the key's present value `now`.
 
-    The patterns are written as a mapping, because MindFormers then refuses a list of patterns, and the value False.
+    The patterns are written as a mapping, because with swapping MindFormers refuses a list of patterns and the value
+    False.
     """
     layers = config.layers
     value: Any = True if table == layers else numbers_of(table, layers, config.schedule)
@@ -361,14 +363,14 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
 
 
 def named_layers(value: Any, layers: Table) -> set[int]:
-    """Return the numbers of the layers that a recompute key names, if the recipe swaps activations."""
+    """Return the numbers of the layers that the value of a recompute key names, if the recipe swaps activations."""
     if isinstance(value, dict):
         return set().union(*(named_layers(inner, layers) for inner in value.values()))
     return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
 
 
 def not_empty(table: Table | None) -> Table | None:
-    """Return the table, or None if the table counts no layer."""
+    """Return a table of counts of layers unchanged, or None if all of its counts are 0."""
     return table if table and any(map(any, table)) else None
 
 
@@ -382,8 +384,8 @@ def has_counts(value: Any) -> bool:
 
 
 def plain_value(table: Table | None, layers: Table) -> Any:
-    """Return a table [chunks][stages] as the value of a recompute key: a flag, or numbers of layers in the shape of
-    `offset`.
+    """Return the value of a recompute key that a table [chunks][stages] of counts stands for: a flag, or numbers of
+    layers in the shape of `offset`.
     """
     if table == layers:
         return True
@@ -394,9 +396,9 @@ def with_patterns(key: str, value: Any, now: Any) -> Any:
     """Return the value to write to a recompute key: `value`, for each operator pattern in the key's present value
     `now`.
 
-    If the patterns of a `select_recompute`, or MindFormers' own, would save nothing, they are replaced by patterns that
-    do. Patterns that apply to all layers are written as a list if there is no mapping yet, because a child recipe
-    cannot replace a plain value by a mapping.
+    If the patterns of `select_recompute`, or MindFormers' default patterns, would save no memory, patterns that save
+    memory replace them. Patterns that apply to all layers are written as a list if there is no mapping yet, because a
+    child recipe cannot replace a plain value by a mapping.
     """
     patterns = patterns_of(now)
     if key == _SELECT and value and not any(map(of_norms, patterns)):
@@ -417,11 +419,13 @@ def with_groups(
     """Return the new value of `select_recompute` if the key names groups of operators, now or afterwards; None if the
     value does not change.
 
-    Every other pattern except those of the norms is switched off, because MindFormers cannot build an operator that two
-    patterns name. It is not enough to leave them out, because a child's mapping is merged with that of its base.
+    The new value switches off every other pattern except the patterns of the norms, because MindFormers cannot build an
+    operator that two patterns name. It is not enough to leave the other patterns out, because the mapping of a child
+    recipe is merged with the mapping of its base recipe.
 
     Args:
-        read, write, off: how the key names layers (`grouped_value`): counts of layers by default.
+        read, write, off: functions and a value that say how the key names layers (see `grouped_value`); by default, the
+            key holds counts of layers.
     """
     select = not_empty(recompute.select)
     same = (not_empty(select_of(now, layers, read)), operators_of(now, layers, read)) == (select, recompute.operators)
@@ -440,11 +444,11 @@ def with_groups(
 
 
 def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> Any:
-    """Return the value of a `select_recompute` that names groups of operators, now or afterwards, with which a recipe
-    recomputes what `config` does; it is the key's present value `now` if that says so already.
+    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`;
+    this is the key's present value `now` if `now` already says so.
 
     Args:
-        kept: whether the numbers of layers in `now` hold for the layers of `config`; if not, they are not read.
+        kept: whether the numbers of layers in `now` apply to the layers of `config`; if not, these numbers are ignored.
     """
 
     def read(value: Any, layers: Table) -> Table | None:
@@ -461,7 +465,7 @@ def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> An
 
 
 def names_groups(value: Any) -> bool:
-    """Return whether a recompute key holds patterns of groups of operators."""
+    """Return whether the value of a recompute key holds at least one pattern of a group of operators."""
     return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
 
 
@@ -481,10 +485,11 @@ def not_compiled(model: Model) -> tuple[str, str] | None:
 
 
 def require_ulysses(recipe: Recipe, model: Model, degree: int) -> None:
-    """Refuse a `ulysses_degree_in_cp` above 1 if MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
+    """Raise an error for a `ulysses_degree_in_cp` above 1 if MindFormers 1.9.0 cannot compile it for this model, as
+    `tc3 dryrun` shows.
 
     Raises:
-        RecipeError: the degree cuts heads, and the attention is not MLA or has queries and values of different widths.
+        RecipeError: the degree is above 1, and the attention is not MLA or has queries and values of different widths.
     """
     if degree > 1 and (refused := not_compiled(model)):
         why, rule = refused

@@ -1,8 +1,8 @@
 """This module lists the collectives of a run that the estimator predicts: for each group of the mesh (tp, cp, ep, dp,
 pp) the operator, the bytes of its largest call, the ranks, and the predicted seconds.
 
-This module has no formulas of its own. `Noted` is the estimator itself, and records each call of its functions that
-predict communication (`DeviceTimes._collective`, `DeviceTimes.sending`, `ExpertTimes._step`).
+This module contains no formulas. A `Noted` is the estimator's `TimeModel`, and also records each call of the functions
+that predict communication (`DeviceTimes._collective`, `DeviceTimes.sending`, `ExpertTimes._step`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ GATHER, EXCHANGE, SEND = "AllGather", "AlltoAll", "Send"
 
 @dataclass(frozen=True)
 class Collective:
-    """A `Collective` is the largest call of one group of the mesh.
+    """A `Collective` describes the collective call with the most bytes in one group of the mesh.
 
     Args:
         group: tp, cp, ep, dp or pp. operator: AllGather (a ReduceScatter takes as long), AlltoAll, or Send.
         bytes: the bytes of the whole tensor (AllGather), or the bytes that one rank sends (AlltoAll, Send).
-        ranks: the number of ranks of a group. stride: the distance of two neighbouring ranks. seconds: the predicted
-            time.
+        ranks: the number of ranks of a group. stride: the distance between the numbers of two neighbouring ranks of the
+            group. seconds: the predicted time of the call.
     """
 
     group: str
@@ -40,8 +40,8 @@ class Collective:
     seconds: float
 
     def groups(self, devices: int) -> list[list[int]]:
-        """Return the groups of this kind whose ranks are all below `devices`; each device is in at most one of these
-        groups.
+        """Return the groups of ranks in which this collective runs, if all of their ranks are below `devices`; each
+        device is in at most one of these groups.
         """
         span = self.ranks * self.stride
         return [
@@ -52,7 +52,7 @@ class Collective:
 
 
 class Noted(TimeModel):
-    """A `Noted` is a `TimeModel` that also lists the calls of communication whose seconds it predicts."""
+    """A `Noted` is a `TimeModel` that also lists the communication calls whose seconds it predicts."""
 
     def __init__(self, hardware: Hardware):
         super().__init__(hardware)
@@ -86,14 +86,14 @@ class Noted(TimeModel):
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
         """Return the seconds in which a stage communicates weights and gradients, as `TimeModel` does, and add these
-        calls to the list of the group dp (data parallelism).
+        calls to the list of calls as those of the group dp (data parallelism).
         """
         with self._of("dp"):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """Add the exchange of the experts' tokens to the list, with the bytes that a rank sends in the slowest part of
-        the exchange.
+        """Add the exchange of the experts' tokens to the list of calls, with the bytes that a rank sends in the slowest
+        part of the exchange.
         """
         if config.ep == 1 or not config.model.experts:
             return
@@ -103,13 +103,15 @@ class Noted(TimeModel):
             self._note(EXCHANGE, _sent(step), ranks, 1, self._step(step, 1.0))
 
     def sending(self, size: float, span: int) -> float:
-        """Return the seconds to send `size` bytes inside `span` ranks, as `TimeModel` does, and list the call."""
+        """Return the seconds to send `size` bytes inside `span` ranks, as `TimeModel` does, and add the call to the
+        list of calls.
+        """
         stride = span // self.stages if self.group == "pp" else 1
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return the seconds of a transfer between stages, as `TimeModel` does, and list the call of the pipeline (the
-        group pp).
+        """Return the seconds of a transfer between stages, as `TimeModel` does, and add the call to the list of calls
+        as one of the pipeline (the group pp).
         """
         self.stages = config.pp
         with self._of("pp"):
@@ -124,7 +126,8 @@ def _sent(step: Step) -> float:
 def collectives_of(config: Configuration, hardware: Hardware) -> list[Collective]:
     """Return the largest call of each kind of group of a run, in the order tp, cp, ep, dp, pp.
 
-    Groups of one name with different ranks are different kinds: gradients of experts have fewer copies than others.
+    Groups of the same name (such as dp) with different numbers of ranks count as different kinds, because gradients of
+    experts have fewer copies than other gradients.
     """
     model = Noted(hardware)
     for kind in sorted({kind for chunk in config.stage_kinds(0) for kind in chunk}):

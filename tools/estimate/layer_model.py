@@ -28,7 +28,8 @@ class Matmul:
     """A `Matmul` stands for `times` matrix products of [rows, depth] and [depth, columns] in the forward pass; the
     backward pass computes twice as much.
 
-    With `high` the products are in bf16, even if the run's other matmuls are in fp8 or fp4 (logits, routers).
+    If `high` is True, the products are computed in bf16, even if the run's other matmuls are in fp8 or fp4 (this holds
+    for logits and routers).
     """
 
     rows: float
@@ -60,15 +61,15 @@ class Work:
     """A `Work` is the work of one layer on one device for one micro-batch's forward pass.
 
     Args:
-        attention: the FLOPs of the scores and of their product with the values.
+        attention: the FLOPs of the attention scores and of their product with the values.
         elementwise: bytes that operators other than matmuls read and write.
         gathered: the bytes of the whole activation, which is the output of a tensor-parallel AllGather or the input of
             a ReduceScatter.
         collectives: the number of these AllGathers and ReduceScatters in the forward pass.
-        moved_keys: bytes of keys and values of the device's part of the sequence, for context parallelism.
+        moved_keys: the bytes of keys and values of the device's part of the sequence, which context parallelism sends.
         turned_heads: the bytes of queries, keys, values and results, which Ulysses sends to the ranks of their heads.
-        sorting: the part of `elementwise` that sorts rows by expert and back; the backward pass moves rows only once,
-            too.
+        sorting: the bytes in `elementwise` that are moved to sort rows by expert and back; the backward pass moves as
+            many bytes for sorting, not twice as many.
         copies: the number of rows that a device sends to experts; 0 without experts.
     """
 
@@ -90,7 +91,7 @@ class Work:
 
 @lru_cache(maxsize=8192)
 def work(config: Configuration, kind: str) -> Work:
-    """Return the work of a device in one layer of a kind for one micro-batch."""
+    """Return the work of a device in one layer of the given kind for one micro-batch."""
     model, tokens = config.model, config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     h, item = model.hidden, config.item
@@ -131,12 +132,13 @@ def work(config: Configuration, kind: str) -> Work:
 
 
 def mixing_part(config: Configuration, held: float) -> Part:
-    """Return the work of both hyper-connections of a layer; nothing with one residual stream.
+    """Return the work of both hyper-connections of a layer; the work is empty if the model has only one residual
+    stream.
 
     The traffic is the sum over the operators of `plugins/hyper_connections`, none of which is fused: the cast to fp32,
     square, mean, H_pre x, the cast to the type of the residual, H_res x, H_post y, their sum and its cast; and for each
-    division of Sinkhorn a sum, the addition of epsilon and the division. The products with the gates are narrow, so
-    they take the time to move their operands.
+    division of Sinkhorn a sum, the addition of epsilon and the division. The matrix products with the gates are narrow,
+    so their time is the time to move their operands.
     """
     model, n = config.model, config.model.streams
     if n == 1:
@@ -186,8 +188,8 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     """Return the bytes that are moved when one micro-batch's gradient of a matmul's weights is added to the accumulated
     sum, which is read and written.
 
-    FSDP reduces gradients as they are computed. For MindFormers the fitted efficiencies of other operators include this
-    time.
+    FSDP reduces gradients as they are computed. For MindFormers, the fitted efficiencies of other operators include the
+    time of this addition.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
@@ -195,8 +197,8 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
 
 
 def sorted_once(config: Configuration, done: Work) -> float:
-    """Return by how many bytes the backward pass moves less than twice the bytes of the forward pass, because it sorts
-    gradients only once.
+    """Return the difference in bytes between twice the traffic of the forward pass and the traffic of the backward
+    pass, which is smaller because the backward pass sorts gradients only once.
 
     For MindFormers the fitted efficiencies of other operators include this difference.
     """
@@ -204,8 +206,8 @@ def sorted_once(config: Configuration, done: Work) -> float:
 
 
 def score_bytes(config: Configuration) -> float:
-    """Return the bytes that an unfused attention reads and writes in the forward pass for its scores, beside its
-    matmuls.
+    """Return the bytes that operators other than matmuls read and write for the attention scores in the forward pass,
+    if attention is not fused.
     """
     if config.flash:
         return 0.0
@@ -217,16 +219,16 @@ def score_passes(config: Configuration) -> float:
     """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by the bytes that
     it moves in the forward pass.
 
-    The gradients of dropout and softmax also read the tensors that their forward passes kept.
+    The backward passes of dropout and softmax also read the tensors that their forward passes kept.
     """
     return (6 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 6 / _SCORE_BYTES
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
-    """Return the number of query-key pairs of a device's micro-batch for one head; a window applies to every other
-    layer.
+    """Return the number of query-key pairs of a device's micro-batch for one head, averaged over layers if every second
+    layer has an attention window.
 
-    Pairs of tokens in different documents (`attended`) are masked, and cost a causal kernel nothing.
+    Pairs of tokens in different documents are masked, and a causal kernel spends no time on them (`attended`).
     """
     sequence, window = config.sequence, config.model.window
     whole = sequence / 2 * config.attended if causal else sequence
@@ -286,7 +288,7 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
 
 
 def shared_part(config: Configuration) -> Part:
-    """Return the work of the shared expert; nothing if the model has none."""
+    """Return the work of the shared expert; the work is empty if the model has no shared expert."""
     model, tokens = config.model, config.rank_tokens
     if not model.shared_ffn:
         return Part(())

@@ -16,15 +16,15 @@ direction) and the fixed time, 2.5 times the time of fused attention (which comp
 communication (keys and values are sent again, except with MindFormers' training_graph, which keeps them). Recomputation
 adds the time of the forward pass.
 
-Expert-parallel communication is what a device waits for in one MoE layer and micro-batch.
+The time of expert-parallel communication is the time that a device waits for it in one MoE layer and micro-batch.
 
-The bytes are the expected bytes of `plugins.hierarchical_ep.traffic`. Every step of dispatch and combine takes a
-launch, a latency and the time of its bytes over the slower of its links. If `plugins.ep_overlap` cuts the layer into
-chunks, its plan computes the hidden part from the seconds of the steps of a chunk. Published runs of other software
-have no such plan; the share `Efficiency.hidden_ep` is assumed to be hidden.
+The bytes are the expected bytes of `plugins.hierarchical_ep.traffic`. Every step of dispatch and combine takes the time
+of a launch, a latency, and the time of its bytes on the slower one of its links. If `plugins.ep_overlap` cuts the layer
+into chunks, its plan computes the hidden part from the seconds of the steps of a chunk. Published runs of other
+software have no such plan; the share `Efficiency.hidden_ep` is assumed to be hidden.
 
 A layer that is recomputed sends its tokens again. MindFormers' graphs then repeat dispatch and the part of combine
-inside a node, as compiled graphs show; an eager framework repeats both as a whole.
+inside a node, as compiled graphs show; an eager framework repeats all of dispatch and combine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Exposed:
 
     Args:
         waited: the seconds in which the device waits for communication and computes nothing.
-        cutting: the seconds by which computation takes longer because it runs in chunks.
+        cutting: the seconds by which the computation becomes longer because it runs in chunks.
     """
 
     waited: Passes[float]
@@ -79,14 +79,16 @@ class ExpertTimes(DeviceTimes):
     """An `ExpertTimes` predicts the time of dispatch, experts and combine on one cluster."""
 
     def dispatched(self, config: Configuration) -> Configuration:
-        """Return the run with the dispatch mode that it uses on this cluster: if an EP group lies inside one node,
-        every mode equals the global All-to-All, which is then used.
+        """Return the run's configuration with the dispatch mode that the run uses on this cluster: if an EP group lies
+        inside one node, every mode equals the global All-to-All, which is then used.
         """
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
 
     def exchanges(self, config: Configuration) -> tuple[Step, ...]:
-        """Return the steps of dispatch and combine forward, with the bytes of the busiest rank."""
+        """Return the communication steps of dispatch and combine in the forward pass, with the bytes of the busiest
+        rank.
+        """
         node, model = self.hardware.devices_per_node, config.model
         span = config.ep * (config.tp if config.expert_tp else 1)
         nodes = max(1, -(-span // node))
@@ -121,12 +123,13 @@ class ExpertTimes(DeviceTimes):
         return Exposed(Passes(forward, back, back + recomputed), NOTHING.cutting)
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-        """Return the schedule of an MoE layer without chunks, and with the fastest number of chunks, as
-        `plugins.ep_overlap` runs it.
+        """Return two schedules of an MoE layer as `plugins.ep_overlap` runs it: without chunks, and with the fastest
+        number of chunks.
 
         Args:
             cuts: the pairs (parts of the batch, parts of a sequence) among which to choose; if empty, all pairs that
-                divide batch and sequence. stride: the stride of the order of issue; None: the fastest stride.
+                divide batch and sequence. stride: the stride with which the steps of chunks are issued; None: the
+                fastest stride.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.
@@ -238,7 +241,7 @@ class Parts:
     """A `Parts` holds the seconds that one layer takes for one micro-batch on a device; communication counts only while
     the device waits for it.
 
-    `cut` is the time that chunks of `plugins.ep_overlap` add to the time of the experts.
+    The field `cut` holds the seconds that the chunks of `plugins.ep_overlap` add to the time of the experts.
     """
 
     matmul: float = 0.0
@@ -263,8 +266,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """A `LayerTime` holds the times of a layer's forward and backward without recomputation, and the time that each
-    recompute option adds to the backward.
+    """A `LayerTime` holds the times of a layer's forward and backward pass without recomputation, and the time that
+    each recompute option adds to the backward pass.
     """
 
     forward: Parts
@@ -272,8 +275,8 @@ class LayerTime:
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """Return the time that a recompute option adds to the backward of a layer; the option is one of `recomputed`,
-        or several of them joined by `+`.
+        """Return the time that a recompute option adds to the backward pass of a layer; the option is one of
+        `recomputed`, or several of them joined by `+`.
         """
         if option in self.recomputed:
             return self.recomputed[option]
@@ -282,10 +285,10 @@ class LayerTime:
 
 
 class LayerTimes(ExpertTimes):
-    """A `LayerTimes` gives the time of layers on one cluster."""
+    """A `LayerTimes` predicts the seconds of layers on one cluster."""
 
     def layer(self, config: Configuration, kind: str) -> LayerTime:
-        """Return the seconds of one layer of a kind."""
+        """Return the seconds of one layer of the given kind for one micro-batch."""
         config = self.dispatched(config)
         done = work(config, kind)
         exposed = self.exposed(config) if done.copies else NOTHING

@@ -2,10 +2,10 @@
 
 A `Loads` holds the load of each device divided by the mean, by step, micro-batch and MoE layer. There are four kinds:
 
-* even loads (`EVEN`), or one max/mean everywhere (`uniform`);
+* even loads (`EVEN`), or loads with the same max/mean in every layer and micro-batch (`uniform`);
 * drawn loads (`spread`): the loads of devices are drawn log-normally for each step and layer, with a given standard
-  deviation of their logarithm. `PUBLISHED_SPREAD` is fitted to published pairs of steps with forced and with natural
-  routing (`published/pairs.yaml`);
+  deviation of their logarithm. `PUBLISHED_SPREAD` is fitted to published pairs of training steps, one with forced even
+  routing and one with natural routing (`published/pairs.yaml`);
 * loads of a trained router (`trained`): loads of experts are drawn with the unevenness that a published study of
   trained models found (`published/loads.yaml`), and the experts are assigned to the devices;
 * recorded loads (`read_loads`): a run's `metrics/expert_load.jsonl`, or a routing log of other software, as JSONL or
@@ -13,8 +13,8 @@ A `Loads` holds the load of each device divided by the mean, by step, micro-batc
 
 A layer waits for its fullest device, so the time depends on max/mean of each layer. The memory of a device depends on
 its loads in all layers, so the loads of every device are needed. If a log holds only sums over the micro-batches of a
-step, or over several expert-parallel groups, each of them gets the load of the sum, although single ones are more
-uneven.
+step, or over several expert-parallel groups, each micro-batch or group gets the load of the sum, although the loads of
+a single micro-batch or group are more uneven.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Loads:
 
     Args:
         shares: [steps, micro-batches, layers, devices]. The layers are the decoder's MoE layers in their order, then
-            those of MTP; if those of MTP are missing, they are assumed to be the same as those of the last layer. An
-            axis of length 1 applies to all: one micro-batch stands for all micro-batches of a step together, one layer
-            for every layer, and one device for the fullest device of a group if the loads of the others are unknown.
+            the MTP layers; missing loads of MTP layers are assumed to be those of the last layer. An axis of length 1
+            means: one micro-batch stands for all micro-batches of a step, one layer stands for every layer, and one
+            device stands for the fullest device of a group if the loads of the other devices are unknown.
         steps: [steps], the numbers of the steps, for reports.
         source: the source of the loads, in words.
         counted: the tokens of each expert, if a log has them.
@@ -86,13 +86,15 @@ class Loads:
 
     @property
     def ratios(self) -> np.ndarray:
-        """Return the load of the fullest device over the mean, at least 1, as [steps, micro-batches, layers]."""
+        """Return the load of the fullest device divided by the mean load of all devices, at least 1, as [steps,
+        micro-batches, layers].
+        """
         return np.maximum(self.shares.max(axis=-1), 1.0)
 
     @property
     def typical(self) -> float:
-        """Return the load of the fullest device over the mean of all devices, averaged over steps, micro-batches and
-        layers.
+        """Return the load of the fullest device divided by the mean load of all devices, averaged over steps,
+        micro-batches and layers.
         """
         return float(self.ratios.mean())
 
@@ -109,7 +111,7 @@ class Loads:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the source and the distribution of max/mean for `--json`."""
+        """Return the source of the loads and the distribution of their max/mean, as values for `--json`."""
         ratios = self.ratios
         middle, high = map(float, np.quantile(ratios, (0.5, 0.95)))
         found = {"mean": self.typical, "median": middle, "quantile_95": high, "worst": float(ratios.max())}
@@ -132,17 +134,19 @@ EVEN = uniform(1.0)
 
 
 def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
-    """Return loads of which only `ratios` [steps, layers] is known: the tokens of the fullest device, divided by the
-    mean. The loads of the other devices are unknown.
+    """Return `Loads` of which only `ratios` [steps, layers] is known: the tokens of the fullest device, divided by the
+    mean over devices. The loads of the other devices are unknown.
     """
     return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
 
 
 @lru_cache(maxsize=64)
 def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loads:
-    """Return `DRAWN` steps of log-normal loads, the same in each call; the devices of a layer have a mean of 1.
+    """Return loads of `DRAWN` steps that are drawn log-normally, with the same result in each call; the devices of each
+    layer have a mean load of 1.
 
-    Micro-batches of a step have one load, because the experts that a router prefers stay the same for many steps.
+    All micro-batches of a step have the same loads, because the experts that a router prefers stay the same for many
+    steps.
 
     Args:
         deviation: the standard deviation of the logarithm of a device's load. layers, devices: the number of layers and
@@ -184,13 +188,13 @@ def moe_layers(config: Configuration) -> tuple[int, ...]:
 
 
 def loads_of(text: str, config: Configuration) -> Loads:
-    """Return the loads that `--loads` asks for, on the devices of a run.
+    """Return the loads of a run's devices that the option `--loads` describes.
 
     Args:
         text: the value of `--loads`, in one of `FORMS`; a file has a form that `read_loads` reads.
 
     Raises:
-        RecipeError: the run has no experts, or the number is out of range. DataError: see `read_loads`.
+        RecipeError: the run has no experts, or a number in `text` is out of range. DataError: see `read_loads`.
     """
     if not config.model.experts:
         raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
@@ -234,14 +238,14 @@ class _Row(NamedTuple):
 def read_loads(path: Path, config: Configuration) -> Loads:
     """Return the loads that a log of expert loads gives on the devices of a run.
 
-    Three forms are read: a run (its folder, or its `metrics/expert_load.jsonl`) with the placement of each step; JSONL
-    with a line for each step, or for each micro-batch of it, ``{"step": 1, "micro_batch": 0, "tokens": [[...], ...]}``
-    with the tokens [layers, experts]; and CSV with the columns ``step,layer,expert,tokens`` and, where it is known,
-    ``micro_batch``. In the last two forms, experts are in the order of their devices. A log may come from a run with
-    another `expert_parallel`.
+    The function reads three forms of logs: a run (its folder, or its `metrics/expert_load.jsonl`) with the placement of
+    experts in each step; JSONL with a line for each step, or for each micro-batch of a step, ``{"step": 1,
+    "micro_batch": 0, "tokens": [[...], ...]}`` with the tokens [layers, experts]; and CSV with the columns
+    ``step,layer,expert,tokens`` and, if it is known, ``micro_batch``. In the last two forms, experts are in the order
+    of their devices. A log may come from a run with another `expert_parallel`.
 
-    The last line of a run's record may be unfinished, because the run is writing it or was killed: it is left out, and
-    `source` says so. Every other line must be whole.
+    The last line of a run's log may be incomplete, because the run is still writing or was killed: this line is left
+    out, and `source` says so. Every other line must be complete.
 
     Raises:
         DataError: the log does not exist, is empty, has a line that is incomplete or holds no counts of tokens, or has
@@ -411,13 +415,14 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
-    """Refuse a log that has other experts or layers than the recipe's model.
+    """Raise an error if a log has other numbers of experts or layers than the recipe's model.
 
     Args:
-        layers, experts: the numbers of layers and experts in the log. place: file and line, for the message.
+        layers, experts: the numbers of layers and experts in the log. place: the file and line of the log, for the
+            error message.
 
     Raises:
-        DataError: the run has other experts or MoE layers.
+        DataError: the recipe's model has other numbers of experts or MoE layers.
     """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
     one_model = "give the recipe with which the log was written"

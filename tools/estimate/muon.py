@@ -1,13 +1,13 @@
-"""This module counts the FLOPs and the AllGathers of MindFormers' Muon in the update of a step (core/optim/muon.py of
-1.9.0).
+"""This module counts the FLOPs and the AllGathers of MindFormers' Muon optimizer in the update of each step
+(core/optim/muon.py of 1.9.0).
 
 Muon makes the momentum of each matrix of a layer nearly orthogonal, by five Newton-Schulz steps in bfloat16; AdamW
 updates embedding, output layer, norms and biases. Fused weights are split into their matrices first: the two parts of
 the latent projections, gate and up, and the experts.
 
 A rank that holds a part of a matrix gathers the whole matrix, first over the optimizer's shards, then over tensor
-parallelism; each rank of the group then computes the whole matrix, and keeps its part. Experts are never gathered:
-tensor parallelism does not cut them in this model, and shards hold whole experts.
+parallelism; each rank of the group then computes the whole matrix, and keeps its part. The weights of experts are never
+gathered: tensor parallelism does not cut them in this estimator's model, and the optimizer's shards hold whole experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ITEM = 2  # bytes of a number that is gathered
 
 @dataclass(frozen=True)
 class Matrix:
-    """A `Matrix` stands for `count` matrices [rows, columns] that are made orthogonal, each by itself."""
+    """A `Matrix` stands for `count` matrices of the shape [rows, columns], which Muon makes orthogonal one by one."""
 
     rows: int
     columns: int
@@ -47,7 +47,9 @@ class Matrix:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of all Newton-Schulz steps: each step takes 4 m^2 n + 2 m^3, where m is the shorter side."""
+        """Return the FLOPs of all Newton-Schulz steps: each step takes 4 m^2 n + 2 m^3, where m is the shorter and n
+        the longer side of the matrix.
+        """
         return sum(matmul.flops for matmul in self.matmuls)
 
 

@@ -1,14 +1,15 @@
-"""This module predicts the seconds of a pair: two passes through MoE layers, each of which hides its communication
-under the computation of the other.
+"""This module predicts the seconds of a pair: two passes through MoE layers that run together, so that the
+communication of each pass is hidden under the computation of the other pass.
 
-A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
+A pair consists of the forward pass of one micro-batch and the backward pass of another micro-batch, which run together
+through the layers of a chunk.
 
 An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
-runs through it the other way round. A pass that runs by itself waits for its own communication. If two passes run
-together, the communication of one pass runs under the computation of the other pass (DeepSeek-V3, arXiv 2412.19437,
-figure 4; report section 4.1; Pangu Ultra MoE's adaptive pipe overlap). Computation and communication are two streams,
-each with its own order of issue, as in `plugins.ep_overlap.timeline`: the two passes take turns, and weight gradients,
-for which no other operator waits, come last.
+pass runs these steps in reverse order. A pass that runs without a second pass waits for its own communication. If two
+passes run together, the communication of one pass runs under the computation of the other pass (DeepSeek-V3, arXiv
+2412.19437, figure 4; report section 4.1; Pangu Ultra MoE's adaptive pipe overlap). Computation and communication are
+two streams, each with its own order of issue, as in `plugins.ep_overlap.timeline`: the two passes take turns, and
+weight gradients, for which no other operator waits, come last.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class LayerSeconds:
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
     """Return the seconds of a pair, a forward and a backward that run together, through `layers` layers.
 
-    The result is at least the largest of these: the computation of both passes, the communication of both, and the
-    serial time of each pass without weight gradients. It is at most the sum of both serial times.
+    The seconds of a pair are at least the largest of these times: the computation of both passes, the communication of
+    both passes, and the serial time of each pass without weight gradients. The seconds of a pair are at most the sum of
+    the serial times of both passes.
     """
     return pair_of([forward] * layers, [backward] * layers)
 
@@ -98,8 +100,8 @@ def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
 
 
 def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
-    """Return the seconds that pairs save, [chunks, chunks, stages] as for `Durations.hidden`, where `layers` [chunks,
-    stages] are the numbers of MoE layers.
+    """Return the seconds that running passes in pairs saves, [chunks, chunks, stages], in the form of
+    `Durations.hidden`; `layers` [chunks, stages] are the numbers of MoE layers.
 
     If two chunks have different numbers of layers, only as many layers are paired as the smaller chunk has.
     """

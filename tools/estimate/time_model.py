@@ -1,17 +1,18 @@
 """This module predicts the seconds of a training step: layers, the pipeline, gradients and weights, the optimizer.
 
-This is the only model of a step's time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all use
-it.
+The repository has no other model of step time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all
+use this model.
 
 The time of a stage's micro-batch is the sum over its layers (`layer_time`). The time of a step is the sum of the
 slowest stage's work for all micro-batches, the filling and draining of the schedule, the communication of gradients and
-weights that nothing hides (below), and the optimizer, including the matmuls and AllGathers of Muon (`muon`).
-`simulated` replays the schedule instead. Data stalls are assumed to be zero.
+weights that computation does not hide (below), and the optimizer, including the matmuls and AllGathers of Muon
+(`muon`). With `simulated`, the schedule is replayed operation by operation, and this formula is not used. Data stalls
+are assumed to be zero.
 
-Devices of an expert-parallel group wait for each other in dispatch and combine of every MoE layer, so a layer takes as
-long as on its fullest device. `TimeModel.step` takes max/mean by micro-batch and layer, and `TimeModel.under` averages
-over the steps of loads (`tools.estimate.loads`). A group does not make up in one micro-batch for time that it lost in
-an earlier one.
+Devices of an expert-parallel group wait for each other in dispatch and combine of every MoE layer, so the time of a
+layer is its time on the fullest device. `TimeModel.step` takes max/mean by micro-batch and layer, and `TimeModel.under`
+averages over the steps of loads (`tools.estimate.loads`). Time that a group loses in one micro-batch is not recovered
+in a later micro-batch.
 
 Gradients and weights are sent once a step, and the optimizer runs once a step.
 
@@ -20,7 +21,8 @@ With `gradient_accumulation_shard` every micro-batch's gradients are reduced to 
 (MindSpore's documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the
 gradients"), not once a step, as in published runs of other software. The share `Efficiency.hidden` of this
 communication is assumed to overlap with the micro-batch that computed the gradients, as for other communication (no
-published run measures it). Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
+published run measures it). If `optimizer_weight_shard_size` divides the copies into groups, the gradient shards of the
+groups are summed once a step.
 """
 
 from __future__ import annotations
@@ -61,10 +63,10 @@ _EXPOSED = (*COMMUNICATION, "send", "data")
 
 
 def require_step_time(config: Configuration) -> None:
-    """Refuse a run whose step time the estimator does not model.
+    """Raise an error for a run whose step time the estimator does not model.
 
     Raises:
-        RecipeError: the run trains adapters beside frozen weights.
+        RecipeError: the run trains adapters and keeps the other weights frozen.
     """
     if config.adapters:
         wrong = (
@@ -81,10 +83,10 @@ class StepTime:
     Args:
         pipeline: the seconds of all micro-batches in the pipeline.
         bubble: the share of `pipeline` in which the slowest stage waits.
-        data_parallel: the communication of gradients and weights that nothing hides.
-        optimizer: the update.
-        fixed: the seconds that belong to no other part.
-        parts: the slowest stage's work, by kind.
+        data_parallel: the seconds of the communication of gradients and weights that computation does not hide.
+        optimizer: the seconds of the optimizer's update.
+        fixed: the fitted seconds of a step that belong to no other part.
+        parts: the seconds of the slowest stage's work, by kind of work.
         sending: the seconds in which a stage sends to its neighbours; in a tight schedule the stage would otherwise
             wait in some of these seconds.
     """
@@ -104,7 +106,7 @@ class StepTime:
 
     @property
     def by_part(self) -> dict[str, float]:
-        """Return the step's seconds by `PARTS`, on the slowest stage; these parts add up to the step."""
+        """Return the seconds of a step on the slowest stage, divided into `PARTS`, which add up to the whole step."""
         waiting = self.pipeline - sum(self.parts.values())
         send = min(self.sending, waiting)
         return {
@@ -118,12 +120,12 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Return the seconds of communication that is not hidden."""
+        """Return the seconds of communication in the step that computation does not hide."""
         return exposed_of(self.by_part)
 
 
 def exposed_of(parts: Mapping[str, float]) -> float:
-    """Return the seconds of a step's communication that is not hidden, by `PARTS`."""
+    """Return the seconds of a step's communication that computation does not hide, given the seconds by `PARTS`."""
     return sum(parts[name] for name in _EXPOSED)
 
 
@@ -131,13 +133,15 @@ _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, wei
 
 
 class GradientTimes(LayerTimes):
-    """A `GradientTimes` predicts the time of weights, gradients and the optimizer on one cluster."""
+    """A `GradientTimes` predicts the seconds to communicate weights and gradients, and of the optimizer, on one
+    cluster.
+    """
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds in which a stage communicates its weights and gradients: once in a step, and for each
-        micro-batch.
+        """Return two times in which a stage communicates its weights and gradients: the seconds once in a step, and the
+        seconds for each micro-batch.
 
-        The weights of FSDP, which are sent for each pass, are part of the first number.
+        The weights of FSDP, which are sent for each pass, are part of the seconds once in a step.
         """
         runs = config.micro_batches if config.shard_weights else 1
         # weights are cast before they are gathered where that makes them narrower
@@ -227,7 +231,8 @@ class TimeModel(GradientTimes):
         gives for each part of a step the seconds [stages] of their sum that belong to this part.
 
         Args:
-            ratios: the max/mean of each MoE layer (`tools.estimate.loads.Loads`); without it, the configuration's skew.
+            ratios: the max/mean of each MoE layer (`tools.estimate.loads.Loads`); if it is None, the configuration's
+                `skew` is used.
         """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
@@ -263,9 +268,10 @@ class TimeModel(GradientTimes):
 
         Args:
             ratios: the max/mean of a step, [micro-batches, layers], as in `tools.estimate.loads.Loads`; an axis of
-                length 1 applies to all. None: the configuration's skew in every layer. If micro-batches differ, the
-                schedule is always replayed; if there are fewer than the step has, they take turns. A schedule of pairs
-                uses their mean, because it is unknown which two run together.
+                length 1 applies to all micro-batches or layers. None: the configuration's `skew` in every layer. If
+                micro-batches differ, the schedule is always replayed; if `ratios` has fewer micro-batches than the
+                step, they are used in turn. A schedule of pairs uses the mean over micro-batches, because it is unknown
+                which two micro-batches run together.
 
         Raises:
             RecipeError: the run trains adapters, or its schedule cannot be simulated.
@@ -345,10 +351,11 @@ class TimeModel(GradientTimes):
         return found
 
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
-        """Return the seconds [chunks, chunks, stages] that a forward and a backward hide when they run as a pair.
+        """Return the seconds [chunks, chunks, stages] that a forward and a backward pass hide when they run as a pair.
 
-        Only MoE layers hide time. It is assumed that half of a layer's computation comes before dispatch, and half is
-        that of the experts; the recomputation of a backward pass hides nothing. `ratios` are as in `chunks`.
+        Time is hidden only in MoE layers. Half of a layer's computation is assumed to come before dispatch, and the
+        other half to be that of the experts; the recomputation of a backward pass hides no communication. `ratios` has
+        the same meaning as for `chunks`.
         """
         if ratios:
             return self._hidden_unevenly(config, ratios)
@@ -388,7 +395,7 @@ class TimeModel(GradientTimes):
 
     @property
     def fixed(self) -> float:
-        """Return the fitted seconds of a step that belong to no other part of this module."""
+        """Return the fitted seconds of a step that belong to no other part of this module's model."""
         return self.reached.step_s
 
 
@@ -464,25 +471,25 @@ def _census(config: Configuration, ratios: Row) -> dict[tuple[str, float], dict[
 
 def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, sending: float = 0.0) -> float:
     """Return the seconds of a 1F1B schedule (interleaved or not), given the seconds [chunks, stages] of a micro-batch;
-    see `pipeline_of`.
+    `pipeline_of` explains the formula.
     """
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
 
 
 def has_closed_form(schedule: str) -> bool:
-    """Return whether `closed_form` holds for a schedule."""
+    """Return whether the formula of `closed_form` is valid for a pipeline schedule."""
     return schedule in _CLOSED
 
 
 def pipeline_of(
     work: np.ndarray, chunks: Any, micro_batches: Any, sending: Any = 0.0, transfers: int | None = None
 ) -> Any:
-    """Return the time of all micro-batches on the slowest stage plus that of the first and last micro-batch on the
-    other stages; `work` [..., stages] is the time of one micro-batch.
+    """Return the seconds of all micro-batches on the slowest stage plus the seconds of one micro-batch on the other
+    stages; `work` [..., stages] holds the seconds of one micro-batch.
 
     For equal stages this is (m + (p - 1) / v) (f + b), as in Narayanan et al. (arXiv 2104.04473). Each micro-batch and
-    chunk is sent and received once in each direction. The other stages' work is divided by `chunks`; `transfers` is the
-    number of chunks that are sent, if it is not `chunks`.
+    chunk is sent and received once in each direction. The work of the other stages is divided by `chunks`; `transfers`
+    is the number of chunks that are sent, if this number is not `chunks`.
     """
     sent = chunks if transfers is None else transfers
     every = work + np.asarray(2 * sending * sent if work.shape[-1] > 1 else 0 * sending)[..., None]

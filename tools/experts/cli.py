@@ -1,4 +1,4 @@
-"""This module is the group `tc3 experts`; the exit code is 0, or 2 for a wrong input."""
+"""This module is the command group `tc3 experts`; the exit code of its commands is 0, or 2 for a wrong input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SPARE_HELP = (
 
 @click.group("experts", context_settings={"help_option_names": ["-h", "--help"]})
 def experts() -> None:
-    """Report the expert loads of a run and what moving experts would gain; restore a checkpoint with moved experts."""
+    """Report the expert loads of a run and the gain of moving experts, or restore a checkpoint in which experts have
+    moved.
+    """
     click.get_current_context().with_resource(terminate_as_interrupt())  # else half a folder would stay
 
 
@@ -62,10 +64,11 @@ def report_command(
     html: Path | None,
     picture: Path | None,
 ) -> None:
-    """Say how unevenly the experts of a run load their devices, by its metrics/expert_load.jsonl.
+    """Report how unevenly the experts of a run load their devices, as recorded in its metrics/expert_load.jsonl.
 
-    RUN is the folder of a run with plugins.expert_balance, LOG its expert_load.jsonl. Policies are replayed on recorded
-    loads: they plan with what was known at each step, and are judged by the steps that follow. Seconds are modelled.
+    RUN is the folder of a run with plugins.expert_balance, LOG its expert_load.jsonl. The command replays policies of
+    moving experts on the recorded loads: a policy plans at each step with the loads up to this step, and is judged by
+    the steps that follow. Seconds are modelled.
     """
     from rich.console import Console
 
@@ -107,9 +110,10 @@ def report_command(
 def restore_order_command(checkpoint: Path, target: Path | None, salvage: bool) -> None:
     """Write CHECKPOINT, one iteration of a run with plugins.expert_balance, with its experts in logical order.
 
-    Weights and moments keep their bits and change rows. Software that does not know moved experts can read the result:
-    a run without the plugin, MindFormers, an export. The checkpoint itself is not changed. Without --to the result
-    goes to RUN/checkpoint_in_order. All files are read first and compared with their seals' checksums.
+    Weights and optimizer moments change their rows and keep their bits. Software that does not know moved experts can
+    read the result: a run without the plugin, MindFormers, or an export. The command does not change CHECKPOINT itself.
+    Without --to the result goes to RUN/checkpoint_in_order. The command first reads all files and compares them with
+    the checksums that were recorded when they were saved.
     """
     from tools.experts.restore import restore_order, target_of
     from tools.weights.inventory import SALVAGED_LINE

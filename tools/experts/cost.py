@@ -1,8 +1,8 @@
 """This module is the command `tc3 ep-report`: it predicts the cost of expert-parallel communication for a recipe.
 
-The numbers and the advice are those of `tools.layout.advise`; all of them are modelled. `content` is the advice as JSON
-for machines and `print_text` as text for people. `draw` draws a layer's streams before and after it is cut into chunks
-(report figure 5). The exit code is 0, or 2 for a wrong input.
+The module `tools.layout.advise` computes the costs and the advice; all costs are modelled. `content` returns the advice
+as JSON for programs, and `print_text` prints it as text for people. `draw` draws a layer's streams before and after it
+is cut into chunks (report figure 5). The exit code is 0, or 2 for a wrong input.
 """
 
 from __future__ import annotations
@@ -161,20 +161,20 @@ def _mode_rows(report: ModeReport) -> list[tuple[str, str]]:
 
 
 def arrow(shares: tuple[float, float]) -> str:
-    """Return a pair such as (0.3, 0.05) as ``30 % -> 5 %``."""
+    """Return a pair of shares such as (0.3, 0.05) as the text ``30 % -> 5 %``."""
     return f"{100 * shares[0]:.0f} % -> {100 * shares[1]:.0f} %"
 
 
 def assumptions(advice: Advice) -> str:
-    """Return one line that names the assumed numbers of the cluster's file."""
+    """Return one line that names the values in the cluster's file that are assumed, neither measured nor published."""
     hardware, peak = advice.hardware, f"peak_flops.{advice.config.dtype}"
     used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
     return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}; efficiencies are fitted to published runs"
 
 
 def draw(advice: Advice, path: Path) -> Path:
-    """Draw the time line of one layer, forward and then backward, in the recommended mode: without chunks above, with
-    chunks below; return `path`.
+    """Draw the time line of one layer's forward and backward pass in the recommended mode, and return `path`. The upper
+    half of the picture shows the layer without chunks, and the lower half with chunks.
 
     Raises:
         DataError: as in `save_figure`.
@@ -226,7 +226,7 @@ class Degrees(click.ParamType):
     name = "N,N"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the integers in a text; each integer is checked."""
+        """Return the integers that the text of the option lists, after a check of each integer."""
         words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() for word in words):
             self.fail(f"{value!r}: write EP degrees such as 16,32,64", param, ctx)
@@ -273,11 +273,11 @@ def ep_report(
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    """Say what expert parallelism of RECIPE costs, and which dispatch mode and overlap to set.
+    """Report the cost of expert parallelism in RECIPE, and which dispatch mode and overlap to set.
 
-    Prints for each mode the bytes on each class of links, the time, and the share of EP communication that is exposed,
-    without and with overlap. Under uneven loads it adds what moving experts, a capacity, another degree or routing to
-    few nodes would change. All numbers are modelled.
+    The command prints for each dispatch mode the bytes on each class of links, the time, and the share of EP
+    communication that is exposed, without and with overlap. For uneven loads it also prints the effects of moving
+    experts, of a capacity factor, of another EP degree, and of routing to few nodes. All results are modelled.
     """
     if picture and ep and len(ep) > 1:
         raise click.UsageError("--picture draws only one EP degree: give --ep a single number")

@@ -1,7 +1,8 @@
-"""This module shows a study of expert loads as a picture, as JSON for machines, as text for people, and as a page.
+"""This module shows a study of expert loads as a picture, as JSON for programs, as text for people, and as an HTML
+page.
 
-`draw` draws loads of experts over time, loads of devices, and max/mean by policy. `content` is the object for machines,
-`print_text` the tables for a terminal, and `page` one HTML file that needs nothing else.
+`draw` draws loads of experts over time, loads of devices, and max/mean by policy. `content` returns the JSON object,
+`print_text` prints the tables in a terminal, and `page` returns an HTML file that needs no other files.
 """
 
 from __future__ import annotations
@@ -184,7 +185,9 @@ def _policy_content(policy: Policy, found: Study) -> dict[str, Any]:
 
 
 def layer_rows(found: Study) -> list[list[str]]:
-    """Return a row for each layer, the most uneven first, with the columns of `LAYER_HEADS`."""
+    """Return a table row for each layer with the columns of `LAYER_HEADS`; the layers with the most uneven loads come
+    first.
+    """
     rows = sorted(content(found)["layers"], key=lambda row: -row["max_over_mean"])
     return [
         [
@@ -202,7 +205,7 @@ def layer_rows(found: Study) -> list[list[str]]:
 
 
 def policy_rows(found: Study) -> list[list[str]]:
-    """Return a row for each policy, with the columns of `POLICY_HEADS`."""
+    """Return a table row for each policy of moving experts, with the columns of `POLICY_HEADS`."""
     rows = []
     for row in (_policy_content(one, found) for one in found.policies):
         waits, saves = row["waits_seconds"], row["saves_seconds"]
@@ -221,7 +224,7 @@ def policy_rows(found: Study) -> list[list[str]]:
 
 
 def head(found: Study) -> str:
-    """Return one line that says which steps, layers and experts were recorded."""
+    """Return one line that says which steps, layers and experts the log of expert loads covers."""
     records = found.source.records
     _, layers, experts = found.tokens.shape
     return (

@@ -1,5 +1,5 @@
-"""This module is `tc3 experts restore-order`: it puts the experts of a checkpoint in which experts have moved back into
-logical order, bit for bit.
+"""This module is the command `tc3 experts restore-order`. The command puts the experts of a checkpoint back into
+logical order if a run has moved them; all values keep their bits.
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ def target_of(folder: Path) -> Path:
 def restore_order(
     folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None, salvage: bool = False
 ) -> tuple[int, Sequence[str]]:
-    """Copy the checkpoint `folder` to `target`, with every expert in the slot of its own number and with seals
-    (recorded checksums). Return the number of restored layers, and the damaged values that were copied nevertheless.
+    """Copy the checkpoint `folder` to `target`, with every expert in the slot of its own number, and record the
+    checksums of the new files. Return the number of restored layers, and the damaged values that were copied
+    nevertheless.
 
-    A rank's file is written at a time, from the files that hold its experts: no more than one is in memory.
+    The function writes the file of one rank at a time, from the files that hold its experts; at most one of these files
+    is in memory.
 
     Args:
-        folder: a whole checkpoint, MindFormers' `iteration_*`; target: a folder that is not there yet.
-        progress: is called with the name of each file that is written.
-        salvage: take damaged values and numbers that are not finite unchanged, and record them in `target`.
+        folder: a complete checkpoint, which is a folder `iteration_*` of MindFormers; target: a folder that does not
+            exist yet.
+        progress: a function that is called with the name of each file that is written.
+        salvage: whether damaged and non-finite values are copied unchanged, and recorded in `target`; otherwise they
+            are errors.
 
     Raises:
-        CheckpointError: `folder` is not whole, is damaged or has nothing to restore; `target` exists.
+        CheckpointError: `folder` is incomplete, is damaged, or has no moved experts to restore; or `target` exists.
         DataError: `target` cannot be written.
     """
     _refuse(folder, target)

@@ -1,9 +1,9 @@
 """This module studies the recorded expert loads of a run, and the balance that each policy would have achieved under
 these loads.
 
-`open_run` finds what a report is about: the recorded loads of a run, and its recipe where there is one. `seconds_of`
-predicts the seconds of a step whose experts load devices so unevenly, by the one estimator (`tools.estimate`). `study`
-counts loads by layer and device, and replays the policies on them.
+`open_run` reads the recorded loads of a run, and the run's recipe if there is one. `seconds_of` predicts the seconds of
+a step under these uneven loads, with the estimator (`tools.estimate`). `study` computes the loads by layer and device,
+and replays policies of moving experts on these loads.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Source:
     """A `Source` is the log of expert loads on which a report is made, with the recipe and settings of its run.
 
     Args:
-        file: the file of `records`, by step. recipe: nothing in it is `auto`; None: not known.
-        settings: the settings of the plugin in the recipe, or its defaults.
+        file: the log from which `records`, one for each step, were read. recipe: the run's recipe, in which no value is
+            `auto`; None if the recipe is unknown.
+        settings: the settings of `plugins.expert_balance` in the recipe, or the plugin's defaults.
     """
 
     file: Path
@@ -51,14 +52,15 @@ class Source:
 
 
 def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> Source:
-    """Return the log at `place` (a run's folder or the file itself), with the recipe of the run.
+    """Return the log of expert loads at `place` (the folder of a run, or the log file), with the recipe of the run.
 
     Args:
-        recipe: to take instead of the run's own. say: told what `auto` became, and what was left out of the log.
+        recipe: the path of a recipe that replaces the run's own recipe. say: a function that receives lines about the
+            values that replaced `auto`, and about lines of the log that were left out.
 
     Raises:
-        DataError: there is no such log, it is broken, or has other experts or layers than the recipe. RecipeError: the
-            recipe is broken.
+        DataError: the log does not exist, is broken, or has other numbers of experts or layers than the recipe.
+            RecipeError: the recipe is broken.
     """
     if not place.exists():
         raise DataError(
@@ -85,8 +87,9 @@ class Seconds:
     """A `Seconds` predicts how long the steps of a run take under its recorded expert loads.
 
     Args:
-        cluster: they run on. config: the run. even: seconds where all devices have as much.
-        error: the usual error of such predictions, in words.
+        cluster: the cluster on which the steps run. config: the configuration of the run. even: the seconds of a step
+            in which all devices have the same load.
+        error: the usual error of predicted step times, in words.
     """
 
     cluster: str
@@ -96,10 +99,10 @@ class Seconds:
     error: str
 
     def waits(self, ratios: np.ndarray) -> float:
-        """Return the seconds of a step in which layers wait for their fullest devices, as the mean over steps.
+        """Return the seconds of a step in which layers wait for their fullest devices, averaged over the steps.
 
         Args:
-            ratios: [steps, layers] max/mean.
+            ratios: [steps, layers] the max/mean of the devices' loads.
         """
         loads = of_ratios(ratios, range(1, len(ratios) + 1), "replayed loads")
         return self.times.under(self.config, loads, simulated=True).total - self.even
@@ -110,7 +113,7 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
     be predicted.
 
     Raises:
-        RecipeError: there is no such cluster.
+        RecipeError: the cluster is unknown.
     """
     hardware = cluster(cluster_name)
     if recipe is None:
@@ -134,11 +137,13 @@ class Policy:
     """A `Policy` is one way to place experts, with the result that this way would have had over the recorded steps.
 
     Args:
-        every: steps between plans; 0: none. ratios: [steps, layers] max/mean.
-        moves: [steps, layers] experts that changed device. plans: the plans of the whole model; plan_s: seconds of one.
-        waits: seconds of a step that wait for the fullest device, after the first plan; None: not known.
-        move_s: measured seconds of one exchange; None where none was measured.
-        copies: the copies of experts in a layer, as the mean after the first plan.
+        every: the number of steps between two plans; 0: there are no plans. ratios: [steps, layers] the max/mean of the
+            devices' loads.
+        moves: [steps, layers] the numbers of experts that moved to another device. plans: the number of plans, each for
+            the whole model; plan_s: the seconds to compute one plan.
+        waits: the seconds of a step in which devices wait for the fullest device, after the first plan; None: unknown.
+        move_s: the measured seconds of one exchange of experts; None if no exchange was measured.
+        copies: the mean number of copies of experts in a layer, after the first plan.
     """
 
     name: str
@@ -152,7 +157,7 @@ class Policy:
     copies: float = 0.0
 
     def moves_of_a_plan(self) -> float:
-        """Return the mean number of experts of a layer that one plan moves."""
+        """Return the mean number of experts that one plan moves in a layer."""
         return float(self.moves.sum() / max(self.plans, 1) / self.moves.shape[1])
 
 
@@ -161,13 +166,16 @@ class Study:
     """A `Study` is the whole report on a log of expert loads.
 
     Args:
-        tokens: int64 [steps, layers, E] of logical experts; ratios: [steps, layers] as recorded.
-        devices: [layers, D] load of each device over the mean of the layer, over all steps as recorded.
-        experts: [layers, E] load of each logical expert over the mean of the layer, over all steps.
-        bounds: [layers] max/mean below which no placement of the summed loads gets.
-        policies: the first is `NONE`. first: index of the first step after a plan could have been made.
-        seconds: or why they are not known. differs: steps at which a replay of the recipe's settings leaves the
-            recorded placements; None where it does not apply.
+        tokens: int64 [steps, layers, E] the tokens of each logical expert; ratios: [steps, layers] the recorded
+            max/mean of the devices' loads.
+        devices: [layers, D] the recorded load of each device divided by the mean of the layer, over all steps.
+        experts: [layers, E] the load of each logical expert divided by the mean of the layer, over all steps.
+        bounds: [layers] a lower bound on the max/mean of every placement of experts, for the loads summed over all
+            steps.
+        policies: the policies, of which the first is `NONE`. first: the index of the first step before which a plan
+            could have been made.
+        seconds: the predictor of step times, or the reason why step times are unknown. differs: the steps at which a
+            replay of the recipe's settings gives other placements than the log; None if such a replay is not possible.
     """
 
     source: Source
@@ -188,11 +196,12 @@ def study(source: Source, cluster: str, every: int | None, spare: int | None = N
     loads.
 
     Args:
-        every: steps between plans; None: the recipe's. spare: slots of a device for copies of experts, in two more
-            policies; None: the recipe's, 0: none.
+        every: the number of steps between two plans; None: the recipe's number. spare: the number of slots of a device
+            for copies of experts, with which two further policies are replayed; None: the recipe's number, 0: no such
+            policies.
 
     Raises:
-        RecipeError: there is no such cluster, or a device has more spare slots than other devices have experts.
+        RecipeError: the cluster is unknown, or a device has more spare slots than other devices have experts.
     """
     records, settings = source.records, source.settings
     spare = settings.spare if spare is None else spare

@@ -1,12 +1,13 @@
 """This module predicts the effects of changes on a step under uneven loads: moving experts, a capacity, another EP
 degree, and routing that visits few nodes (`tc3 ep-report --loads`).
 
-Each row is the recipe as it is written with one thing changed, by the one estimator. Where the loads do not tell what a
-change does to them, its seconds are None and the reason stands beside it:
+Each row is the estimator's prediction for the recipe with one change. If the effect of a change on the loads is
+unknown, the seconds of its row are None, and its note says why:
 
-* which experts stay busy is known from a record or a routing log only, so moving experts needs one;
-* one max/mean says nothing of another degree;
-* a router that is limited to few nodes would choose other experts; its loads are taken as they are.
+* only a run's log of expert loads or a routing log shows which experts stay busy, so a prediction of moving experts
+  needs such a log;
+* a single max/mean does not determine the loads at another EP degree;
+* a router that is limited to few nodes would choose other experts; the prediction uses the unchanged loads.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ _SPARSE = "deduplicated"  # the mode whose bytes between nodes depend on how man
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is the predicted step of a recipe in which one thing is changed.
+    """A `Change` is the predicted step of a recipe in which one setting is changed.
 
     Args:
-        name: what is changed. step_s: seconds, as long as the recipe's otherwise; None: not known.
-        max_over_mean: of the fullest devices, on average; None: not known. note: what it costs, or why it is unknown.
+        name: the change in words. step_s: the seconds of a step with this change; None: unknown.
+        max_over_mean: the mean load of the fullest devices divided by the mean load; None: unknown. note: the cost of
+            the change, or the reason why its effect is unknown.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Change:
     note: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values that `--json` prints."""
+        """Return the change and its predicted effects as the values that `--json` prints."""
         return asdict(self)
 
 
@@ -57,7 +59,8 @@ def what_if(advice: Advice, asked: str) -> list[Change]:
     loads, and of the recipe after each change.
 
     Args:
-        advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, for other degrees.
+        advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, from which the loads at other
+            EP degrees are computed.
     """
     times, own, loads = TimeModel(advice.hardware), advice.written.config, advice.loads
     even = step_under(times, own, EVEN).total
@@ -112,11 +115,12 @@ def _records(counted: Counted, devices: int) -> list[Record]:
 
 
 def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slots: np.ndarray, plans: int) -> float:
-    """Return the mean seconds for moving the experts of one plan: the time of the stage and device that send most, over
-    the slowest link of the group, one layer after the other.
+    """Return the mean seconds for moving the experts of one plan: the time of the stage and device that send the most
+    bytes, over the slowest link of the EP group, one layer after another.
 
     Args:
-        first: [layers, E] placement before the first step. slots: [steps, layers, E] after each step. plans: of them.
+        first: [layers, E] the placement before the first step. slots: [steps, layers, E] the placement after each step.
+            plans: the number of plans in these steps.
     """
     experts = slots.shape[2]
     each = experts // config.ep

@@ -1,10 +1,9 @@
 """This module holds functions with which all commands read and write files. A file is written completely or not at all.
 The module also computes digests, and reads the ends of logs.
 
-Therefore no reader takes an incomplete report, plan or picture for a complete one, also after a power cut: the content
-is on the disk before it gets its name. `what_is` says what exists at a path
-that a user gave; it follows links, also those that form a cycle. Digests cover a whole file, or blocks spread over a
-file that may have terabytes.
+Therefore a reader never finds an incomplete report, plan or picture under its final name, also after a power cut: the
+content is on the disk before the file gets this name. `what_is` says what exists at a path that a user gave; it follows
+links, also those that form a cycle. Digests cover a whole file, or blocks spread over a file that may have terabytes.
 """
 
 from __future__ import annotations
@@ -82,16 +81,17 @@ _PART = re.compile(r"\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)")  # a name of `part_of`, 
 
 
 def part_of(path: Path) -> Path:
-    """Return a name beside `path` under which only the caller writes what is to become `path`.
+    """Return the path of a temporary file beside `path`, under which only the caller writes the content of the later
+    file `path`.
 
-    The number of a process does not suffice: in containers, processes of several hosts have the same numbers, and so
-    has the process that is started after one that was killed.
+    A process id in the name would not suffice: in containers, processes of several hosts have equal process ids, and so
+    can a process that is started after a killed process.
     """
     return path.with_name(f".{os.getpid()}-{uuid.uuid4().hex[:8]}.{path.name}")
 
 
 def becomes(name: str) -> str:
-    """Return the name of the file that an unfinished file was to become; any other name is returned as it is."""
+    """Return the final name of the file to which a temporary file's name belongs; return any other name unchanged."""
     found = _PART.fullmatch(name)
     return found[1] if found else name
 
@@ -100,10 +100,11 @@ def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """Yield a path beside `path`, with the same ending, for the caller to write to. The written file replaces `path`
     when the block ends without an error.
 
-    Folders that are missing are made. When the block is left by an exception, Ctrl-C too, what stood at `path` stays.
+    The function makes missing folders. If an exception (also of Ctrl-C) ends the block, the earlier file at `path`
+    stays unchanged.
 
     Raises:
-        DataError: it cannot be written there.
+        DataError: `path` cannot be written.
     """
     return _beside(path, lambda part: part.parent.mkdir(parents=True, exist_ok=True), Path.replace, _unlink)
 
@@ -112,10 +113,10 @@ def atomic_folder(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """Yield a folder beside `path` for the caller to write into. The folder is renamed to `path`, which must not exist
     yet, when the block ends without an error.
 
-    When the block is left by an exception, Ctrl-C too, nothing stays.
+    If an exception (also of Ctrl-C) ends the block, the folder is removed.
 
     Raises:
-        DataError: it cannot be written there, or another process has written a folder there meanwhile.
+        DataError: `path` cannot be written, or another process has written a folder at `path` in the meantime.
     """
     return _beside(path, lambda part: part.mkdir(parents=True), Path.rename, _remove)
 
@@ -157,8 +158,8 @@ def flush_all(part: Path) -> None:
 
 
 def not_written(target: Path, error: OSError) -> DataError:
-    """Return the error that says why `target` was not written. If the target is a folder now, another
-    process has written this folder meanwhile, and the files in the folder stay.
+    """Return the error that says why `target` was not written. If the target is a folder now, another process has
+    written this folder in the meantime, and its files stay unchanged.
     """
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
         return DataError(
@@ -172,7 +173,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise an error before long work begins if the file `path` cannot be written. The check leaves no file behind.
 
     Raises:
-        DataError: it is a folder, or stands in a file or in a folder in which nothing can be written.
+        DataError: `path` is a folder, or its parent is not a folder into which files can be written.
     """
     target = Path(path).absolute()
     if target.is_dir():
@@ -198,14 +199,14 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool) -> None:
     """Raise an error before long work begins if its result would replace an existing file or folder without `force`,
-    because somebody may still need that result.
+    because the user may still need this file or folder.
 
     Args:
         option: the name of the option on the command line, for the message.
         path: the path of the result; None if no result is written.
 
     Raises:
-        DataError: there is a file, and `force` is not given.
+        DataError: a file or folder exists at `path`, and `force` is not given.
     """
     if path is not None and os.path.lexists(path) and not force:
         raise DataError(f"{option} {path}: the file exists; choose another name, or replace it with --force")

@@ -1,4 +1,4 @@
-"""This module draws pictures with matplotlib, without a display. The same numbers always give the same file."""
+"""This module draws pictures with matplotlib, without a display. The same data always give the same picture file."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def check_ending(path: Path, option: str = "--picture", endings: Sequence[str] =
     """Raise an error before long work begins if the ending of a picture's path is not that of a supported format.
 
     Raises:
-        DataError: it has none of the `endings`.
+        DataError: the path has none of the `endings`.
     """
     if path.suffix not in endings:
         raise DataError(f"{option} {path}: the name of the file must end in {' or '.join(endings)}")
 
 
 def check_page(path: Path) -> None:
-    """Refuse to write a page over a file that is probably not a page. This raises the errors that `check_ending`
-    raises.
+    """Raise an error if an HTML page would replace a file that is probably not an HTML page. The function also raises
+    the errors of `check_ending`.
     """
     check_ending(path, "--html", PAGES)
 
@@ -47,7 +47,7 @@ def save_figure(figure: Any, path: Path) -> Path:
     """Write `figure` to an .svg or .png file, and return `path`.
 
     Raises:
-        DataError: as `check_ending`, or the file cannot be written.
+        DataError: as for `check_ending`, or the file cannot be written.
     """
     check_ending(path)
     with atomic_file(path) as part:
@@ -56,7 +56,7 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 
 def svg_text(figure: Any) -> str:
-    """Return the figure as an `<svg>` element for use in a page."""
+    """Return the figure as an `<svg>` element for use in an HTML page."""
     text = io.StringIO()
     _save(figure, text, "svg")
     written = text.getvalue()

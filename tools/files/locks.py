@@ -1,10 +1,11 @@
 """This module locks folders, so that two commands do not work in one folder at the same time.
 
-A lock is one on the file `.lock` in the folder. The system lifts it when the process ends, also by a kill, so that no
-lock is ever left over. Another host that shares the folder sees the lock where its file system says so: NFS with
-version 4, or with version 3 and its lock service (not with the mount option `nolock`), and Lustre with the mount option
-`flock` (not with `localflock`, which locks on one host only). So the documentation of these file systems says; nothing
-here was tried on them. A file system without locks is reported, and does not stop a command.
+A command locks a folder by a lock on the file `.lock` in this folder. The operating system releases the lock when the
+process ends, also after a kill, so no lock is ever left over. The lock also holds for other hosts that share the folder
+if the file system supports this: NFS version 4, NFS version 3 with its lock service (not with the mount option
+`nolock`), and Lustre with the mount option `flock` (not with `localflock`, which locks on one host only). The
+documentation of these file systems says so; the locks were not tested on them. A file system without locks is reported,
+and does not stop a command.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def only_command_in(folders: Sequence[Path], busy: Busy, together: bool = False)
 
     Args:
         busy: a function that returns the error to raise if another command holds the lock of a folder.
-        together: whether the lock is shared with other commands that say so, which lock out all others.
+        together: whether the lock is shared with other commands that also set `together`; all other commands are locked
+            out.
 
     Raises:
         DataError: a folder cannot be made, or nothing can be written into it.
@@ -49,13 +51,14 @@ def only_command_in(folders: Sequence[Path], busy: Busy, together: bool = False)
 
 
 def only_process_in(folder: Path, command: str, option: str) -> AbstractContextManager[None]:
-    """Hold the lock of a folder against a second start of `command`, whose trainings would meet those of the first one.
+    """Hold the lock of a folder against a second start of `command`, whose training processes would disturb those of
+    the first start.
 
     Args:
         option: the option by which the user chooses the folder.
 
     Raises:
-        DataError: another start is at work in the folder, or it cannot be made.
+        DataError: another start of `command` is at work in the folder, or the folder cannot be made.
     """
 
     def busy(_: Path, who: str) -> DataError:

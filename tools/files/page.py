@@ -1,6 +1,7 @@
 """This module makes HTML pages, with tables and lists, that need no other files. All text is escaped for HTML.
 
-What these functions return is markup, and so is the body of `page` and of `folded`; every other argument is text.
+The functions of this module return HTML, and the argument `body` of `page` and of `folded` is HTML; every other
+argument is plain text.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1em; margi
 
 
 class Cell(NamedTuple):
-    """A `Cell` is a cell of a table that has a class of the style above, or spans several columns."""
+    """A `Cell` is a cell of an HTML table that has a class of the page's style, or spans several columns."""
 
     text: str
     kind: str = ""
@@ -53,7 +54,7 @@ def table(
     words: Collection[int] = (),
     kinds: Sequence[str] = (),
 ) -> str:
-    """Return an HTML table, which scrolls by itself if the page is narrower than the table.
+    """Return an HTML table, which gets its own scroll bar if the page is narrower than the table.
 
     Args:
         kind: "numbers" to align all columns right, except the first column and the columns whose positions are in
@@ -82,7 +83,7 @@ def _class(kind: str) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """Return lines of text as a list in HTML; return an empty text if there are no lines."""
+    """Return lines of text as a bulleted list in HTML; return an empty text if there are no lines."""
     return f"<ul>{''.join(text(line, 'li') for line in lines)}</ul>" if lines else ""
 
 

@@ -1,9 +1,9 @@
 """This module reads YAML that people write, within limits that no recipe reaches. A file whose aliases would expand to
 far too many values is refused before they are expanded.
 
-A page of aliases of aliases can expand to more values than any memory holds, ten thousand brackets overflow the stack,
-and a file of 100 MB takes minutes in the parser. The composer counts the values that it has read, with aliases and
-merge keys expanded, and stops at the first value beyond the limit.
+A small file with aliases of aliases can expand to more values than any memory holds, ten thousand brackets overflow the
+stack, and the parser needs minutes for a file of 100 MB. The composer counts the values that it has read, with aliases
+and merge keys expanded, and stops at the first value beyond the limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MAX_DEPTH = 50
 
 
 class TooLarge(yaml.MarkedYAMLError):
-    """This error means that a YAML file exceeds one of the limits; the part that was read is well-formed."""
+    """This error means that a YAML file exceeds one of the limits of this module; the part of the file that was read is
+    well-formed.
+    """
 
 
 class SmallLoader(yaml.SafeLoader):
@@ -71,8 +73,8 @@ def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError
     """Return the text of a YAML file that a person has written.
 
     Raises:
-        error: it is not a name of a file, no ordinary file, too large, or no UTF-8.
-        OSError: it is not there, or may not be read.
+        error: `path` is not a valid file name, or the file is not a regular file, too large, or not in UTF-8.
+        OSError: the file does not exist, or may not be read.
     """
     file = os.fspath(path)
     try:

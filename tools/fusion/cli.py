@@ -1,8 +1,9 @@
 """This module is the command `tc3 fusion`, which says which operators of a recipe's graphs are fused into one kernel,
 and how much time and HBM traffic this saves.
 
-`level_of` says what MindSpore would fuse for a recipe, and by which key. The command compiles the recipe as `tc3 dryrun
---quick` does, or reads a final graph, and counts on it. The exit code is 0, 1 if the recipe is refused, 2 for usage.
+`level_of` returns the level of operator fusion that MindSpore would use for a recipe, and the key that sets it. The
+command compiles the recipe as `tc3 dryrun --quick` does, or reads a final graph, and counts operators and bytes in the
+graph. The exit code is 0 on success, 1 if MindSpore refuses the recipe, and 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -90,17 +91,18 @@ def fusion(
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    """Say which operators of RECIPE MindSpore would fuse into kernels of DVM, and what that saves.
+    """Report which operators of RECIPE MindSpore would fuse into kernels of DVM, and the HBM traffic and time that this
+    saves.
 
     \b
     tc3 fusion recipes/telechat3_438b/pretrain_4k.yaml
     tc3 fusion my.yaml --level off --json
     tc3 fusion my.yaml --stage 7 --picture stage_7.svg
 
-    It compiles as tc3 dryrun --quick does, and keeps the graphs: a second call compiles nothing. Bytes are counted on
-    the graph, seconds are modelled. Nothing was measured on an NPU.
+    The command compiles the recipe as tc3 dryrun --quick does, and keeps the graphs, so that a second call compiles
+    nothing. Bytes are counted in the graph, and seconds are modelled. Nothing was measured on an NPU.
 
-    Exit codes: 0 counted; 1 the recipe does not compile; 2 a wrong input; 130 interrupted.
+    Exit codes: 0 success; 1 the recipe does not compile; 2 a wrong input; 130 interrupted.
     """
     if picture:
         check_ending(picture)
@@ -157,7 +159,7 @@ def level_of(recipe: Mapping[str, Any]) -> tuple[Fusion, str]:
     """Return the level of operator fusion that is assumed for a recipe, and the reason for this assumption.
 
     Raises:
-        RecipeError: `plugins.operator_fusion` cannot be read, or does not go with the rest.
+        RecipeError: `plugins.operator_fusion` cannot be read, or contradicts other keys of the recipe.
     """
     context = recipe.get("context") or {}
     if context.get("device_target", "Ascend") != "Ascend":

@@ -1,15 +1,17 @@
-"""This module is step 1 of operator fusion: it gathers the operators that DVM supports into convex clusters (no path
-between two operators of a cluster leaves it), in MindSpore's greedy order.
+"""This module is step 1 of operator fusion: it gathers the operators that DVM (the library that makes fused kernels)
+supports into convex clusters, in MindSpore's greedy order. In a convex cluster no path between two of its operators
+leaves the cluster.
 
 From the last operator back to the first, each operator that is in no cluster yet gathers the connected operators before
-it that DVM takes. An operator that is also reached by a path through an operator outside the cluster is dropped again,
-with everything on which it depends: if they were fused, the two would wait for each other. Sources in MindSpore:
-GraphKernelCluster of graph_kernel_cluster.cc, and for which operators DVM takes (by name and types) DvmSupportChecker
-of graph_kernel_cluster_cloud.cc; where 2.9.0 differs from the public sources (it mixes types), its passes were run to
-find out.
+it that DVM supports. If a path through an operator outside the cluster also leads to a gathered operator, this operator
+and all operators on which it depends are dropped again, because otherwise the fused kernel and the operator outside
+would wait for each other. Sources in MindSpore: GraphKernelCluster of graph_kernel_cluster.cc, and, for the operators
+that DVM supports (by name and types), DvmSupportChecker of graph_kernel_cluster_cloud.cc; where MindSpore 2.9.0 differs
+from the public sources (it mixes types), the compiler passes of 2.9.0 were run to find the rules.
 
-`operators` gives a graph as both steps see it: operators in an order in which they can run, their types and edges.
-`Rules` holds the rules of both steps with their limits, so that a test can leave one out and show its effect.
+`operators` returns the form of a graph that both steps use: operators in an order in which they can run, with their
+types and edges. `Rules` holds the rules of both steps with their limits, so that a test can switch one rule off and
+show its effect.
 """
 
 from __future__ import annotations
@@ -30,13 +32,17 @@ class Rules:
     Args:
         convex: whether a path between two operators of a cluster must not leave the cluster.
         types: whether DVM refuses operators because of their types (`refusal`).
-        reduce_depth: the largest number of operators of a kernel that a reduction may still take in.
-        broadcast_depth: the largest number of operators of a kernel that its users may still take in.
-        broadcast_into_reduce: whether a reduction takes in kernels with broadcasts, too, as Ascend's model does.
+        reduce_depth: the largest number of operators of a kernel that may still be merged into a kernel with a
+            reduction.
+        broadcast_depth: the largest number of operators of a kernel with a broadcast that may still be merged into the
+            kernels that use its result.
+        broadcast_into_reduce: whether kernels with broadcasts may also be merged into a kernel with a reduction, as in
+            MindSpore's split model for Ascend.
         largest: the largest number of operators of a kernel (`composite_op_limit_size`).
-        chains_of_a_size: whether chains of one size are joined before other neighbours of one size.
-        chains_of_users: whether a kernel with a single user that takes nothing else is joined to this user before
-            kernels with several users are joined.
+        chains_of_a_size: whether chains of kernels whose results have the same number of elements are joined before
+            other neighbours whose results have the same number of elements.
+        chains_of_users: whether a kernel with a single user, which uses no other kernel's result, is joined to this
+            user before kernels with several users are joined.
     """
 
     convex: bool = True
@@ -63,11 +69,11 @@ class Operator:
     """An `Operator` holds those properties of one operator of a graph that decide how it is fused.
 
     Args:
-        name: the name of its primitive; "" for an operator that is `opened`.
-        output: the type and shape of its first output.
-        inputs: the positions of the operators whose results it takes, each once, in order.
-        takes: the types and shapes of all tensors that it takes, including parameters and constants.
-        opened: whether it is a composite operator that MindSpore's expander has replaced by a small graph.
+        name: the name of the operator's primitive; "" for an operator that is `opened`.
+        output: the type and shape of the operator's first output.
+        inputs: the positions of the operators whose results the operator uses, each position once, in order.
+        takes: the types and shapes of all tensors that the operator uses, including parameters and constants.
+        opened: whether the operator is a composite operator that MindSpore's expander has replaced by a small graph.
     """
 
     name: str
@@ -78,7 +84,7 @@ class Operator:
 
     @property
     def virtual(self) -> bool:
-        """Return whether the operator computes nothing and only binds or takes apart tuples."""
+        """Return whether the operator computes nothing and only makes or unpacks tuples."""
         return self.name in VIRTUAL
 
 
@@ -91,7 +97,7 @@ def operators(nodes: Sequence[Node]) -> list[Operator]:
 
 
 def of_node(node: Node, name: str, opened: bool = False) -> Operator:
-    """Return an `Operator` with this name that has the inputs and outputs of a node of the graph."""
+    """Return an `Operator` with the given name that has the inputs and outputs of a node of the graph."""
     output = node.outputs[0] if node.outputs else NOTHING
     return Operator(name, output, tuple(dict.fromkeys(node.operands)), node.inputs, opened)
 

@@ -1,5 +1,5 @@
-"""This module shows in the terminal what operator fusion saves, and draws the HBM traffic of a micro-batch before and
-after fusion.
+"""This module prints the savings of operator fusion in the terminal, and draws the HBM traffic of a micro-batch before
+and after fusion.
 """
 
 from __future__ import annotations

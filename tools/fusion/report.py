@@ -1,7 +1,7 @@
-"""This module reports what operator fusion saves for a recipe, as values fit for JSON: bytes and modelled seconds by
-part of the model and by pipeline stage.
+"""This module reports the savings of operator fusion for a recipe, as values fit for JSON: bytes and modelled seconds
+by part of the model and by pipeline stage.
 
-The parts are counted on compiled graphs, and a stage is added up from how many of each it has.
+The bytes of each part of the model are counted in compiled graphs, and the bytes of a stage are the sum over its parts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Pieces:
     computed.
 
     Args:
-        tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> the numbers of this part, for one layer if it is a
-            layer.
+        tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> the numbers of operators, kernels and bytes of
+            this part (of one layer, if the part is a kind of layer).
         stages: for each pipeline stage (-1 for a single given graph), the number of times that it has each part.
         micro_batches: the number of micro-batches of a step.
-        quick: whether the numbers of stages are put together from those of single layers.
+        quick: whether the numbers of a stage are the sums over single layers that were compiled in a smaller model.
     """
 
     micro_batches: int
@@ -69,8 +69,8 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
     """Return the numbers of operators, kernels and bytes of every pipeline stage, from the graphs of `quick_plan`,
     which compiles each kind of layer once.
 
-    A kind's layers are the mean of those that were compiled in front of the last stage: the one there has operators of
-    the loss beside it that say of no layer that they are its own.
+    The numbers of a kind of layer are the mean over the layers of this kind that were compiled before the last stage,
+    because on the last stage operators of the loss, which name no layer, would be counted to the layer.
     """
     view, small = View(recipe), small_of(recipe)
     found = Pieces(view.micro_batches * view.accumulation, quick=True)
@@ -185,7 +185,7 @@ def report_of(
     Args:
         name: the name of the recipe.
         fusion: the level of operator fusion and the operators that are left out.
-        why: the reason for this level, such as the key of the recipe that sets it.
+        why: the reason for this level of fusion, such as the key of the recipe that sets it.
         times: the times that the estimator predicts for the cluster.
     """
     known = known_error(times.hardware)

@@ -1,14 +1,15 @@
 """This module is step 2 of operator fusion: it cuts a cluster of operators into kernels (split_model.cc with the
 patterns of split_model_factory's models).
 
-Kernels grow from areas of operators, each with a pattern, and edges between them (area.cc). Each pattern goes over all
-areas until none matches any more, then the next one. Forward, an area takes in an area whose result it uses; backward,
-an area that uses its result. With `depth` the two areas are connected only to each other (a chain); with width other
-areas are connected to them, too.
+A kernel begins as an area, a group of operators with a shape pattern, and grows by merging neighbouring areas
+(area.cc). Merge rules are applied one after another; each rule is applied to all areas until it merges no more of them.
+In the forward direction an area merges an area whose result it uses; in the backward direction it merges an area that
+uses its result. In the variant `depth` of a rule the two areas are connected only to each other (a chain); in the
+variant `width` other areas are connected to them, too.
 
-MindSpore has both kinds of all three patterns. For reductions depth is left out, because it changes nothing: what only
-one reduction takes, and it nothing else, no other can take, and the reduction's own turn takes it first; until then it
-is on the same paths as the two are as one.
+MindSpore has both variants for all three patterns. This module leaves out the variant `depth` for reductions, because
+it has no effect: if two areas are connected only to each other, no other area can merge with them before the other
+variant merges them, and until then they lie on the same paths as the merged area.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Area:
     """An `Area` holds operators that have been joined so far and that are to become one kernel.
 
     Args:
-        place: the position of its first operator, which identifies the area.
-        operators: the positions of its operators, the dominant operator first.
+        place: the position of the area's first operator, which identifies the area.
+        operators: the positions of the area's operators, the dominant operator first.
         shape: the shape of the dominant operator's output.
-        output: whether an operator outside the cluster takes one of its results.
-        inputs: for each area whose result it takes, whether it broadcasts this result.
-        users: the areas that take its result.
+        output: whether an operator outside the cluster uses one of the area's results.
+        inputs: for each area whose result this area uses, whether this area broadcasts the result.
+        users: the areas that use the result of this area.
     """
 
     place: int
@@ -66,7 +67,7 @@ class Area:
 
 
 class Areas:
-    """An `Areas` holds all areas (future kernels) of a cluster while they are joined.
+    """An `Areas` holds all areas (future kernels) of a cluster while they are merged.
 
     Args:
         body: the operators of the cluster, in order.
@@ -83,8 +84,8 @@ class Areas:
                 self.alive[place].users.add(area.place)
 
     def circle(self, one: Area, other: Area) -> bool:
-        """Return whether joining two areas would make a circle, because a path between the two areas goes through a
-        third area.
+        """Return whether merging two areas would make a cycle in the graph, because a path between the two areas goes
+        through a third area.
         """
         before, behind = (one, other) if self._reaches(one.place, other.place) else (other, one)
         return any(place != before.place and self._reaches(before.place, place) for place in behind.inputs)

@@ -1,25 +1,29 @@
 """This module counts the operators, kernels and HBM bytes of a graph, by the part of the model to which they belong.
 
-Parts are layers by their number, MTP layers, the embedding and the head. MindSpore keeps the path of cells on most
-operators, and the names of parameters on those that read them. In a backward a gradient belongs to the layer whose
-gradients of weights are added up next, whatever its path: what several layers share (the angles of rotary positions)
-has the path of the first. An operator that says nothing belongs to what it takes from, else to what stands before it.
+The parts of the model are the single layers (by number), the MTP layers, the embedding and the head. MindSpore keeps
+the path of cells on most operators, and the names of parameters on operators that read parameters. In a backward pass a
+gradient belongs to the layer whose weight gradients are accumulated next, whatever its path of cells is, because
+tensors that several layers share (the angles of rotary positions) have the path of the first layer. An operator without
+a path or parameter belongs to the part of the operators whose results it uses, or otherwise to the part of the operator
+before it.
 
-An operator or kernel moves what it reads from outside and what is read of it outside. A composite operator, which
-Ascend opens before it fuses, is one kernel whether it is opened or not, so that only its own bytes are counted before:
-what its parts hand to each other never leaves the chip. Opened, it has the shape rules of its main part: a sum over a
-dimension (SumExt) is a reduction, an addition with a factor (AddExt) is elementwise.
+The HBM traffic of an operator or kernel consists of the tensors that it reads from outside, and of its results that are
+read outside. A composite operator, which MindSpore for Ascend expands into basic operators before fusion, counts as one
+kernel whether it is expanded or not; the tensors between its basic operators are not counted, because they never leave
+the chip. An expanded operator follows the shape rules of its main basic operator: a sum over a dimension (SumExt) is a
+reduction, an addition with a factor (AddExt) is elementwise.
 
-`weight_gradients` compares a graph with the fusions of weight gradients that MindSpore 2.9.0 has under a name (report
-section 4.5).
+`weight_gradients` compares a graph with the two named fusion passes for weight gradients in MindSpore 2.9.0 (report
+section 4.5):
 
     matmul_assignadd_fusion           MatMul (- Cast) - AssignAdd                             -> InplaceMatmulAdd
     grouped_matmul_assignadd_fusion   TransposeExtView - GroupedMatmul - AssignAdd            -> InplaceGroupedMatmulAdd
 
-Fused, the gradient in compute precision is neither written nor read again. Both names stand in the wheel's library for
-Ascend. What they need is from MindSpore's public matmul_assignadd_fusion.cc and grouped_matmul_assignadd_fusion.cc, and
-so is that both are off unless `--enable_pass` names them (backend_fusion's AddFusionPass(..., false), where the build
-has ENABLE_ATB): not asked of 2.9.0, for a CPU wheel runs no pass of Ascend's.
+With such a fusion, the gradient in compute precision is neither written to HBM nor read again. The names of both passes
+occur in the wheel's library for Ascend. The conditions of the passes come from MindSpore's public
+matmul_assignadd_fusion.cc and grouped_matmul_assignadd_fusion.cc. According to these public sources, both passes are
+off unless `--enable_pass` names them (AddFusionPass(..., false) in backend_fusion, if the build has ENABLE_ATB). These
+facts were not tested with MindSpore 2.9.0, because its CPU wheel runs no passes for Ascend.
 """
 
 from __future__ import annotations
@@ -46,12 +50,14 @@ class Tally:
 
     Args:
         operators: the number of operators that DVM supports.
-        kernels: the number of kernels that DVM makes of them.
+        kernels: the number of kernels that DVM makes of these operators.
         fused: the number of these kernels that have several operators.
         before, after: the bytes that the operators move through HBM, without fusion and in fused kernels.
-        patterns: the number of kernels with the same operators, by their names joined with "-".
-        saved: the bytes of HBM traffic that these kernels save.
-        alone: the number of operators that DVM does not fuse, by (operator, reason). Collectives are left out.
+        patterns: for each kind of fused kernel (the names of its operators joined with "-"), the number of such
+            kernels.
+        saved: for each kind of kernel in `patterns`, the bytes of HBM traffic that these kernels save.
+        alone: the number of operators that are not fused by DVM, by (operator, reason). Collectives are not counted in
+            `alone`.
         moved: the bytes of HBM traffic of the operators in `alone`.
         named: the number of operator chains at which a fusion pass of MindSpore aims, by (name of the pass, chain,
             reason why it does not match).
@@ -71,7 +77,7 @@ class Tally:
     named_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def add(self, other: Tally, times: float = 1) -> None:
-        """Add the numbers of another tally, multiplied by `times`."""
+        """Add the numbers of operators, kernels and bytes of another tally, multiplied by `times`."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             if isinstance(value, Counter):
@@ -109,7 +115,7 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
     micro-batch calls it once.
 
     Args:
-        rows: the number of rows that is assumed for dimensions that only routing decides.
+        rows: the number of rows that is assumed for dimensions that are unknown before routing.
     """
     found: Tallies = {}
     for name, nodes in graph.graphs.items():
@@ -119,7 +125,7 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
     """Return for each kernel that DVM makes of a subgraph the indices of its operators; an operator that DVM supports
-    but joins with no other counts as a kernel, too.
+    but does not join with another operator counts as a kernel, too.
     """
     ops = [_operator(node) for node in nodes]
     names = taken_at(fusion)
@@ -195,8 +201,8 @@ _WORDS = (
 
 
 def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
-    """Return for each operator of a subgraph the part of the model to which it belongs: the layer "0", "1", ..., or one
-    of the names above.
+    """Return for each operator of a subgraph the part of the model to which it belongs: a layer number such as "0", or
+    one of this module's names for other parts.
     """
     found: list[str] = []
     segments = backward_segments(list(nodes)) if backward else []
@@ -276,7 +282,9 @@ _ALIKE = frozenset(("Load", "Depend", "Reshape"))  # the same bytes as their fir
 
 
 class Read(NamedTuple):
-    """A `Read` is a tensor that an operator reads: the operator (or parameter) that made it, and its type."""
+    """A `Read` describes a tensor that an operator reads, by the operator (or parameter) that made the tensor and by
+    the tensor's type.
+    """
 
     source: str
     tensor: TensorType
@@ -303,12 +311,12 @@ def moved_alone(nodes: Sequence[Node], place: int, rows: int) -> int:
 
 
 def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collection[int], rows: int) -> int:
-    """Return the bytes of HBM traffic of a fused kernel: its inputs from outside, each once, and those of its results
-    that are read outside.
+    """Return the bytes of HBM traffic of a fused kernel: each of its inputs from outside the kernel once, and each of
+    its results that is read outside the kernel.
 
     Args:
-        kept: the positions of the operators whose results are read outside the kernel (`read_outside`), or overwrite a
-            parameter.
+        kept: the positions of the operators whose results are read outside the kernel, or overwrite a parameter (see
+            `read_outside`).
     """
     inner = {f"%{place}" for place in kernel}
     reads = dict.fromkeys(read for place in kernel for read in reads_of(nodes, place) if read.source not in inner)
@@ -326,7 +334,7 @@ def users_of(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: Collection[int]) -> set[int]:
-    """Return the indices of those operators of a kernel whose results are read outside the kernel; an operator that
+    """Return the indices of the operators of a kernel whose results are read outside the kernel; an operator that
     writes a parameter always counts.
     """
     inside = set(kernel)
@@ -369,10 +377,10 @@ class Found:
 
     Args:
         fusion: the name of the fusion pass. place: the position of the AssignAdd among the operators.
-        product: the operator of the matrix product; result: its output. between: the operators between the product and
-            AssignAdd, in order.
+        product: the operator of the matrix product; result: the output of this operator. between: the operators between
+            the product and AssignAdd, in order.
         refusal: the reason why the pass does not match here; "" if it matches when it is enabled.
-        bytes: HBM traffic that the pass saves, because the result is no longer written and read.
+        bytes: the HBM traffic that the fusion pass saves, because the product's result is no longer written and read.
     """
 
     fusion: str
@@ -393,7 +401,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
     """Return a `Found` for every AssignAdd of a subgraph that adds the result of a matrix product.
 
     Args:
-        rows: the number of rows that is assumed for dimensions that only routing decides.
+        rows: the number of rows that is assumed for dimensions that are unknown before routing.
     """
     found = []
     for place, node in enumerate(nodes):

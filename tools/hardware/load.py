@@ -1,8 +1,8 @@
 """This module reads hardware files, which describe the speeds and sizes of the devices and links of a cluster.
 
-Each number of a file is `{value, certainty, source}`, and a user's own file must give all three. Publications call
-devices by many names ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the device that is meant.
-`read_yaml` reads any YAML file that a user wrote, a cluster or measurements.
+Each number of a file is `{value, certainty, source}`, and a user's own file must give all three. Publications use many
+names for one device ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the device to which a name
+belongs. `read_yaml` reads any YAML file that a user wrote, such as a cluster's file or a file of measurements.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
 
 
 def name_of(text: str) -> str:
-    """Return the known name of which `text` is an alias; return `text` itself if it is not an alias.
+    """Return the device name of which `text` is an alias; return `text` itself if it is not an alias.
 
-    Words that stand somewhere in it are not enough: a file that is missing must not pass for a device.
+    The whole of `text` must be an alias: an alias somewhere in the path of a missing file must not count as a device.
     """
     plain = _plain(text)
     return next((name for words, name in _KNOWN_AS if plain in (_plain(words), name)), text)
@@ -86,7 +86,8 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
     """Return the content of a YAML file that a user wrote, such as a cluster's file.
 
     Args:
-        error: to raise; shown: the file's name in it, `path` by default.
+        error: the class of the errors that are raised; shown: the name of the file in error messages, by default
+            `path`.
 
     Raises:
         error: the file cannot be read, is not YAML, or is too large.
@@ -146,10 +147,11 @@ class Link:
     such a link in one direction.
 
     Args:
-        bytes_per_s: nominal bandwidth.
-        latency_s: seconds that each message costs beside its bytes.
-        efficiency: share of the bandwidth that a large collective reaches, in (0, 1].
-        ports: that the bandwidth is the sum of; rings use all, experts' exchanges one (a file may leave it out).
+        bytes_per_s: the nominal bandwidth of one device over these links.
+        latency_s: the seconds that each message costs in addition to the time of its bytes.
+        efficiency: the share of the nominal bandwidth that a large collective reaches, in (0, 1].
+        ports: the number of ports of which `bytes_per_s` is the sum; ring collectives use all ports, exchanges of
+            experts' tokens use one (a file may leave this number out).
     """
 
     bytes_per_s: float
@@ -159,7 +161,7 @@ class Link:
 
     @property
     def reached(self) -> float:
-        """Return the bytes per second that a large collective reaches."""
+        """Return the bytes per second that a large collective reaches over such links."""
         return self.bytes_per_s * self.efficiency
 
 
@@ -181,12 +183,13 @@ class Hardware:
     """A `Hardware` holds the numbers of one cluster: sizes in bytes, times in seconds, and dense FLOP/s.
 
     Args:
-        peak_flops: dtype ("bf16", "fp16", "fp32", "fp8", "fp4") -> FLOP/s; the dtypes that the file names.
-        launch_s: fixed cost of one operator.
-        origins: dotted key -> where the number comes from.
+        peak_flops: the peak FLOP/s for each dtype that the file names ("bf16", "fp16", "fp32", "fp8", "fp4").
+        launch_s: the fixed seconds to launch one operator.
+        origins: for each dotted key of the file, the origin of its number.
         host_link: the link to the host's memory; None if the file does not give it.
-        file: what the file is called in messages.
-        efficiency: a file's own values of `tools.estimate.efficiency.Efficiency` (`tc3 search calibrate`); {} without.
+        file: the name of the file in messages.
+        efficiency: the values of `tools.estimate.efficiency.Efficiency` that the file states (written by `tc3 search
+            calibrate`); {} if the file states none.
     """
 
     name: str
@@ -221,10 +224,11 @@ def known_hardware() -> list[str]:
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """Return the hardware that a name (see `known_hardware`), a device ("Atlas 800T A2") or a YAML file stands for.
+    """Load the hardware of a cluster, which is given by a name (see `known_hardware`), by a device ("Atlas 800T A2"),
+    or by the path of a YAML file.
 
     Raises:
-        RecipeError: there is no such file, or a number is missing, impossible or without its source.
+        RecipeError: the file does not exist, or a number in the file is missing, impossible or without a source.
     """
     word = name_of(os.fspath(name_or_path))
     if word in known_hardware():

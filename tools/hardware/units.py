@@ -1,4 +1,4 @@
-"""This module holds the units of sizes (GIB, MIB), and the short and the long name of each number type."""
+"""This module holds the units of sizes (GIB, MIB), and the short and the long name of each dtype."""
 
 GIB = 1 << 30  # bytes
 MIB = 1 << 20
@@ -10,11 +10,11 @@ BOTH = tuple(sorted((*LONG, *SHORT)))
 
 
 def short_dtype(name: object, default: str) -> str:
-    """Return the short name of a number type; return `default` if the type is not known."""
+    """Return the short name (such as "bf16") of a dtype; return `default` if the dtype is unknown."""
     text = str(name)
     return SHORT.get(text, text if text in LONG else default)
 
 
 def same_dtype(one: str, other: str) -> bool:
-    """Return whether two names stand for one number type; other words are compared unchanged."""
+    """Return whether two names mean the same dtype; names of unknown dtypes are compared as texts."""
     return LONG.get(one, one).lower() == LONG.get(other, other).lower()

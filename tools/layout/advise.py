@@ -1,9 +1,9 @@
 """This module finds which dispatch mode and how many chunks a recipe should use on a cluster, and predicts the cost of
 each mode.
 
-The module turns a recipe and a hardware file into predictions of `tools.estimate`, without side effects. `tc3
-ep-report` prints them; if `plugins.hierarchical_ep` or `plugins.ep_overlap` has `auto`, the fastest of these modes and
-chunks replaces it.
+The module computes predictions of `tools.estimate` from a recipe and a hardware file, without side effects. `tc3
+ep-report` prints these predictions; if `plugins.hierarchical_ep` or `plugins.ep_overlap` has the value `auto`, the
+fastest mode and the fastest chunks replace this value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
     """Raise an error if a recipe has no expert-parallel communication, or has none on this cluster.
 
     Raises:
-        RecipeError: no experts, no expert parallelism, degrees that do not divide, or a node of another size.
+        RecipeError: the recipe has no experts or no expert parallelism, its degrees do not divide each other, or its
+            nodes have another size than the cluster's.
     """
     view = View(recipe)
     built = convert(view, load_schema())
@@ -103,22 +104,24 @@ class ModeReport:
 
     @property
     def step(self) -> tuple[float, float]:
-        """Return the seconds of a step without and with overlap."""
+        """Return the seconds of a step with this dispatch mode, without and with overlap."""
         return self.whole.total, self.cut.total
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Return the seconds of EP communication that nothing hides, without and with overlap."""
+        """Return the seconds of EP communication in a step that computation does not hide, without and with overlap."""
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
     def share_of_step(self) -> tuple[float, float]:
-        """Return exposed EP communication divided by the step with its bubble, without and with overlap."""
+        """Return the exposed EP communication as a share of the step time (including the pipeline bubble), without and
+        with overlap.
+        """
         return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
 
     @property
     def share_of_communication(self) -> tuple[float, float]:
-        """Return exposed EP communication over all exposed communication (report section 4.4)."""
+        """Return the exposed EP communication as a share of all exposed communication (report section 4.4)."""
         return self.exposed[0] / self.whole.exposed, self.exposed[1] / self.cut.exposed
 
 
@@ -136,7 +139,9 @@ class Written:
 
     @property
     def words(self) -> str:
-        """Return the dispatch in one line, such as ``hierarchical, chunks [1, 2]: 35.70 s``."""
+        """Return the dispatch mode, the chunks and the step time in one line, such as ``hierarchical, chunks [1, 2]:
+        35.70 s``.
+        """
         chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
         return f"{self.mode}{chunks}: {self.step.total:.2f} s per step"
 
@@ -187,7 +192,7 @@ class Advice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the `plugins:` section to write, without settings that would change nothing."""
+        """Return the recommended `plugins:` section, without settings that would have no effect."""
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}
@@ -197,8 +202,8 @@ class Advice:
 
     @property
     def overlay(self) -> dict[str, Any]:
-        """Return the keys of a child of the recipe that has these settings. `plugins.hierarchical_ep` takes the place
-        of MindFormers' default dispatcher, and refuses any other.
+        """Return the keys of a child recipe with the recommended settings. `plugins.hierarchical_ep` replaces
+        MindFormers' default dispatcher, and refuses every other dispatcher.
         """
         dispatcher, usual = (*MODEL, "moe_token_dispatcher_type"), hierarchical_ep.DEFAULT_DISPATCHER
         if look(self.recipe, dispatcher, usual) == usual:
@@ -218,12 +223,15 @@ def advise(
 
     Args:
         recipe: a loaded recipe.
-        hardware: a hardware file, or its name or path.
-        loads: the loads of the devices, or the text of `--loads` (`tools.estimate.loads.loads_of`). Steps wait for the
-            fullest device of each layer; bytes, and the choice of chunks, are those of the mean max/mean.
-        modes: the modes to choose from; one where the recipe fixes it.
-        cuts: (b, s) to choose from; [(1, 1)] where the recipe does not overlap, empty for all that fit.
-        stride: the order of issue where the recipe writes one; the best by default.
+        hardware: a loaded hardware file, or its name or path.
+        loads: the loads of the devices, or the text of `--loads` (`tools.estimate.loads.loads_of`). Step times include
+            waiting for the fullest device of each layer; bytes and the choice of chunks are computed for the average
+            max/mean.
+        modes: the dispatch modes to choose from; only one mode if the recipe sets it.
+        cuts: the pairs (parts of the batch, parts of a sequence) to choose from; [(1, 1)] if the recipe does not
+            overlap EP communication, empty for all pairs that divide batch and sequence.
+        stride: the order in which the steps of chunks are issued, if the recipe sets an order; by default the fastest
+            order is chosen.
 
     Raises:
         RecipeError: there is no expert-parallel communication, sizes do not fit each other, or an argument is wrong.
@@ -259,11 +267,11 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """Return the modes, numbers of chunks and orders that a recipe leaves to `auto`, as arguments of `advise`. If the
-    recipe names a mode, only this mode is returned.
+    """Return the dispatch modes, numbers of chunks and orders of chunks among which a recipe with `auto` lets the tools
+    choose, as arguments of `advise`. If the recipe names a mode, only this mode is returned.
 
     Raises:
-        RecipeError: settings that cannot be.
+        RecipeError: the recipe's settings are not allowed.
     """
     plugins = recipe.get("plugins") or {}
     dispatch, overlap = plugins.get("hierarchical_ep"), plugins.get("ep_overlap")
@@ -333,13 +341,13 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
     """Return the dispatch mode and the chunks that replace `auto` in a recipe, and one line about each of these values;
     both results are empty if the recipe has no `auto`.
 
-    They depend on the recipe and the hardware file it names only.
+    The values depend only on the recipe and on the hardware file that the recipe names.
 
     Args:
-        recipe: a recipe with a resolved layout; an open layout counts as even.
+        recipe: a recipe with a resolved layout; a layout that is still `auto` counts as even.
 
     Raises:
-        RecipeError: a setting that cannot be, or sizes that do not fit each other.
+        RecipeError: a setting of the recipe is not allowed, or its sizes do not fit each other.
     """
     dispatch = look(recipe, DISPATCH)
     if not dispatch:

@@ -1,9 +1,11 @@
-"""This module improves plans by annealing with the simulator.
+"""This module improves plans (placements of layers and their recomputation) by simulated annealing with the pipeline
+simulator.
 
-Each of many chains holds a plan that keeps every rule. In a step each chain tries a change of one to three layers
-(another recompute option, another chunk); changes that break a rule are dropped before the simulation, which then runs
-for all chains at once. A chain takes what is faster, and what is slower by no more than a random share of a temperature
-that falls to nothing. Some chains begin hot, to leave a valley; most gains come from those that begin cold.
+Each of many annealing chains holds a plan that obeys every rule. In each iteration every chain tries a change of one to
+three layers (another recompute option, another chunk); changes that break a rule are dropped before the simulation,
+which then runs for all chains at once. A chain accepts a changed plan if it is faster, or if it is slower by at most a
+random multiple of a temperature that falls to zero. Some chains begin with a high temperature, so that they can leave a
+local minimum; most improvements come from chains that begin with a low temperature.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def anneal(
     `incumbent`.
 
     Args:
-        step_times: stands in for the instance's own.
-        planned: effort after which the temperature is nothing, where that is more than `budget` has.
+        step_times: a function that replaces the instance's method `step_times`.
+        planned: the effort after which the temperature is zero, if this effort is more than `budget` has.
     """
     instance = incumbent.instance
     step_times = step_times or instance.step_times

@@ -1,9 +1,10 @@
 """This module limits how long a search may run. The effort of a search is counted in units of work; a deadline is only
 a safety limit, and Ctrl-C asks the search to stop.
 
-A unit of effort takes about a second of one quiet core, but it is counted in work: simulated operations, nodes of the
-solver's tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow machine, with or
-without other jobs. Only a deadline or Ctrl-C can end a search earlier, and `Budget.cut` says when a deadline did.
+A unit of effort takes about a second on one idle core, but it is counted as work: simulated operations, nodes of the
+solver's branch-and-bound tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow
+machine, with or without other jobs. Only a deadline or Ctrl-C can end a search earlier, and `Budget.cut` says when a
+deadline did.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Budget:
     any case.
 
     Args:
-        effort: units.
+        effort: the number of units of work.
         seconds: the limit in seconds from now; by default there is no limit.
-        clock: says the time.
+        clock: a function that returns the present time in seconds.
     """
 
     def __init__(self, effort: float, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic):
@@ -64,11 +65,11 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Return whether no units are left."""
+        """Return whether no units of work are left."""
         return self.left <= 0
 
     def spend(self, units: float) -> None:
-        """Count units of work as spent."""
+        """Record that the search has spent a number of units of work."""
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:

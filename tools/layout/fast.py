@@ -1,17 +1,18 @@
-"""This module places the layers of an instance in a fraction of a second, without a solver.
+"""This module places the layers of a pipeline-balance instance in a fraction of a second, without a solver.
 
-What each stage recomputes follows from its layers (`tools.layout.stage_costs`). What is left is to share out the
-layers.
+The recomputation of each stage follows from its layers (`tools.layout.stage_costs`). Therefore only the distribution of
+the layers over stages and chunks is searched for:
 
-1. `stage_sizes`: for each time that the slowest stage may take, dynamic programming over the stages finds the layers of
-   each that take the least time together, with no stage over that time. The closed form of 1F1B chooses among them.
+1. `stage_sizes`: for each limit on the time of the slowest stage, dynamic programming over the stages finds the
+   distribution of layers with the least total time in which no stage exceeds the limit. The closed form of the 1F1B
+   step time chooses among these distributions.
 2. `starts` divides a stage's layers among its chunks in several ways.
-3. `place_fast` moves single layers between chunks while the simulator says that this helps, and lets annealing
-   (`tools.layout.anneal`) look at what recomputes, for a fixed amount of work.
+3. `place_fast` moves single layers between chunks as long as the simulator shows that this makes the step faster, and
+   then lets annealing (`tools.layout.anneal`) search for a better recomputation with a fixed amount of work.
 
-With one chunk per stage and few layers everything but the closed form is exact; with more chunks the division among
-them is a search. The slow references are all plans of small instances (`tests/tools/layout/pipeline_instances.py`) and
-the solver (`tools.layout.optimise.optimise`).
+With one chunk per stage and few layers every step except the closed form is exact; with more chunks the division of a
+stage's layers among its chunks is a heuristic search. The tests compare the results with an enumeration of all plans of
+small instances (`tests/tools/layout/pipeline_instances.py`) and with the solver (`tools.layout.optimise.optimise`).
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
     """Return several distributions of the layers over the stages, each as the number of layers of every stage,
-    [stages]; the first distribution has the shortest step by the closed form of the pipeline. With each distribution a
-    step may take less than `beat` ms.
+    [stages]; the first distribution has the shortest step by the closed form of the pipeline. Each returned
+    distribution may allow a step of less than `beat` ms.
 
-    With several chunks the layers before a stage are taken as equally many in each chunk.
+    With several chunks per stage, the layers before a stage are assumed to be distributed equally over the chunks.
     """
     instance, layers = costs.instance, costs.layers
     stages, chunks = instance.stages, instance.chunks
@@ -89,7 +90,9 @@ def _even(costs: StageCosts, before: int, count: int) -> Stage:
 
 
 def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
-    """Return several numbers of layers for each chunk, [C] in model order, with which a search begins."""
+    """Return several distributions of the layers over the chunks with which a search begins, each as the number of
+    layers of every chunk, [C] in model order.
+    """
     instance, stages, chunks = costs.instance, costs.instance.stages, costs.instance.chunks
     every = stage_sizes(costs, beat)
     shapes: list[np.ndarray] = []  # [chunks, stages]
@@ -131,8 +134,8 @@ def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[
 
 
 def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return numbers of layers of the chunks, close to `begin`, with which all stages stay within the memory cap if
-    every layer keeps as little memory as it can; [] if no such numbers were found.
+    """Return a distribution of layers over the chunks, close to `begin`, with which all stages stay within the memory
+    cap if every layer keeps as little memory as possible; return [] if no such distribution was found.
     """
     found, instance = [], costs.instance
     least = [instance.type_columns(t).start + int(held.argmin()) for t, held in enumerate(costs.held)]
@@ -164,12 +167,12 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
 
 
 def place_fast(instance: Instance, beat: float = np.inf) -> np.ndarray | None:
-    """Return a plan [K, C] that obeys every rule; None if none was found.
+    """Return a plan [K, C] that obeys every rule; return None if no such plan was found.
 
-    The amount of work is fixed by the instance and `beat`: no clock is asked.
+    The amount of work depends only on the instance and `beat`, and not on the time that it takes.
 
     Args:
-        beat: ms of a step. Plans that can only be far slower are not improved further.
+        beat: a step time in ms; plans that can only be far slower than this time are not improved further.
     """
     costs = StageCosts(instance)
     begin = starts(costs, _FAR * beat)

@@ -1,9 +1,10 @@
-"""This module computes lower bounds for an instance: on the time of a step, and on the time of the slowest stage.
+"""This module computes two lower bounds for a pipeline-balance instance: on the time of a step, and on the time of the
+slowest stage.
 
-Layers are whole, the memory of every stage is kept by layers that may be divided in what they recompute, and with one
-chunk per stage what fills and drains the pipeline counts. It takes milliseconds; the solver's model
-(`tools.layout.ilp.path_bound`) is closer and slower. The slow reference is all plans of small instances
-(`tests/tools/layout/pipeline_instances.py`).
+The bounds assume whole layers, but let a layer recompute fractions of its options to stay within the memory cap of its
+stage; with one chunk per stage the bounds include the filling and draining of the pipeline. Computing the bounds takes
+milliseconds; the bound of the solver's model (`tools.layout.ilp.path_bound`) is tighter and slower. The tests compare
+the bounds with an enumeration of all plans of small instances (`tests/tools/layout/pipeline_instances.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ def floor_of(instance: Instance) -> tuple[float, float]:
     """Return lower bounds in ms: on the step time of any plan, and on the time of its slowest stage; both are infinite
     if no plan can fit.
 
-    A stage's own layers are whole. What they recompute may be divided, at the price of the convex hull of the options.
-    Of several chunks each holds its least number of layers and the others are where the fewest are in flight.
+    The layers of a stage are whole. The recomputation of a layer may be divided into fractions, whose cost is the
+    convex hull of the recompute options. If a stage has several chunks, each chunk holds its least number of layers,
+    and the other layers are in the chunk with the fewest micro-batches in flight.
     """
     if len(instance.types) > 2:
         work = work_bound(instance)

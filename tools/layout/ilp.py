@@ -1,5 +1,5 @@
-"""This module is the exact model of a pipeline-balance instance, as a mixed-integer program for HiGHS. The module also
-proves lower bounds with this model.
+"""This module formulates a pipeline-balance instance as an exact mixed-integer program for the solver HiGHS. The module
+also proves lower bounds with this program.
 
 Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
 
@@ -10,20 +10,22 @@ Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the s
                                                                   activations <= cap      (exact peak memory)
     for each chain found so far:   T >= (times a chunk's forward or backward is on the chain) x (its duration)
 
-A step's time is the longest of all chains of operations (`tools.pipeline.timetable`), so the last rows, one for
-each chain, would be the simulator itself. There are too many; they are added one by one where the model is still too
-low: the cutting planes of Kelley (1960). With any set of them the model's optimum bounds the true one from below, and a
-best plan whose simulated time the model agrees with is optimal. No proxy for the step time is needed (sum over a
-stage, slowest chunk, slots of the steady state).
+The time of a step is the length of the longest chain of operations (`tools.pipeline.timetable`), so the constraints for
+all chains together would be equivalent to the simulator. There are too many chains for that; constraints are added one
+by one where the model's step time is still too low, which is the cutting-plane method of Kelley (1960). With any set of
+these constraints the model's optimum is a lower bound of the true optimum, and a plan is optimal if it is the model's
+optimum and its simulated time equals the model's time. Therefore the model needs no approximation of the step time (sum
+over a stage, slowest chunk, slots of the steady state).
 
-`path_bound` solves the exact model with layers that may be cut at will, adding the longest chain of each answer until
-the simulator agrees: the least step time of any plan, were layers divisible. It respects memory, the schedule's fill
-and drain and the times of head and tail.
+`path_bound` solves the exact model for layers that may be divided arbitrarily, and adds the longest chain of each
+solution until the simulator agrees with the model. The result is the least step time of any plan if layers were
+divisible. This bound includes the memory cap, the filling and draining of the schedule, and the times of head and tail.
 
-Annealing changes a few layers at a time; where memory leaves little room, a better plan may need many changes at once.
-Each round of `search_near` frees the chunks of some stages, or counts within one of the best plan's, or only the
-recompute options, and asks the model for a plan that is better than the best. The model is as exact as its chains: when
-the simulator is slower than the model said, the new chain is added and the same part is tried again.
+Annealing changes a few layers at a time; if the memory cap is tight, a better plan may need many changes at once. Each
+round of `search_near` keeps most of the best plan fixed, and lets the solver change the chunks of some stages, or every
+number of layers by at most one, or only the recompute options, to find a better plan. The model's step time is exact
+only if the model has the right chains: if the simulated time is longer than the model's time, the longest chain is
+added to the model and the same round is tried again.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ IMPROVEMENT = 1e-6
 
 @dataclass(frozen=True)
 class Answer:
-    """An `Answer` is the result of one run of the solver."""
+    """An `Answer` is the result of one run of the solver HiGHS."""
 
     plan: np.ndarray | None  # [K, C] layers (not whole numbers from `relaxed`)
     value: float  # the model's T for it, or the excess of `least_excess`
@@ -56,8 +58,8 @@ class Answer:
 
 
 class PathModel:
-    """A `PathModel` is the model of one instance. `add_chain` adds rows to the model, and the model keeps these rows
-    between runs.
+    """A `PathModel` is the mixed-integer program of one instance. `add_chain` adds constraints to the program, and the
+    program keeps these constraints between runs of the solver.
     """
 
     def __init__(self, instance: Instance):
@@ -90,7 +92,8 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Add the constraint that the step takes no less than a chain of operations that wait for each other.
+        """Add the constraint that the step time is at least the length of a chain of operations that wait for each
+        other.
 
         Args:
             visits: [rows, C] how often the chain runs each chunk's forward and backward, as `Instance.longest_chain`
@@ -113,7 +116,9 @@ class PathModel:
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find whole layers such that the memory by which stages exceed the cap, `value`, is as small as possible."""
+        """Find a plan of whole layers for which the memory by which stages exceed the cap (the answer's `value`) is as
+        small as possible.
+        """
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
@@ -238,7 +243,9 @@ class PathModel:
 
 
 class Incumbent:
-    """An `Incumbent` takes plans from any source, and keeps the fastest that satisfies every rule by the simulator."""
+    """An `Incumbent` receives plans from all parts of the search, and keeps the plan with the shortest simulated step
+    that obeys every rule.
+    """
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
@@ -280,8 +287,8 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Record a lower bound for all plans; if it lies above the best plan's time, that plan is proven to be the
-        best.
+        """Record a lower bound on the step time of all plans; if the bound lies above the best plan's time, this plan
+        is proven to be the best.
         """
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:
@@ -311,8 +318,8 @@ def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
     """Return a lower bound on the step time of every plan, and leave in `model` the chains of passes that prove the
     bound. The bound is infinite if no plan fits even with layers that may be divided.
 
-    Stops early when `budget` does or when chains outnumber the chunks by far (each makes every later solve slower):
-    the bound is then weaker but still one.
+    The function stops early when `budget` is spent, or when there are far more chains than chunks (each chain makes
+    every later run of the solver slower); the bound is then weaker but still valid.
     """
     bound = work_bound(instance)
     while not budget.over and model.chains < _CHAINS_PER_CHUNK * model.size:
@@ -333,7 +340,9 @@ _REPEATS = 4
 
 
 def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
-    """Improve `incumbent`, which has a plan, until all of `budget` is spent."""
+    """Search for plans close to the best plan of `incumbent`, and improve `incumbent` with them, until all of `budget`
+    is spent.
+    """
     stages = incumbent.instance.stages
     width = max(2, stages // 4)
     while not budget.over:

@@ -1,11 +1,12 @@
 """This module holds a pipeline-balance problem in the neutral schema pp-balance/1: its file, its arrays, and the
 cost of a solution.
 
-A model's layers go to stages x chunks. Chunk (v, s) is the v-th chunk of stage s; the model's order is v-major: chunk 0
-of all stages, then chunk 1, ...; of V-shaped schedules odd chunks go from the last stage to the first. Layers of one
-type are alike; each has one of its type's recompute options. A solution says n[type][v][s][option], the number of
-layers. Arrays of this module have the types' options in one column each (K of them, `columns`) and the chunks in model
-order (C = V x P; `by_stage` puts chunk (v, s) at v * P + s).
+The layers of a model are distributed over P stages with V chunks each. Chunk (v, s) is the v-th chunk of stage s. The
+model runs through chunk 0 of all stages, then chunk 1 of all stages, and so on; in V-shaped schedules odd chunks run
+from the last stage to the first. All layers of one type have equal costs, and each layer has one of the recompute
+options of its type. A solution gives the numbers of layers n[type][v][s][option]. The arrays of this module have one
+column for each option of each type (K `columns`), and the chunks in the order of the model (C = V x P; `by_stage` moves
+chunk (v, s) to position v * P + s).
 
 The JSON file gives P stages, V chunks, M micro-batches, `schedule`, `memory_cap`, `static_mem`[P], `head` and `tail`
 ({fwd, bwd} added to the first and the last chunk) and `body`: layer types in model order with `count`, `fwd`, `bwd`,
@@ -67,11 +68,12 @@ class Instance:
     """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the file of the instance
     uses.
 
-    static      [stages] memory of a stage that no layer causes
-    head, tail  (forward, backward) added to the first and the last chunk
-    last_layers layers that the last chunk must hold at least (0 or 1)
-    last_option option that all layers of the last chunk must have, of types that have it; "" for any
-    order       options, the strongest first, in the order in which the layers of a chunk must have them; () for any
+    static      [stages] the memory of a stage that does not depend on its layers
+    head, tail  (forward, backward) times that are added to the first and the last chunk
+    last_layers the smallest number of layers of the last chunk (0 or 1)
+    last_option the option of all layers of the last chunk whose types have this option; "" if any option is allowed
+    order       the options, the strongest first, in the order in which the layers of a chunk must have them; () if any
+                order is allowed
     """
 
     name: str
@@ -112,19 +114,19 @@ class Instance:
 
     @property
     def transfer(self) -> float:
-        """Return the time for which a stage is busy when it sends an activation or a gradient."""
+        """Return the time for which a stage is busy when it sends an activation or a gradient to another stage."""
         return 0.0
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the part of the times `ends` in which the stage receives from another stage, [stages].
-        A comparison of stages leaves the time of receiving out.
+        """Return for each stage the part of the times `ends` in which the stage receives data from another stage,
+        [stages]. Comparisons between stages leave out the time of receiving.
         """
         return np.zeros(self.stages)
 
     @cached_property
     def table(self) -> Timetable:
-        """Return the timetable of the instance's schedule."""
+        """Return the timetable of the instance's pipeline schedule."""
         return timetable(self.schedule, self.stages, self.chunks, self.micro_batches)
 
     @cached_property
@@ -213,7 +215,9 @@ class Instance:
         return short.step_times(plans) + lacking * works.sum(axis=1).max(axis=1)
 
     def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return (step time, visits [rows, C]) of a plan [K, C] (`tools.pipeline.timetable`)."""
+        """Return the simulated step time of a plan [K, C], and how often its longest chain of operations runs each
+        chunk's rows (visits [rows, C], see `tools.pipeline.timetable`).
+        """
         time, visits = critical_path(self.table, self.by_stage(self.times(plan)))
         return time, self.by_stage(visits)
 
@@ -231,7 +235,7 @@ class Instance:
         return self.kept(self.peak_memory(plans)).all(axis=1)
 
     def kept(self, memory: np.ndarray) -> np.ndarray:
-        """Return for each amount of memory whether this amount is within the cap."""
+        """Return for each amount of memory whether this amount is within the memory cap."""
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:
@@ -266,7 +270,7 @@ class Instance:
         return good
 
     def type_columns(self, index: int) -> slice:
-        """Return the columns of a plan [stages x chunks, columns] that count layers of this type."""
+        """Return the columns of a plan [stages x chunks, columns] that count layers of the given type."""
         first = sum(len(kind.options) for kind in self.types[:index])
         return slice(first, first + len(self.types[index].options))
 
@@ -289,10 +293,11 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_1f1b_less_memory")
 
 
 def read_instance(path: Path) -> Instance:
-    """Read the instance in `path`.
+    """Read a pipeline-balance instance from the file `path`.
 
     Raises:
-        DataError: no such file, not JSON, or a value that is missing or wrong; names file and key path.
+        DataError: the file does not exist or is not JSON, or a value in it is missing or wrong; the message names the
+            file and the key path.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):  # /dev/zero never ends
         raise DataError(f"{path}: {what_is(path)}")
@@ -332,7 +337,7 @@ def read_instance(path: Path) -> Instance:
 
 
 def with_margin(instance: Instance, share: float) -> Instance:
-    """Return the instance with a share of its memory cap left free."""
+    """Return a copy of an instance whose memory cap is smaller by the given share."""
     return replace(instance, cap=(1 - share) * instance.cap)
 
 

@@ -1,13 +1,14 @@
-"""This module makes tables for `model.model_config.offset`: from a Megatron layout string, from the layout file that
-`auto` stands for, or by an even spread of the layers.
+"""This module makes tables for the key `model.model_config.offset`: from a Megatron layout string, from the layout file
+that replaces `auto`, or by an even distribution of the layers.
 
-A layout string says where the layers run, and is translated to an offset. `auto` stands for a result of the pipeline
-optimiser that is stored beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` also
-determines.
+A layout string says on which stage each layer runs, and is translated to an offset. The value `auto` means a result of
+the pipeline optimiser that is stored in a file beside the recipe (`LayoutFile`); this file also determines the tables
+of `recompute_config`.
 
-Like a lock file, the layout file is made once and read at every launch. `pretrain.yaml` has `pretrain.layout.yaml`. The
-file holds the inputs of the result (`inputs`, and their digest), the result in MindFormers' own shapes, and the model's
-predictions for it. A launch whose recipe has other inputs refuses the file.
+Like the lock file of a package manager, the layout file is made once and read at every launch. The layout file of
+`pretrain.yaml` is `pretrain.layout.yaml`. The layout file holds the inputs of the optimiser (`inputs`, and their
+digest), its result in the form of MindFormers' keys, and the predicted time and memory of this result. A launch whose
+recipe has other inputs refuses the file.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def is_layout_file(path: Path) -> bool:
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Return sixteen hexadecimal digits that identify the inputs of a layout file."""
+    """Return a digest of sixteen hexadecimal digits that identifies the inputs of a layout file."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -127,7 +128,7 @@ def string_values(recipe: Recipe, text: str) -> Values:
     """Return the offset that a layout string stands for.
 
     Raises:
-        RecipeError: it is not a layout string, or does not fit the model or the pipeline.
+        RecipeError: the text is not a layout string, or does not fit the model or the pipeline.
     """
     view = View(recipe)
     built = convert(View(even_layout(recipe)), load_schema())
@@ -153,7 +154,9 @@ def string_values(recipe: Recipe, text: str) -> Values:
 
 
 def even_values(recipe: Recipe) -> Values:
-    """Return tables in which the layers are spread evenly and nothing is recomputed."""
+    """Return the offset and the recompute tables of a layout in which the layers are spread evenly and no layer is
+    recomputed.
+    """
     flat = copy.deepcopy(recipe)
     put(flat, {OFFSET: 0})
     view = View(flat)
@@ -164,8 +167,8 @@ def even_values(recipe: Recipe) -> Values:
 
 
 def even_layout(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe whose layout is `auto`, with values that can be read instead: the layers are spread
-    evenly, and nothing is recomputed.
+    """Return a copy of a recipe whose layout is `auto`, in which `auto` is replaced by a layout with evenly spread
+    layers and without recomputation.
     """
     even = copy.deepcopy(recipe)
     put(even, even_values(recipe))
@@ -176,7 +179,7 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
     """Return the offset and the recompute tables that a layout file holds.
 
     Raises:
-        RecipeError: it was made for another run, or places other layers than the model's.
+        RecipeError: the layout file was made for another run, or has another number of layers than the model.
     """
     inputs = inputs_of(recipe)
     if layout.digest != digest_of(inputs):

@@ -1,20 +1,22 @@
 """This module finds which layers go to which stage and chunk, and which of them are recomputed in which way. The
 search looks for the fastest plan in which no stage exceeds the memory cap.
 
-1. A first plan: the one that is given, or else the quick placement (`fast`); and, if they fit, evenly spread layers
-   that recompute as little as memory allows.
-2. What no plan can beat, and the chains that make the model exact where it matters. Without a plan
-   so far, one by the exact model (`ilp`), or the proof that none fits and what is missing. If no plan was given, the
-   bound of weighted chains (`weighted`), too.
-3. The whole model, adding chains, which may prove its plan best.
-4. In rounds, each twice as long as the one before, annealing with the simulator, then the model around the best plan
-   (`ilp`): where one is weak, the other has been strong. Each round ends with the whole model, for the bound. If stages
-   have several chunks, it begins with the patterns of whole layers (`patterns`), which may prove the best plan.
+1. A first plan is the plan that the caller gives, or otherwise the quick placement (`fast`); if it fits, a plan with
+   evenly spread layers that recompute as little as memory allows is tried, too.
+2. A lower bound on the step time of all plans is computed, together with the chains of operations that make the exact
+   model (`ilp`) precise near the best plans. If there is no plan so far, the exact model finds a plan, or proves that
+   no plan fits and how much memory is missing. If the caller gave no plan, the bound of weighted chains (`weighted`) is
+   computed, too.
+3. The solver solves the whole model and adds chains of operations, which may prove that its plan is the best.
+4. In rounds, each twice as long as the round before, annealing with the simulator and then the model near the best plan
+   (`ilp`) improve the plan; each of the two methods has found plans that the other did not. Each round ends with the
+   whole model, which improves the bound. If stages have several chunks, a round begins with the patterns of whole
+   layers (`patterns`), which may prove that the best plan is optimal.
 
-The amount of work in each of these does not depend on the budget, which only ends the last one: a larger budget begins
-with what a smaller one does, and is never worse.
+The amount of work in each of these parts does not depend on the budget, which only ends the last part: a search with a
+larger budget begins with the same work as a search with a smaller budget, so its result is never worse.
 
-Every plan is judged by the simulator and by the exact peak memory; the model only proposes and bounds.
+The simulator and the exact peak memory judge every plan; the model is used only to propose plans and to prove bounds.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from tools.layout.weighted import weighted_bound
 
 
 def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return `plan` [K, C] with less recomputation, as much as the cap allows. No layer moves to another stage."""
+    """Return the plan `plan` [K, C] with as little recomputation as the memory cap allows. No layer moves to another
+    stage.
+    """
     # chunks near the model's end hold the fewest micro-batches: there memory buys most
     kinds = range(len(instance.types))
     for chunk in reversed(range(plan.shape[1])):
@@ -91,7 +95,9 @@ _PATTERNS = 2.0  # times a round's effort is spent on whole layers before it, if
 
 @dataclass(frozen=True)
 class Outcome:
-    """An `Outcome` is the result of a search."""
+    """An `Outcome` is the result of a search of the pipeline optimiser: the best plan, its step time and the proven
+    bound.
+    """
 
     instance: Instance
     plan: np.ndarray | None  # [K, C]
@@ -121,7 +127,8 @@ def optimise(
 ) -> Outcome:
     """Search until `budget` is spent or the best plan is proven to be the fastest. `report` is called with every
     improvement; the returned plan is never worse than the plan `start` [K, C]. A caller that gives a `start` has
-    already placed the layers quickly and computed the bound of weighted chains, so this function does neither again.
+    already placed the layers quickly and computed the bound of weighted chains, so this function does not repeat these
+    two steps.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     first = place_fast(instance) if start is None else start

@@ -1,7 +1,8 @@
 """This module writes the output of `tc3 search pipeline`: the solution file, a summary for people, one JSON object
 for programs, and a picture.
 
-The picture shows who runs what when (as the report's figures 2 and 9), and the memory of each stage over the step.
+The picture shows the operations of each stage over time (as figures 2 and 9 of the report), and the memory of each
+stage over the step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from tools.pipeline.simulate import Durations, Simulation, draw_timeline, memory
 
 
 def solution_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the content of the solution file: name, solution n[type][v][s][option], time and peak_mem."""
+    """Return the content of the solution file: the name of the instance, the solution n[type][v][s][option], its step
+    time and its peak memory.
+    """
     assert outcome.plan is not None
     return {
         "name": outcome.instance.name,
@@ -31,7 +34,9 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution with its time and bounds. If there is no plan, the key `why` holds the reason."""
+    """Return the best plan with its step time and bounds as one JSON object. If there is no plan, the key `why` holds
+    the reason.
+    """
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,
@@ -50,7 +55,7 @@ def _finite(value: float) -> float | None:
 
 
 def print_text(outcome: Outcome, console: Console) -> None:
-    """Print the step time, its bound, and a row for each stage."""
+    """Print the step time of the best plan, its lower bound, and a table row for each stage."""
     instance, plan = outcome.instance, outcome.plan
     assert plan is not None
     proof = "proven best" if outcome.finished else f"at most {100 * outcome.gap:.2f} % from the best"

@@ -1,16 +1,17 @@
-"""This module computes a step time that no plan of a pipeline can beat if every chunk of a stage holds whole layers;
+"""This module computes a lower bound on the step time of all plans in which every chunk of a stage holds whole layers;
 often it also finds the best plan.
 
-A stage's pattern says how many layers of each type each of its chunks holds, and what these recompute. Only patterns
-count that keep the stage's memory, that recompute nothing in vain and whose work leaves the step under a goal. Stages
-are given patterns one after the other, the last stage first. Stages without a pattern run each chunk in the least time
-of all their patterns with as many layers as must be there, so that the simulated step of some stages' patterns is a
-lower bound of all plans with these patterns. Whatever is not under the goal is left out. What is left when every stage
-has a pattern are all plans under the goal; if nothing is left there is none.
+A pattern of a stage says how many layers of each type each chunk of the stage holds, and what these layers recompute. A
+pattern is considered only if it fits the stage's memory, recomputes no more than memory requires, and allows a step
+time under a goal. The search gives patterns to the stages one after another, beginning with the last stage. For a stage
+that has no pattern yet, each chunk takes the least time of all patterns of this stage with at least the necessary
+number of layers. Therefore the simulated step time of some stages' patterns is a lower bound for all plans with these
+patterns. Combinations whose bound is not under the goal are dropped. The combinations that are left when every stage
+has a pattern are all plans under the goal; if no combination is left, there is no such plan.
 
-The bound of `tools.layout.ilp.path_bound` divides layers. That is far too low where a chunk holds one or two layers,
-because stages then run their short chunks at different times. The slow reference is all plans of small instances
-(`tests/tools/layout/test_patterns.py`).
+The bound of `tools.layout.ilp.path_bound` assumes that layers can be divided. If a chunk holds only one or two layers,
+that bound is far too low, because stages then run their short chunks at different times. The tests compare this module
+with an enumeration of all plans of small instances (`tests/tools/layout/test_patterns.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 class Stage:
     """A `Stage` holds the N patterns of one stage: ways to distribute layers to its V chunks and to recompute these
     layers. The patterns are followed by a row for each number of layers, from 0 to the largest number. In each column,
-    this row has the least value of all patterns with at least that number of layers.
+    such a row has the least value of all patterns with at least that number of layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]
@@ -55,8 +56,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class After:
-    """An `After` holds the time that a step takes after its pipeline has ended (gradients, weights and the optimizer),
-    by its slowest stage.
+    """An `After` holds lower bounds on the time of a step after its pipeline has ended (gradients, weights and the
+    optimizer), which depend on the slowest stage.
     """
 
     least: float  # ms of any plan
@@ -72,11 +73,12 @@ def pattern_bound(
     """Return a lower bound in ms, at most `goal`, on the step time of every plan, and a plan [K, C] with this time if
     one was found.
 
-    The bound is 0 if nothing is known: for schedules other than 1F1B, for more than two types of layers, and if the
-    budget does not pay for one stage.
+    The bound is 0 if no bound could be computed: for schedules other than 1F1B, for more than two types of layers, and
+    if the budget does not suffice for one stage.
 
     Args:
-        after: the time of a step after its pipeline, which is part of `goal` and of the bound; None means no time.
+        after: the time of a step after its pipeline has ended, which is part of `goal` and of the bound; None means no
+            time.
     """
     sure = after.least if after else 0.0
     stages = patterns_of(instance, goal, budget, after)
@@ -118,8 +120,8 @@ def pattern_bound(
 
 
 def patterns_of(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> list[Stage] | None:
-    """Return the patterns of every stage with which a step can take less than `goal` ms; None if they cannot be listed
-    (see `pattern_bound`).
+    """Return the patterns of every stage with which a step can take less than `goal` ms; None if the patterns cannot be
+    listed (see `pattern_bound`).
     """
     if instance.schedule not in SCHEDULES or len(instance.types) > 2:
         return None

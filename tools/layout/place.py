@@ -1,17 +1,17 @@
-"""This module assigns a configuration's layers to stages and chunks and chooses what each layer recomputes. For this
-the module calls the pipeline optimiser.
+"""This module assigns the layers of a configuration to stages and chunks, and chooses the recomputation of each layer.
+For this the module calls the pipeline optimiser.
 
-`place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
-plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
-layer, full recomputation first, then selective, then communication. The instance admits only plans that MindFormers can
-express. What comes out is judged by the estimator itself: `TimeModel.step` with the schedule simulated, and the memory
-model for every stage. The instance is never below the memory model; should a plan exceed the cap all the same, it is
-dropped and the placement says so.
+`place` makes a pipeline-balance instance of the configuration (`problem`), optimises it, and converts the plan to
+tables of layers and recomputation in the form that MindFormers reads: each option counts from a chunk's first layer,
+full recomputation first, then selective recomputation, then communication. The instance allows only plans that
+MindFormers can express. The estimator then predicts the time and memory of the result: `TimeModel.step` with a
+simulated schedule, and the memory model for every stage. A plan that exceeds the cap of the memory model is dropped,
+and the placement says so.
 
-At last `eased` looks for groups of operators that a placement recomputes although they would fit. The optimiser gives
-layers the cheapest groups first (`tools.layout.problem.by_price`), and a layer that needs one more group of it has all
-those before. A table of MindFormers counts each group for itself: where the last one frees more than is missing, an
-earlier one can be left out.
+Finally, `eased` looks for groups of operators that a placement recomputes although memory suffices without that. The
+optimiser lets layers recompute the cheapest group first (`tools.layout.problem.by_price`), and a layer that recomputes
+a further group also recomputes all cheaper groups. The tables of MindFormers count each group separately: if the last
+group frees more memory than is missing, a cheaper group need not be recomputed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from tools.pipeline.schedules import pairs_up
 
 
 def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
-    """Return `config` with fewer recomputed layers of each group, as long as every stage needs at most `cap_bytes`.
-    The function tries the most expensive group first.
+    """Return `config` with fewer layers that recompute each group of operators, so that every stage still needs at most
+    `cap_bytes`. The function tries the most expensive group first.
     """
     kind = config.model.last_kind
     names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
@@ -72,7 +72,7 @@ def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes:
 
 
 def recomputed_table(config: Configuration, name: str) -> Table:
-    """Return the table of the layers that recompute a given group of operators, or norms."""
+    """Return the table [chunks][stages] of the numbers of layers that recompute a group of operators, or norms."""
     none: Table = tuple((0,) * config.pp for _ in config.layers)
     return (config.recompute.select if name == NORMS else dict(config.recompute.operators).get(name)) or none
 
@@ -90,9 +90,9 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
 
 
 def recomputing_least(config: Configuration, model: TimeModel, cap_bytes: float) -> list[Configuration]:
-    """Return `config` with as little recomputation as fits, and its layers on their stages: on each stage the first
-    layers have one option and the others a weaker one, so that the stage needs at most `cap_bytes` and takes the least
-    time. The list is empty if a stage cannot keep the cap.
+    """Return a list with one configuration: `config` with as little recomputation as memory allows. On each stage the
+    first layers have one recompute option and the other layers have a weaker one, so that the stage needs at most
+    `cap_bytes` and takes the least time. The list is empty if a stage cannot stay within the cap.
     """
     layers = np.array(config.layers)
     tables = {name: np.zeros_like(layers) for name in ORDER[:-1]}
@@ -132,7 +132,9 @@ GOALS = (0.972, 0.986, 1.0)  # shares of the time to beat for which bounds by wh
 
 @dataclass(frozen=True)
 class Placement:
-    """A `Placement` says where the layers of a run go and what they recompute; `place` returns it."""
+    """A `Placement`, which `place` returns, says on which stages and chunks the layers of a run are and what they
+    recompute.
+    """
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
@@ -155,21 +157,21 @@ def place(
     groups: bool = False,
     start: Placement | None = None,
 ) -> Placement:
-    """Return the fastest placement of `config`'s layers, with the recomputation of each, in which no stage needs more
-    than `cap_bytes`.
+    """Return the fastest placement of `config`'s layers that was found, with the recomputation of each layer, in which
+    no stage needs more than `cap_bytes`.
 
-    The configuration's own tables are one of the candidates. Where dense and MoE layers alternate, layers stay where
-    they are, and only what they recompute is chosen (`recomputing_least`). Of schedules with pairs
-    (`tools.pipeline.orders`) the optimiser does not count what a pair hides, which hangs on two chunks at once; the
-    answer's time does. The bound is then 0.
+    The present placement of `config` is one of the candidates. If dense and MoE layers alternate, layers stay on their
+    stages, and only their recomputation is chosen (`recomputing_least`). For schedules with pairs
+    (`tools.pipeline.orders`) the optimiser does not count the time that a pair hides, because this time depends on two
+    chunks at once; the time of the returned placement counts it, and its bound is 0.
 
     Args:
-        groups: layers may recompute groups of operators as well (`tools.estimate.configuration`). Half of the effort is
-            spent without them, so that the answer is never slower than that of half the effort.
-        start: a placement of the same layers, such as that of `screen`; the answer is never slower.
+        groups: whether layers may also recompute groups of operators. Half of the effort is spent without groups, so
+            that the result is never slower than a result without groups from half of the effort.
+        start: a placement of the same layers, such as the result of `screen`; the returned placement is never slower.
 
     Raises:
-        RecipeError: the schedule cannot run with these numbers.
+        RecipeError: the schedule cannot run with the configuration's numbers of stages, chunks and micro-batches.
     """
     if config.pp == 1 and config.chunks > 1:
         none = replace(config.recompute, full=None, select=None, communication=None, operators=())
@@ -228,8 +230,8 @@ def screen(
 ) -> Placement:
     """Return a placement of `config`'s layers that takes a fraction of a second (`tools.layout.fast`), with a lower
     bound for all placements. Layers are placed only if the bound is under `beat` seconds. The returned bound holds only
-    for plans under `beat` seconds. At most `effort` goes to the bound by whole layers, and `Placement.spent` says how
-    much of it was used.
+    for plans under `beat` seconds. At most `effort` units of work are spent on the bound by whole layers, and
+    `Placement.spent` says how many of them were used.
     """
     low, found, outside = math.inf, Placement(None, math.inf, 0.0, why="no placement was found quickly"), math.inf
     every = all_ways(config, model, groups)
@@ -327,7 +329,8 @@ def outside_least(config: Configuration, model: TimeModel, instance: Instance, s
     """Return the least time in seconds of gradients, weights and the optimizer, in a plan whose slowest stage takes at
     least `slowest` seconds for a micro-batch and whose pipeline takes at most `beat` seconds.
 
-    They count on the slowest stage. With everything recomputed so few layers take that long; it has no fewer.
+    The time of gradients, weights and the optimizer is that on the slowest stage. This stage has at least as many
+    layers as take `slowest` seconds when fully recomputed.
     """
     costs, kinds = StageCosts(instance), [kind.name for kind in instance.types]
     longest = max(base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)) / 1000
@@ -388,7 +391,7 @@ def _after(config: Configuration, model: TimeModel, instance: Instance, rest: fl
 
 
 class Way(NamedTuple):
-    """A `Way` holds the arguments of `pipeline_instance` that differ between instances of a configuration."""
+    """A `Way` holds the arguments of `pipeline_instance` that differ between the instances of one configuration."""
 
     full: bool
     mtp: bool = False
@@ -396,9 +399,11 @@ class Way(NamedTuple):
 
 
 def ways(config: Configuration) -> list[Way]:
-    """Return the instances from which placements of a configuration are computed; return [] if no layer can move.
+    """Return the arguments of the instances from which placements of a configuration are computed; return [] if no
+    layer can move.
 
-    No layer recomputes everything; some do; the last one does, and MTP with it.
+    In the first instance no layer may be recomputed fully, in the second instance layers may be recomputed fully, and
+    in the third (with MTP only) the last layer and the MTP layers are recomputed fully.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []
@@ -406,9 +411,11 @@ def ways(config: Configuration) -> list[Way]:
 
 
 def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
-    """Return instances in which layers may recompute groups of operators as well; return [] if no group is known.
+    """Return the arguments of instances in which layers may also recompute groups of operators; return [] if no group
+    can be recomputed.
 
-    Without whole layers once for each number of groups: what a pass works with hangs on which groups there are.
+    Without full recomputation there is an instance for each number of groups, because the working memory of a pass
+    depends on the groups that may be recomputed.
     """
     if not offered(config) or not ways(config):
         return []
@@ -418,8 +425,8 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 
 
 def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]:
-    """Return the instances from which placements of a configuration are computed (`ways`); with `groups`, also the
-    instances in which layers may recompute groups of operators (`group_ways`).
+    """Return the arguments of the instances from which placements of a configuration are computed (`ways`); with
+    `groups`, also those of the instances in which layers may recompute groups of operators (`group_ways`).
     """
     return [*ways(config), *(group_ways(config, model) if groups else [])]
 
@@ -445,7 +452,7 @@ def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> st
 
 
 def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray) -> Configuration:
-    """Return `config` with the layers and recomputation of a well-formed plan [K, C]."""
+    """Return `config` with the placement of layers and the recomputation of a well-formed plan [K, C]."""
     layers = _table(instance, plan.sum(axis=0))
     chunks = [_options_of(instance, plan, chunk) for chunk in range(plan.shape[1])]
     names = {name for options in chunks for option in options for name in parts_of(option)}
@@ -461,7 +468,9 @@ def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray
 
 
 def plan_of(config: Configuration, instance: Instance) -> np.ndarray | None:
-    """Return the plan [K, C] that a configuration's tables describe; None if the instance lacks one of the options."""
+    """Return the plan [K, C] that a configuration's tables describe; None if the instance lacks one of the recompute
+    options.
+    """
     plan = np.zeros((len(instance.columns), len(instance.stage_of)), int)
     names = {
         (instance.types[t].name, instance.types[t].options[o].name): n for n, (t, o) in enumerate(instance.columns)

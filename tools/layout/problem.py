@@ -1,10 +1,11 @@
-"""This module describes a configuration's pipeline as a `tools.layout.instance.Instance`, by the estimator's own
-times and bytes.
+"""This module describes the pipeline of a configuration as a `tools.layout.instance.Instance`, with the times and bytes
+that the estimator predicts.
 
-Times in milliseconds, memory in GiB. Layer types: "dense" and "moe". Embedding, head and MTP stay at the ends: their
-times are the instance's head and tail, their memory is static. What a stage needs once whatever it holds (buffers,
-working memory, activations of the ends) is static, too, taken at its largest; so the instance is never below the
-estimator, and equal to it where a stage holds the layer kind and recomputes what needs most.
+Times are in milliseconds, and memory is in GiB. The layer types are "dense" and "moe". Embedding, head and MTP layers
+stay on the first and last stage: their times are the head and tail of the instance, and their memory is static memory.
+The memory that a stage needs once, independently of its layers (buffers, working memory, activations of embedding and
+head), is static, too, with its largest possible value. Therefore the memory of the instance is never below the
+estimator's, and equals it if a stage holds the layers and the recomputation that need the most of this memory.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _MS = 1000
 class PlacedInstance(Instance):
     """A `PlacedInstance` is an instance whose chunks wait for transfers from another stage.
 
-    receiving   added to each forward but the first chunk's and each backward but the last chunk's. A sender's own time
-                is left out, so that no real plan is faster than the instance says.
-    end_weights weight gradients in the backward of head and tail.
+    receiving   the time that is added to each forward pass except the first chunk's and to each backward pass except
+                the last chunk's; the time of the sender is left out, so that no real plan is faster than the instance
+                says
+    end_weights the times of the weight gradients in the backward passes of head and tail
     """
 
     receiving: float = 0.0
@@ -53,7 +55,9 @@ class PlacedInstance(Instance):
 
     @property
     def transfer(self) -> float:
-        """Return the time for which a stage is busy when it sends; receiving takes as long."""
+        """Return the time for which a stage is busy when it sends an activation or a gradient; receiving takes the same
+        time.
+        """
         return self.receiving
 
     @cached_property
@@ -91,12 +95,13 @@ def pipeline_instance(
     the layers in `config` have no effect.
 
     Args:
-        full: layers may recompute everything.
-        mtp: MTP layers recompute everything, which holds for plans whose last layer does.
-        groups: layers may recompute these, one more after the other (`by_price`).
-        room: every stage keeps the working memory to run again what layers may recompute, whether its own layers do or
-            not, so that the estimator accepts every plan. Without it, no plan that the estimator accepts is left out,
-            so that a bound holds for all plans.
+        full: whether layers may be recomputed fully.
+        mtp: whether MTP layers are recomputed fully, which is the case in plans whose last layer is recomputed fully.
+        groups: the groups of operators that layers may recompute; a layer that recomputes a group also recomputes all
+            groups before it (`by_price`).
+        room: whether every stage reserves the working memory for all recomputation that its layers may do, so that the
+            estimator accepts every plan. If it is False, the instance excludes no plan that the estimator accepts, so
+            that a bound holds for all plans.
     """
     kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
@@ -184,9 +189,9 @@ def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
     """Return the names of the groups of operators that can be recomputed, and of the norms. The group that costs the
     least time per freed byte comes first.
 
-    MindFormers counts every group from a chunk's first layer, so that of two layers one has all that the other has.
-    Options that add group after group in this order are the lower convex hull of time over memory, here of the kind
-    that has most layers.
+    MindFormers counts every group from a chunk's first layer, so that of two layers in a chunk, the earlier layer
+    recomputes at least all groups of the later layer. Options that add one group after another in this order form the
+    lower convex hull of time over memory, which is computed for the kind with the most layers.
     """
     kind = max(dict.fromkeys(config.model.pattern), key=config.model.pattern.count)
     layer, whole = model.layer(config, kind), saved(config, kind)
@@ -281,8 +286,8 @@ def _last_stage(config: Configuration) -> int:
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind. If a stage can hold such layers, each stage before it
-    must hold at least one layer of this kind, too.
+    """Return whether a stage can hold layers of the first kind. If this holds for a stage, each stage before it must
+    hold at least one layer of the first kind.
     """
     model = config.model
     first = kind_count(config, model.pattern[0])

@@ -1,21 +1,24 @@
-"""This module replaces `auto` in a recipe by values, and no other module does so. Every command calls `resolve` once
-it has its recipe.
+"""This module replaces `auto` in a recipe by values, and no other module does so. Every command calls `resolve` after
+it has read its recipe.
 
-    1. A Megatron layout string at `model.model_config.offset`: the offset that places layers so (`offsets`).
-    2. `plugins.hierarchical_ep.mode: auto` and `plugins.ep_overlap.chunks: auto`: what `tc3 ep-report` advises
-       (`advise`), for an even layout with nothing recomputed where `offset` is `auto`, too.
-    3. `model.model_config.offset: auto`: layout and recompute tables of the file beside the recipe (`LayoutFile`),
-       which is for the dispatch of step 2.
-    4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs.
+    1. A Megatron layout string at `model.model_config.offset` is replaced by the offset that places the layers in this
+       way (`offsets`).
+    2. `plugins.hierarchical_ep.mode: auto` and `plugins.ep_overlap.chunks: auto` are replaced by the values that `tc3
+       ep-report` recommends (`advise`); if `offset` is also `auto`, they are computed for an even layout without
+       recomputation.
+    3. `model.model_config.offset: auto` is replaced by the layout and recompute tables in the file beside the recipe
+       (`LayoutFile`), which is made for the dispatch mode of step 2.
+    4. If the recipe gives no costs of samples, the costs with which `plugins.attention_balance` weighs samples are
+       added.
 
-Values depend only on the recipe, the hardware file that it names and the layout file, so every rank, node and command
-gets the same values. `tools.recipe.view` refuses a recipe that is not resolved.
+The values depend only on the recipe, the hardware file that it names and the layout file, so every rank, node and
+command gets the same values. `tools.recipe.view` refuses a recipe that is not resolved.
 
-To `plugins.attention_balance` a sample of n tokens costs `per_token` x n, and `per_pair` for each pair of its tokens
-that attend. It deals samples to ranks by these two numbers, and with `window` above 1 to steps. They are computed from
-the model, written into the effective recipe when a run starts and taken over when it goes on, so that its samples keep
-their order, however a later version of this repository counts FLOPs. Recipes in recipes/ leave them out: a model's
-sizes stand once.
+For `plugins.attention_balance` the cost of a sample of n tokens is `per_token` x n, plus `per_pair` for each pair of
+its tokens that attend to each other. The plugin assigns samples to ranks by these costs, and with `window` above 1 also
+to steps. The two numbers are computed from the model, written into the effective recipe when a run starts, and kept
+when the run is resumed, so that its samples keep their order even if a later version of this repository counts FLOPs in
+another way. Recipes in recipes/ leave the two numbers out, because they follow from the model's sizes.
 """
 
 from __future__ import annotations
@@ -67,10 +70,10 @@ SECTION = ("plugins", "attention_balance")
 
 def sample_cost(recipe: Recipe) -> Cost:
     """Return the training FLOPs of a token, and the FLOPs of a pair of tokens of which one attends to the other. If the
-    recipe recomputes the forward pass, its FLOPs count twice.
+    recipe recomputes the forward pass, the FLOPs of the forward pass count twice.
 
     Raises:
-        RecipeError: the recipe's sizes make no model.
+        RecipeError: the recipe's sizes do not describe a possible model.
     """
     try:
         model = model_of(convert(View(recipe), load_schema()).fields)
@@ -88,7 +91,7 @@ def write_sample_cost(recipe: Recipe) -> None:
     """Write the cost of a sample (`sample_cost`) into `recipe` in place if `plugins.attention_balance` is on and the
     recipe gives no costs. The function raises the errors of `sample_cost`.
 
-    Call it when layout and recomputation are settled, for what is recomputed counts.
+    Call this function after the layout and the recomputation are resolved, because the costs include recomputation.
     """
     section = look(recipe, SECTION)
     if not isinstance(section, dict) or any(name in section for name in COST):
@@ -103,7 +106,7 @@ def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
     """Write the cost of a sample from the recipe `first`, with which the run began, into the present recipe (in place).
     Return a line of text if this cost differs from the cost that the present recipe would have.
 
-    A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
+    A recipe that gives measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
     """
     mine, theirs = look(recipe, SECTION), look(first, SECTION)
     if not isinstance(mine, dict) or not isinstance(theirs, dict) or mine.get("unit") != COMPUTED:
@@ -123,18 +126,19 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """This error means that no layout of the recipe's layers stays within the memory limit."""
+    """This error means that every layout of the recipe's layers exceeds the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
-    """Ask the pipeline optimiser for a layout. The recipe's own offset and recompute tables are not read.
+    """Find a layout of a recipe's layers with the pipeline optimiser. The recipe's present offset and recompute tables
+    are not read.
 
     Args:
-        margin: share of the memory limit to leave free; the estimator's known error by default.
+        margin: the share of the memory limit to leave free; by default the estimator's known error.
 
     Raises:
-        NothingFits: and what is missing.
-        RecipeError: there is no such cluster, or the schedule cannot run.
+        NothingFits: no layout fits the memory limit; the message says how much memory is missing.
+        RecipeError: the cluster is unknown, or the pipeline schedule cannot run.
     """
     even = _even(recipe)
     hardware = load_cluster(cluster)
@@ -173,7 +177,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
-    """Return a layout as Megatron writes it; return None for a V-shaped pipeline."""
+    """Return a layout in the form of Megatron's layout strings; return None for a V-shaped pipeline."""
     config = from_recipe(_even(recipe))
     if is_v_shaped(config.schedule):
         return None
@@ -210,23 +214,24 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
     unchanged.
 
     Args:
-        say: hears what became of each open value, a line each.
-        layout: what `offset: auto` stands for. "file": the layout in the file beside the recipe. "search": the same,
-            and where there is no file, a search makes it. "found": the same as "file", or "even" if there is no such
-            file or it is for another run. "even": layers spread evenly, nothing recomputed, for who
-            looks for a layout or asks what does not depend on it.
-        dispatch: False leaves mode and chunks open, for who compares what they may be.
+        say: a function that receives a line for each value that replaced `auto`.
+        layout: the source of the layout that replaces `offset: auto`. "file": the layout file beside the recipe.
+            "search": the layout file, or the result of a search if there is no file. "found": the layout file, or as
+            "even" if there is no file or the file is for another run. "even": evenly spread layers without
+            recomputation, for callers that search for a layout or whose results do not depend on the layout.
+        dispatch: False leaves the dispatch mode and the chunks as `auto`, for callers that compare their possible
+            values.
 
     Raises:
-        RecipeError: no layout file, or one for another run; a layout that MindFormers cannot express; settings or
-            sizes that fit no dispatch.
+        RecipeError: the layout file is missing or was made for another run; MindFormers cannot express the layout; or
+            settings or sizes fit no dispatch mode.
     """
     return _resolved(recipe, say, layout, dispatch, None)
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return the resolved recipe, and the reasons for values that cannot be resolved; the recipe has plain values in
-    place of these.
+    """Return the resolved recipe, and the reasons for values that cannot be resolved; the returned recipe has plain
+    values in place of such values.
     """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed

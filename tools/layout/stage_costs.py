@@ -1,11 +1,13 @@
 """This module computes the least work that a pipeline stage can have with given layers under its memory cap.
 
-A stage's work is the time of its layers and of what they recompute. A stage that holds given layers recomputes as
-little as its memory allows, whatever the other stages do: few layers are tried in all ways, of many the cheapest memory
-is freed first. `least_sum` shares out the layers among stages by dynamic programming.
+The work of a stage is the time of its layers including recomputation. A stage that holds given layers recomputes as
+little as its memory allows, independently of the other stages: for few layers all combinations of recompute options are
+tried, and for many layers the recomputation that costs the least time per freed byte is chosen first. `least_sum`
+distributes the layers over the stages by dynamic programming.
 
-The quick placement (`tools.layout.fast`) and the bound of an instance (`tools.layout.floor`) are built on both. The
-slow reference of a stage's work is the best of all plans of small instances (`tests/tools/layout/test_fast.py`).
+The quick placement (`tools.layout.fast`) and the lower bounds of an instance (`tools.layout.floor`) use the work of
+stages and `least_sum`. The tests compare the work of a stage with the best of all plans of small instances
+(`tests/tools/layout/test_fast.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _MOST = 20_000  # ways to recompute a stage's layers that are all tried; beyond 
 
 @lru_cache(maxsize=1024)
 def compositions(count: int, options: int) -> np.ndarray:
-    """Return all ways to distribute `count` layers over the options, [ways, options]."""
+    """Return all ways to distribute `count` layers over the recompute options, as numbers of layers [ways, options]."""
     every = list(itertools.combinations(range(count + options - 1), options - 1))
     bars = np.array(every, int).reshape(len(every), options - 1)
     edges = np.column_stack([np.full(len(bars), -1), bars, np.full(len(bars), count + options - 1)])
@@ -59,7 +61,7 @@ class StageCosts:
 
     def least(self, stage: int, layers: Stage) -> tuple[float, np.ndarray] | None:
         """Return the least work of a stage with `layers`, and the number of layers of each column in each of its
-        chunks, [chunks, K]; return None if these layers do not fit.
+        chunks, [chunks, K]; return None if these layers do not fit the stage's memory.
         """
         key = stage, layers
         if key not in self._known:
@@ -208,15 +210,17 @@ class StageCosts:
         return [tuple(row) for row in rows]
 
     def works(self, counts: Iterable[int]) -> np.ndarray | None:
-        """Return the least work of each stage, [stages], for chunks with these numbers of layers, [C]; return None if a
-        stage's layers do not fit.
+        """Return the least work of each stage, [stages], for given numbers of layers of the chunks, [C]; return None if
+        a stage's layers do not fit its memory.
         """
         found = [self.least(stage, layers) for stage, layers in enumerate(self.split(counts))]
         works = [one[0] for one in found if one]
         return np.array(works) if len(works) == len(found) else None
 
     def plan(self, counts: Iterable[int]) -> np.ndarray:
-        """Return the plan [K, C] with the least work on each stage, for numbers of layers that fit."""
+        """Return the plan [K, C] with the least work on each stage, for given numbers of layers of the chunks, which
+        must fit the memory.
+        """
         plan = np.zeros((len(self.instance.columns), len(self.instance.stage_of)), int)
         for stage, layers in enumerate(self.split(counts)):
             one = self.least(stage, layers)

@@ -1,14 +1,17 @@
-"""This module computes a lower bound for an instance from weighted chains of operations, with whole layers.
+"""This module computes a lower bound on the step time of an instance from weighted chains of operations; the bound
+assumes whole layers.
 
-A chain of operations that wait for each other visits each chunk's forward and backward some number of times, and a step
-takes no less than any chain. The weighted mean of some chains is therefore a lower bound, too. It is a sum over the
-stages, so that the plan with the least weighted mean is found by dynamic programming over the layers, whatever the
-number of patterns of a stage (`tools.layout.patterns`). That plan's own longest chain is then added, and the weights
-are chosen anew by a small linear program, until no weights give more (Dantzig and Wolfe 1960; here the plans are the
-columns). Sending an activation keeps a stage busy as well, which counts in a chain that stays on the stage.
+A chain of operations that wait for each other contains the forward and the backward pass of each chunk a number of
+times, and a step takes at least as long as every chain. The weighted mean of the lengths of several chains is therefore
+a lower bound, too. The weighted mean is a sum over the stages, so dynamic programming over the layers finds the plan
+with the least mean, however many patterns a stage has (`tools.layout.patterns`). The longest chain of this plan is then
+added, and a small linear program chooses new weights, until no weights give a higher bound (Dantzig and Wolfe 1960;
+here the plans are the columns). Sending an activation also keeps a stage busy, which counts in a chain that stays on
+the stage.
 
-What follows the pipeline depends on the slowest stage. All possible times of a slowest stage are therefore tried in
-turn: no stage may take longer, and those stages count that can take as long with some recomputation.
+The time of a step after the pipeline (gradients, weights and the optimizer) depends on the slowest stage. All possible
+times of a slowest stage are therefore tried in turn: no stage may take longer than this time, and a stage counts as the
+slowest only if it can take this time with some recomputation.
 """
 
 from __future__ import annotations
@@ -35,11 +38,12 @@ _ROUND, _CELL = 2e-3, 2e-8  # effort of a round, and of each of its operations a
 
 
 def weighted_bound(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> float:
-    """Return a lower bound in ms, at most `goal`, on the step time of every plan. The bound is 0 if nothing is known:
-    for schedules other than 1F1B, for more than two types of layers, and if the budget is too small.
+    """Return a lower bound in ms, at most `goal`, on the step time of every plan. The bound is 0 if no bound could be
+    computed: for schedules other than 1F1B, for more than two types of layers, and if the budget is too small.
 
     Args:
-        after: the time of a step after its pipeline, which is part of `goal` and of the bound; None means no time.
+        after: the time of a step after its pipeline has ended, which is part of `goal` and of the bound; None means no
+            time.
     """
     stages = patterns_of(instance, goal, budget, after)
     if stages is None:

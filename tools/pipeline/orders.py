@@ -1,11 +1,12 @@
 """This module defines the orders in which pipeline schedules run a stage's work. Some of these orders are MindSpore's,
 and others come from papers.
 
-An operation is one piece of work of a stage, such as the forward of one chunk for one micro-batch; an order is the
-list of a stage's operations, also written as numbers for NumPy. `tools.pipeline.schedules` names the schedules.
+An operation is one piece of work of a stage, such as the forward pass of one chunk for one micro-batch; an order is the
+list of a stage's operations, which can also be written as an integer array for NumPy. `tools.pipeline.schedules` lists
+the schedules by name.
 
-MindSpore's orders are those of its public sources (`ccsrc/frontend/parallel/pipeline_transformer/`, a state of 2025;
-"verified" means read there, none was run on a device):
+MindSpore's orders were read in its public sources (`ccsrc/frontend/parallel/pipeline_transformer/`, as of 2025;
+"verified" means that the order was read in these sources; no order was run on a device):
 
 interleaved_1f1b              `pipeline_scheduler.cc`, `InterleavedScheduler::Reorder`: verified, remainders included
 interleaved_1f1b_less_memory  the same file, `MemoryOptimizedReorder` (environment ENABLE_LESS_MEM_VPP=1): verified
@@ -15,33 +16,39 @@ zero_bubble_v                 `zero_bubble_v.cc`, steps 1 to 8, `detach_backward
 gpipe                         `gpipe_interleave_scheduler.cc`: verified with several chunks, assumed the same with one
 1f1b                          one chunk a stage: assumed to be the order of PipeDream-flush, as in Megatron-LM
 
-seqpipe is 1F1B with one chunk and interleaved 1F1B with several, as long as sequences are whole. seqvpp has the warm-up
-of the interleaved order, seqsmartvpp that of the memory-saving one; all three differ from these in where the
-micro-batches go that do not fill a round of all stages.
+If sequences are not split, seqpipe is 1F1B with one chunk per stage, and interleaved 1F1B with several chunks. seqvpp
+has the warm-up of interleaved_1f1b, and seqsmartvpp has the warm-up of interleaved_1f1b_less_memory. All three
+schedules place the micro-batches that do not fill a round of all stages differently from these orders.
 
-ZB-H1 and ZB-H2 are those of Zero Bubble Pipeline Parallelism (arXiv 2401.10241, figure 3): weight gradients fill the
-bubble.
+ZB-H1 and ZB-H2 are the schedules of Zero Bubble Pipeline Parallelism (arXiv 2401.10241, figure 3), in which weight
+gradients fill the bubble.
 
-A backward that only makes the input's gradients is short, so the stage before can go on earlier; the weight gradients
-wait until a stage would idle. Stage s of p runs p - s forwards first and lags its weight gradients s micro-batches
-behind (H1: memory of 1F1B), or 2 (p - s) - 1 forwards and 2 s (H2: no bubble when F = B = W, memory 2 p - 1).
-H2's stages begin and end one after the other: that saves time only where the optimizer does not wait for all stages.
+A backward pass that computes only the gradients of inputs is short, so the previous stage can continue earlier; the
+weight gradients are computed when the stage would otherwise be idle. In ZB-H1, stage s of p first runs p - s forward
+passes, and its weight gradients lag s micro-batches behind (with the memory of 1F1B). In ZB-H2, stage s first runs
+2(p-s)-1 forward passes, and its weight gradients lag 2s micro-batches behind (without a bubble if F = B = W, with 2p-1
+micro-batches in flight). The stages of ZB-H2 begin and end one after another, which saves time only if the optimizer
+does not wait for all stages.
 
 V-Min, V-Half and V-ZB are V-shaped schedules with controllable memory (arXiv 2405.15362).
 
-Each stage holds two chunks of the model, which goes from the first stage to the last and back. A schedule is a
-building block, the times at which one micro-batch passes each stage when every forward, backward and weight gradient
-takes one unit, repeated every six units. How long the block keeps activations decides the memory: a third of
-1F1B's (V-Min), a half (V-Half) or all of it (V-ZB, without a bubble).
+In these schedules each stage holds two chunks of the model, which runs from the first stage to the last and back. A
+V-shaped schedule repeats a building block every six units of time; the block gives the times at which one micro-batch
+passes each stage if every forward pass, backward pass and weight gradient takes one unit. The time for which the block
+keeps activations determines the memory for activations: a third of that of 1F1B (V-Min), half of it (V-Half), or all of
+it (V-ZB, which has no bubble).
 
-DualPipe and DualPipeV are DeepSeek's (arXiv 2412.19437, figure 5; the public DualPipe repository); they run pairs.
+DualPipe and DualPipeV are schedules of DeepSeek (arXiv 2412.19437, figure 5; the public DualPipe repository), which run
+forward and backward passes in pairs.
 
-A pair is a forward and a backward of different micro-batches that run together: the expert parallel communication of
-one hides behind the computation of the other. `tools.estimate.time_model` says how long a pair takes.
+A pair is a forward pass and a backward pass of different micro-batches that run together, so that the expert-parallel
+communication of each pass is hidden behind the computation of the other pass. `tools.estimate.time_model` predicts the
+time of a pair.
 
-DualPipe feeds micro-batches from both ends: stage r holds chunk 0, the r-th of the model for one half of them, and
-chunk 1, the (p - 1 - r)-th for the other, so parameters exist twice. DualPipeV is one half of its stages, where the
-model makes a V; each stage then does what stage r and its mirror did.
+DualPipe feeds micro-batches from both ends of the pipeline: stage r holds as chunk 0 the r-th part of the model, for
+one half of the micro-batches, and as chunk 1 the (p - 1 - r)-th part, for the other half, so parameters exist twice.
+DualPipeV uses half as many stages, over which the model runs in a V; each of its stages does the work of a stage r of
+DualPipe and of its mirror stage p - 1 - r.
 """
 
 from __future__ import annotations
@@ -64,12 +71,13 @@ LOOP, V, BOTH_WAYS = "loop", "v", "both ways"
 
 
 class Op(NamedTuple):
-    """An `Op` is one piece of work of a stage: a forward, a backward, or the weight gradients that are split from a
-    backward.
+    """An `Op` is one piece of work of a pipeline stage: a forward pass, a backward pass, or the weight gradients that
+    are split off from a backward pass.
 
-    A "B" without a "W" of the same micro-batch, chunk and part is the whole backward; with one it is the input
-    gradients. `part` is a piece of the sequence (0 where sequences are not split): forwards of a micro-batch go through
-    them from the first to the last, whose attention needs the keys and values of the ones before; backwards in reverse.
+    The kind "B" means the whole backward pass, or only the input gradients if there is an `Op` of the kind "W" for the
+    same micro-batch, chunk and part. `part` is the number of a part of the sequence (0 if sequences are not split): the
+    forward passes of a micro-batch go through its parts from the first to the last, because the attention of later
+    parts needs the keys and values of earlier parts; backward passes go through the parts in reverse order.
     """
 
     kind: str  # "F", "B" or "W"
@@ -81,8 +89,8 @@ class Op(NamedTuple):
 def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
     """Return the operations of an order as integers, [operations, COLUMNS].
 
-    An item that holds two operations is a pair: a forward and a backward of another micro-batch (in this order) that
-    run together. Its second row has a 1 in the last column.
+    An item of the order that holds two operations is a pair: a forward pass, and a backward pass of another
+    micro-batch, that run together. In the table, the second row of a pair has a 1 in the last column.
     """
     rows: list[tuple[int, ...]] = []
     for item in order:
@@ -92,13 +100,15 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Return the operations in an order's table as a list, without the information which operations form a pair."""
+    """Return the operations in the integer table of an order as a list, without the information which operations form a
+    pair.
+    """
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
 
 def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
-    """Return two dictionaries that give for each (chunk, stage) its neighbours in the model: the first the (chunk,
-    stage) before, the second the (chunk, stage) after.
+    """Return two dictionaries with the neighbours of each (chunk, stage) in the model: the first dictionary gives the
+    previous (chunk, stage), and the second dictionary gives the next.
     """
     walks = []
     for chunk in range(chunks):
@@ -111,12 +121,14 @@ def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
 
 
 def widened(table: np.ndarray) -> np.ndarray:
-    """Return an order's table with the missing columns added: sequence part 0, and no joined operations."""
+    """Return the integer table of an order with its missing columns added: the sequence part is 0, and no operations
+    form a pair.
+    """
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
 
 
 def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return an order of all forwards and then all backwards."""
+    """Return the order of a stage in GPipe: all forward passes, and then all backward passes."""
     return np.concatenate(
         [_round("F", range(chunks), 0, micro_batches), _round("B", reversed(range(chunks)), 0, micro_batches)]
     )
@@ -179,14 +191,14 @@ def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int
 
 
 def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage in seqvpp: seqpipe in rounds of so many micro-batches that their sequence parts fill
-    all stages.
+    """Return the order of a stage in seqvpp, which is seqpipe in rounds; each round has as many micro-batches as are
+    needed for their sequence parts to fill all stages.
     """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
 
 
 def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage in seqsmartvpp: seqvpp with a shorter warm-up, which needs less memory for
+    """Return the order of a stage in seqsmartvpp, which is seqvpp with a shorter warm-up and needs less memory for
     activations.
     """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
@@ -449,9 +461,10 @@ def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: 
     """Return the order of a stage in interleaved 1F1B in whose steady phase each backward and the forward after this
     backward run together as a pair.
 
-    The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forwards
-    and backwards of different micro-batches; which of the two neighbours of a backward is its partner, they do not say.
-    The forward before it is not: on the last stage the backward needs it.
+    The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forward and
+    backward passes of different micro-batches; they do not say whether a backward pass is paired with the forward pass
+    before or after it. The partner of a backward pass cannot be the forward pass before it, because on the last stage
+    the backward pass needs the result of this forward pass.
     """
     plain = widened(interleaved_1f1b(stage, stages, chunks, micro_batches))
     backward = plain[:, 0] == KINDS.index("B")

@@ -1,16 +1,16 @@
-"""This module lists pipeline schedules by name, with the order of each stage, the sizes that a schedule needs, and
-who can run it.
+"""This module lists pipeline schedules by name, with the order of each stage, the numbers of stages and micro-batches
+that a schedule needs, and the software that can run it.
 
-MindSpore's schedules (`SCHEDULES`, see `tools.pipeline.orders`) are those that a recipe can ask for. The others
-(`PAPER_SCHEDULES`) are published, and only simulated here:
+A recipe can choose one of MindSpore's schedules (`SCHEDULES`, see `tools.pipeline.orders`). The other schedules
+(`PAPER_SCHEDULES`) are published in papers, and are only simulated in this repository:
 
 zb_h1, zb_h2             weight gradients fill the bubble (arXiv 2401.10241)
-zb_v, v_half, v_min      the model in a V, memory as one likes (arXiv 2405.15362)
-dual_pipe, dual_pipe_v   a forward and a backward as one overlapped pair (DeepSeek)
+zb_v, v_half, v_min      the model runs through the stages in a V, with controllable memory (arXiv 2405.15362)
+dual_pipe, dual_pipe_v   a forward and a backward pass run as one overlapped pair (DeepSeek)
 interleaved_1f1b_pairs   interleaved 1F1B with such pairs in its steady phase (report section 4.1, Pangu Ultra MoE)
 
-`why_not` says which schedules MindFormers 1.9.0 on MindSpore 2.9.0 cannot run (docs/schedules.md). All others are
-simulated only; one is asked for by the environment.
+`why_not` says which schedules MindFormers 1.9.0 on MindSpore 2.9.0 cannot run (docs/schedules.md); these schedules are
+only simulated, except interleaved_1f1b_less_memory, which an environment variable chooses.
 """
 
 from __future__ import annotations
@@ -67,14 +67,16 @@ _PAIRS = ("dual_pipe", "dual_pipe_v", "interleaved_1f1b_pairs")
 
 
 def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> list[Op]:
-    """Return the operations that `stage` of `stages` runs, in order. Each micro-batch has one forward and one backward
-    pass in each chunk.
+    """Return the operations that the stage `stage` of `stages` stages runs, in order. Each micro-batch has one forward
+    and one backward pass in each chunk.
 
-    `chunks` is how many pieces of the model a stage holds (MindFormers' `pp_interleave_num`), `parts` into how many
-    a sequence is split (`seq_split_num`). Through each chunk of dual_pipe goes one half of the micro-batches.
+    `chunks` is the number of model chunks on a stage (MindFormers' `pp_interleave_num`), and `parts` is the number of
+    parts into which a sequence is split (`seq_split_num`). In dual_pipe one half of the micro-batches goes through each
+    chunk.
 
     Raises:
-        RecipeError: no such schedule, or one that cannot run with these numbers; names what it needs.
+        RecipeError: the schedule does not exist, or cannot run with these numbers; the message says which numbers it
+            needs.
     """
     return as_operations(order_table(schedule, stage, stages, chunks, micro_batches, parts))
 
@@ -92,7 +94,7 @@ def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 
 
 def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> None:
-    """Raise an error for a schedule that does not exist or cannot run, as `operations` does."""
+    """Raise the same errors as `operations` for a schedule that does not exist or cannot run."""
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
         raise RecipeError(f"pipeline schedule {schedule!r}: the schedule must be one of {', '.join(_ORDERS)}{near}")
@@ -147,7 +149,9 @@ def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: i
 
 
 def schedule_of(scheduler: str, chunks: int) -> str:
-    """Return the schedule that MindFormers' `pipeline_scheduler` names; 1f1b may be interleaved."""
+    """Return the name in this module of the schedule that MindFormers' key `pipeline_scheduler` chooses; 1f1b may be
+    interleaved.
+    """
     return "interleaved_1f1b" if scheduler == "1f1b" and chunks > 1 else scheduler
 
 
@@ -157,17 +161,17 @@ def scheduler_of(schedule: str) -> str:
 
 
 def shape_of(schedule: str) -> str:
-    """Return in which order a micro-batch goes through the chunks of a schedule: `LOOP`, `V` or `BOTH_WAYS`."""
+    """Return the path of a micro-batch through the chunks of a schedule: `LOOP`, `V` or `BOTH_WAYS`."""
     return _ORDERS[schedule].shape
 
 
 def splits_backward(schedule: str) -> bool:
-    """Return whether a schedule runs some weight gradients apart from their backward."""
+    """Return whether a schedule splits some weight gradients off from their backward passes."""
     return schedule in _ORDERS and _ORDERS[schedule].weights
 
 
 def pairs_up(schedule: str) -> bool:
-    """Return whether a schedule runs forwards and backwards together as pairs."""
+    """Return whether a schedule runs forward and backward passes together as pairs."""
     return schedule in _PAIRS
 
 
@@ -192,11 +196,13 @@ _REFUSED = {
 
 
 def why_not(schedule: str) -> str:
-    """Return why no recipe can ask for a schedule; return "" if MindFormers runs it."""
+    """Return the reason why no recipe can use a schedule; return "" if MindFormers can run the schedule."""
     assert set(PAPER_SCHEDULES) <= set(_REFUSED)
     return _REFUSED.get(schedule, "")
 
 
 def interleaves(schedule: str, chunks: int) -> bool:
-    """Return the value that `pipeline_interleave` must have. All schedulers except 1f1b need the value True."""
+    """Return the value that the key `pipeline_interleave` must have for a schedule. All schedulers except 1f1b need the
+    value True.
+    """
     return chunks > 1 or scheduler_of(schedule) != "1f1b"

@@ -1,25 +1,28 @@
 """This module simulates a pipeline schedule. The result is the time of a step, idle times, the memory of each stage
 over time, and a picture.
 
-Rules of the simulation, all stated here:
-* a stage runs its operations one after the other in the schedule's order, each as soon as what it needs is there;
-* the forward of a chunk needs the forward of the chunk before it in the model, the backward that of the chunk after it
-  (the last chunk's own forward), weight gradients their own backward;
-* what moves to another stage takes `transfer`. With overlap "full" it moves beside the computation. With "none" it
-  keeps both stages busy, the sender after its operation and the receiver before its own; a sender does not wait for its
-  receiver. With "1f1b" (report section 4.1; MindSpore's 1b1f overlap) a backward and the forward right after it
-  are run together, so that neither that backward's sending nor that forward's receiving keeps the stage busy;
-* a pair (see `tools.pipeline.orders`) starts when both its inputs are there, ends once for both, and takes what its
-  two operations take less what they hide of each other (`hidden`); its transfers run beside it;
-* parts of a sequence are operations of their own; a stage's order keeps forwards before the later parts that need their
-  keys and values, and backwards the other way round;
-* activations of a chunk are held from the start of its forward to the end of its backward, or of its weight gradients
-  where these are split off.
-No contention between transfers; micro-batches take equally long unless each has `Durations` of its own. Times and
-memory are in the caller's units.
+The simulation follows these rules:
+* a stage runs its operations one after another in the schedule's order, each operation as soon as its inputs are
+  available;
+* the forward pass of a chunk needs the forward pass of the previous chunk of the model; the backward pass of a chunk
+  needs the backward pass of the next chunk (that of the last chunk needs its own forward pass); weight gradients need
+  the backward pass of the same chunk;
+* a tensor that is sent to another stage takes the time `transfer`. With overlap "full" the transfer runs beside the
+  computation. With "none" the transfer keeps both stages busy, the sender after its operation and the receiver before
+  its operation; a sender does not wait for its receiver. With "1f1b" (report section 4.1; MindSpore's 1b1f overlap) a
+  backward pass and the forward pass right after it run together, so that neither the sending of this backward pass nor
+  the receiving of this forward pass keeps the stage busy;
+* a pair (see `tools.pipeline.orders`) starts when the inputs of both of its operations are available; both operations
+  end at the same time; the time of the pair is the sum of the times of its operations minus the time that they hide
+  (`hidden`); its transfers run beside it;
+* each part of a sequence is a separate operation; the order of a stage keeps the forward pass of a part before the
+  forward passes of later parts, which need its keys and values, and backward passes in the reverse order;
+* activations of a chunk are held from the start of its forward pass to the end of its backward pass, or to the end of
+  its weight gradients if these are split off. Transfers do not slow each other down. All micro-batches take the same
+  time unless each micro-batch has its own `Durations`. Times and memory are in the caller's units.
 
-How many activations are in flight is counted from the orders only, without times. The picture has a row for each stage
-and shows who runs what when, as in the papers' figures of pipeline schedules.
+The number of micro-batches in flight follows from the orders only, not from times. The picture has a row for each stage
+with its operations over time, as in the figures of pipeline schedules in papers.
 """
 
 from __future__ import annotations
@@ -43,13 +46,14 @@ OVERLAPS = ("none", "1f1b", "full")
 class Durations:
     """A `Durations` says how long each operation takes, as [chunks, stages] arrays in one unit of time.
 
-    Where sequences are split: [parts, chunks, stages] for each part, or [chunks, stages] for equally long ones.
+    If sequences are split, the arrays are [parts, chunks, stages], or [chunks, stages] if all parts take the same time.
 
-    backward    the whole backward, weight gradients and recomputation included
-    weight      the part of it that is weight gradients (of schedules that split them off)
-    transfer    one activation, or its gradient, to another stage
-    hidden      [chunks, chunks, stages] what a forward of the first chunk and a backward of the second hide of each
-                other as a pair (of whole sequences): it takes forward + backward - hidden. None: nothing
+    backward    the time of the whole backward pass, including weight gradients and recomputation
+    weight      the time of the weight gradients, a part of `backward` (for schedules that split them off)
+    transfer    the time to send one activation, or its gradient, to another stage
+    hidden      [chunks, chunks, stages] the time that a forward pass of the first chunk and a backward pass of the
+                second hide if they run as a pair (without split sequences): the pair takes forward + backward - hidden;
+                None if nothing is hidden
     """
 
     forward: np.ndarray
@@ -62,7 +66,9 @@ class Durations:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A `Simulation` holds the time of a step, and for each stage its work and its operations with start and end."""
+    """A `Simulation` holds the simulated time of a step, and for each stage the total time of its work and its
+    operations with start and end.
+    """
 
     makespan: float
     busy: np.ndarray  # [stages] time of computation
@@ -77,7 +83,9 @@ class Simulation:
 
     @property
     def idle_share(self) -> float:
-        """Return the idle time divided by all time, which is (p-1)/(m+p-1) for 1F1B with equal stages."""
+        """Return the idle time of all stages divided by their total time, which is (p-1)/(m+p-1) for 1F1B with equal
+        stages.
+        """
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
 
 
@@ -87,7 +95,8 @@ def simulate(
     """Simulate one step of a schedule of `tools.pipeline.schedules`. Each sequence is split into `parts` parts.
 
     Args:
-        durations: of every micro-batch, or those of each in a list; transfers and overlap are then the first one's.
+        durations: the `Durations` of every micro-batch, or a list with the `Durations` of each micro-batch, of which
+            the first gives the transfers and the overlap.
 
     Raises:
         RecipeError: the schedule cannot run, or `overlap` is none of `OVERLAPS`.
@@ -122,9 +131,10 @@ def simulate_timetable(table: Timetable, durations: Durations | Sequence[Duratio
 
 @lru_cache(maxsize=4096)
 def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
-    """Return the idle time of a stage if all stages are equal, in units of a micro-batch's work: (p - 1) / v for 1F1B.
+    """Return the idle time of a stage if all stages are equal, in units of the work of one micro-batch on a stage; it
+    is (p - 1) / v for 1F1B.
 
-    A forward takes as long as the input gradients and as the weight gradients; transfers take none.
+    A forward pass, the input gradients and the weight gradients are assumed to take equal times, and transfers no time.
     """
     ones = np.ones((chunks, stages))
     makespan = simulate(schedule, micro_batches, Durations(ones, 2 * ones, ones)).makespan
@@ -193,8 +203,8 @@ _IRREGULAR = ("gpipe", "seqpipe", "seqvpp", "seqsmartvpp")
 def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
     """Return the number of micro-batches whose activations are held while each operation runs, [operations, chunks].
 
-    Of sequences in parts each part counts as its share of a micro-batch. A pair holds what both its operations do: its
-    forward comes first.
+    If sequences are split, each part counts as its share of a micro-batch. While a pair runs, the activations of both
+    of its operations are held, because its forward pass comes first.
     """
     parts = 1 + max(op.part for op in order)
     takes, frees = _takes_and_frees(order)
@@ -213,10 +223,11 @@ def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
 
 def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
     """Return the number of micro-batches (a number or an array) of a shorter step that needs as much memory as a step
-    of `micro_batches`.
+    of `micro_batches` micro-batches.
 
-    What does not fill a round of most schedules is added to their first round, and later ones repeat the second. GPipe
-    has one round; seqpipe, seqvpp and seqsmartvpp spread the rest over rounds: the first depends on their number.
+    Most schedules add the micro-batches that do not fill a round to the first round, and all later rounds repeat the
+    second round. GPipe has only one round; seqpipe, seqvpp and seqsmartvpp distribute the remaining micro-batches over
+    all rounds, so that their first round depends on the number of rounds.
     """
     if schedule in _IRREGULAR:
         return micro_batches
@@ -227,8 +238,8 @@ def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
     """Return the numbers of micro-batches in flight of each chunk, [vectors, chunks], at the fullest moments of a
     stage's order: the rows of `in_flight` without the rows that another row exceeds in every chunk.
 
-    Whatever a chunk's activation takes, the stage's peak is at one of them: one memory row each makes a solver's
-    memory exact.
+    However large the activations of each chunk are, the peak memory of the stage occurs at one of these moments;
+    therefore a solver's memory is exact if it has a constraint for each of them.
     """
     distinct = np.unique(in_flight(order, chunks), axis=0)
     exceeds = (distinct[:, None] <= distinct[None]).all(axis=2) & (distinct[:, None] != distinct[None]).any(axis=2)
@@ -250,10 +261,10 @@ def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 def memory_over_time(
     simulation: Simulation, stage: int, static: float, activation: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times, memory), which say how much memory a stage holds at each time of a step. The stage holds memory[i]
-    from times[i] to times[i + 1], or to the end of the step for the last i.
+    """Return (times, memory), which give the memory that a stage holds at each time of a step. The stage holds
+    memory[i] from times[i] to times[i + 1], or to the end of the step for the last i.
 
-    `activation` is what one micro-batch of each chunk holds; the peak is ``memory.max()``.
+    `activation` is the memory of one micro-batch's activations in each chunk; the peak memory is ``memory.max()``.
     """
     order = simulation.orders[stage]
     takes, frees = _takes_and_frees(order)
@@ -272,9 +283,9 @@ _HEIGHT = 0.84
 
 def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
     """Draw the timeline on matplotlib's `axes`. Later chunks have darker colours, and the two operations of a pair are
-    drawn one above the other in a frame.
+    drawn above each other in one frame.
 
-    `numbers` writes each operation's micro-batch in it.
+    If `numbers` is True, the number of the micro-batch is written into each operation.
     """
     from matplotlib import colormaps
     from matplotlib.patches import Patch

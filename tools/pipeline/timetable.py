@@ -1,15 +1,17 @@
 """This module turns a schedule into a timetable of levels, so that NumPy can simulate all stages, and many plans, at
 once.
 
-An operation's level is the longest chain of operations that must come before it. A stage has at most one operation, or
-one pair, on a level, and operations of one level never wait for each other: the simulation is one step for each level,
-whatever the times are. The timetable depends only on the orders and is kept for the next plan with the same schedule.
+The level of an operation is the length of the longest chain of operations that must come before it. A stage has at most
+one operation, or one pair, on a level, and operations of one level never wait for each other; therefore the simulation
+computes one level at a time, whatever the times of operations are. The timetable depends only on the orders, and is
+reused for the next plan with the same schedule.
 
-From the same levels follows why a step takes as long as it takes: the longest chain of operations.
+The levels also give the longest chain of operations, which determines the time of a step.
 
-The step time is the longest of all chains through the schedule, and a chain's length is a sum of durations. So
-the chain that decides one plan, counted by what runs on it, bounds every other plan's step time from below:
-``time >= (visits * times).sum()``, linear in the durations and therefore in the layers of each chunk.
+The step time is the length of the longest chain of operations through the schedule, and the length of a chain is a sum
+of durations. The longest chain of one plan visits each kind of operation a number of times, and with these visits it is
+a lower bound on the step time of every other plan: ``time >= (visits * times).sum()``, linear in the durations and
+therefore in the layers of each chunk.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ PAIR = 3  # in `Timetable.paired`
 
 @dataclass(frozen=True)
 class Timetable:
-    """A `Timetable` holds operations by level and stage. Places of the timetable without an operation take no time. In
-    the shapes of a timetable's arrays, C stands for parts x chunks x stages.
+    """A `Timetable` holds the operations of a schedule by level and stage. Places of the timetable without an operation
+    take no time. In the shapes of a timetable's arrays, C stands for parts x chunks x stages.
 
-    A pair, a forward and a backward that run together, is one place.
+    A pair (a forward and a backward pass that run together) takes one place of the timetable.
 
-    work      [levels, stages] which duration: ((kind * parts + part) * chunks + chunk) * stages + stage; KINDS * C when
-              idle; of a pair KINDS * C + 1 + (forward's chunk * chunks + backward's chunk) * stages + stage
-    needs     [levels, stages] the place ((level + 1) * stages + stage) whose output it waits for; 0: none
-    moves     [levels, stages] whether that output comes from another stage
-    sends     [levels, stages] whether its own output goes to another stage
-    paired    [levels, stages] 1: runs right after a backward as a forward; 2: a backward with such a forward after it;
-              3: a pair
-    also      None without pairs; else needs and moves [2, levels, stages] of the pairs' backwards
+    work      [levels, stages] the number of each operation's duration: ((kind * parts + part) * chunks + chunk) *
+              stages + stage; KINDS * C for an idle place; for a pair KINDS * C + 1 + (chunk of the forward pass *
+              chunks + chunk of the backward pass) * stages + stage
+    needs     [levels, stages] the place ((level + 1) * stages + stage) for whose output each operation waits; 0: none
+    moves     [levels, stages] whether this output comes from another stage
+    sends     [levels, stages] whether the operation's own output goes to another stage
+    paired    [levels, stages] 1: a forward pass that runs right after a backward pass; 2: the backward pass before such
+              a forward pass; 3: a pair
+    also      None without pairs; else `needs` and `moves` [2, levels, stages] of the backward passes of pairs
     places    for each stage, the level of each of its operations in order
-    tables    the operations of each stage as numbers (`tools.pipeline.schedules.order_table`)
+    tables    the operations of each stage as integers (`tools.pipeline.schedules.order_table`)
     """
 
     stages: int
@@ -69,8 +72,8 @@ class Timetable:
 
     @cached_property
     def micro_batches(self) -> np.ndarray:
-        """Return the micro-batch of each operation (of a forward-backward pair, the backward's), [levels, stages]; 0 if
-        idle.
+        """Return the number of each operation's micro-batch, [levels, stages]; for a pair, return that of its backward
+        pass; for idle places, return 0.
         """
         found = np.zeros(self.work.shape, int)
         for stage, (levels, table) in enumerate(zip(self.places, self.tables, strict=True)):
@@ -86,13 +89,15 @@ def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts
 
 
 def lay_out(tables: list[np.ndarray], chunks: int, shape: str = LOOP) -> Timetable:
-    """Return the timetable of the stages' own orders (`tools.pipeline.orders.as_table`).
+    """Return the timetable for given orders of the stages (in the form of `tools.pipeline.orders.as_table`).
 
-    With `LOOP` the model runs through chunk 0, then chunk 1, ...; `V` turns round at the last stage; with `BOTH_WAYS`
-    each chunk is a model of its own, odd ones from the last stage to the first.
+    With `LOOP` the model runs through chunk 0 of all stages, then chunk 1, and so on; with `V` the model turns round at
+    the last stage; with `BOTH_WAYS` the chunks with the same number form a separate model, which runs from the last
+    stage to the first if the number is odd.
 
     Raises:
-        RecipeError: the orders wait for each other in a circle, or leave out what another operation needs.
+        RecipeError: operations of the orders wait for each other in a cycle, or an operation that another operation
+            needs is missing.
     """
     stages, parts = len(tables), 1 + max(int(table[:, 3].max()) for table in tables)
     size = chunks * parts * (1 + max(int(table[:, 1].max()) for table in tables)) * stages
@@ -237,9 +242,10 @@ def play(
     """Return the time at which each stage becomes free after each level, [levels + 1, stages, *plans].
 
     Args:
-        costs: for each level [stages, *plans] how long its operations take.
-        plans: shape of what is played at once.
-        lags: [levels, stages] what operations wait after their input is there, then backwards of pairs; () for nothing.
+        costs: for each level the times of its operations, [stages, *plans].
+        plans: the shape of the plans that are simulated at the same time.
+        lags: two arrays [levels, stages] with the times that operations wait after their input is available: for all
+            operations, and for the backward passes of pairs; () for no such times.
     """
     free = np.zeros((len(table.work) + 1, table.stages, *plans))
     cells, ready = free.reshape(-1, *plans), np.empty((table.stages, *plans))
@@ -259,14 +265,16 @@ def critical_path(table: Timetable, times: np.ndarray, sending: float = 0.0) -> 
     """Return the step time, and how often the critical path (the longest chain of operations) runs each chunk's
     forward and backward. These counts, called visits, have the shape of `times`.
 
-    `times` is [2, C], forward and backward of the chunks by chunk * stages + stage, or [3, C] with the weight gradients
-    in the backward, which schedules with split backwards need. Their visits say how often the chain runs weight
-    gradients, less how often a backward without them: (visits * times).sum() is the step time. A pair takes as long as
-    both its operations. Of chains of one length it takes those that stay on a stage.
+    `times` is [2, C] with the forward and backward times of the chunks at chunk * stages + stage, or [3, C] for
+    schedules that split backward passes, with the weight gradients (a part of the backward times) in the third row. The
+    visits of the third row are the number of weight gradients on the chain minus the number of backward passes without
+    weight gradients, so that (visits * times).sum() is the step time. The time of a pair is the sum of the times of its
+    operations. Of several chains of equal length, the function chooses those that stay on a stage.
 
     Args:
-        sending: how long a stage is busy after an operation, of no pair, that sends its result, which is ready before.
-            It counts in the step time, and not in (visits * times).sum(). Receiving has to be a part of `times`.
+        sending: the time for which a stage is busy with sending the result of an operation that belongs to no pair; the
+            receiver has the result before this time. The time of sending counts in the step time, but not in (visits *
+            times).sum(). The time of receiving must be part of `times`.
     """
     size, stages = table.chunks * table.stages, table.stages
     meaning = _meaning(table.chunks, stages, len(times), table.also is not None)

@@ -1,16 +1,16 @@
 """This module protects work from signals that must not interrupt it, and starts child processes that end with their
 parent.
 
-`child` starts a process that ends with a block, whatever ends the block; `run_child` runs one to its end (a training,
-or another side of a comparison), and takes it along when we are ended. `ordered_map` is a
-map over worker processes that keeps order, bounds memory, and outlives neither parent nor Ctrl-C. Each worker has its
-own pipe and jobs are dealt round robin, so results come back in job order by reading the pipes in the same turn. At
-most `DEPTH` jobs a worker are under way: memory is O(workers x job), whatever the corpus. A worker that dies closes its
-pipe, which the parent sees at once; a parent that dies closes all pipes, which ends the workers.
-(`multiprocessing.Pool` hangs in the first case, `ProcessPoolExecutor` leaves orphans in the second.)
+`child` starts a process that ends with a `with` block, whatever ends the block; `run_child` runs a process (such as a
+training) to its end, and ends it if this process is ended. `ordered_map` maps a function over jobs in worker processes;
+it keeps the order of the jobs, bounds memory, and its workers end with the parent process and after Ctrl-C. Each worker
+has its own pipe and receives jobs in turn, so reading the pipes in the same turn gives the results in the order of the
+jobs. At most `DEPTH` jobs of each worker are in progress: memory is O(workers x job), however many jobs there are. If a
+worker dies, its pipe is closed, which the parent notices at once; if the parent dies, all pipes are closed, which ends
+the workers. (`multiprocessing.Pool` hangs in the first case, `ProcessPoolExecutor` leaves orphans in the second.)
 
-A process that compiles runs with `HUGE_PAGES`, because MindSpore's front end allocates small objects without end: with
-glibc's malloc on transparent huge pages it takes a tenth (mini recipes) to a fifth (large ones) less time
+A process that compiles runs with `HUGE_PAGES`, because MindSpore's front end allocates very many small objects: if
+glibc's malloc uses transparent huge pages, a compile takes a tenth (mini recipes) to a fifth (large recipes) less time
 (benchmarks/RESULTS.md). An older glibc, another libc or a kernel without such pages ignores the setting.
 """
 
@@ -48,8 +48,8 @@ def interruptibly(work: Callable[[], Result]) -> Result:
     """Run the function `work` in a thread and return its result, so that Ctrl-C ends the wait at once even if `work`
     stays in C code for minutes.
 
-    The work itself goes on until the process ends, so it must write nothing. It must let go of Python's lock.
-    Outside the main thread, which no signal reaches, it is done right here.
+    The function `work` goes on until the process ends, so it must not write files. `work` must release Python's global
+    interpreter lock. Outside the main thread, which receives no signals, `work` runs in the calling thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -111,7 +111,8 @@ def deaf_children() -> Iterator[None]:
     """Keep Ctrl-C from the child processes that the block starts, so that only this process receives it. SIGTERM still
     ends these child processes.
 
-    They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
+    The child processes inherit a blocked SIGINT. Python's signal handlers are not inherited, and if this process
+    ignored SIGINT, a Ctrl-C during the block would be lost.
     """
     resource_tracker.ensure_running()  # else the first process starts it, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -153,10 +154,10 @@ GRACE = 20.0  # seconds that `tc3 train` may take to end its workers
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `command` until it ends, like `subprocess.run(..., text=True, check=False)`. `options` are passed to Popen.
 
-    Ctrl-C and SIGTERM end the child first, by SIGTERM, and by SIGKILL where that is not enough.
+    On Ctrl-C or SIGTERM the child process ends first, by SIGTERM, and by SIGKILL if SIGTERM does not suffice.
 
     Raises:
-        OSError: it cannot be started. KeyboardInterrupt: we were told to end.
+        OSError: the command cannot be started. KeyboardInterrupt: this process received Ctrl-C or SIGTERM.
     """
     with terminate_as_interrupt(), child(command, GRACE, text=True, **options) as process:
         out, errors = process.communicate()
@@ -165,10 +166,11 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process that ends at the latest with the block. If `grace` seconds are given, the process first receives
-    SIGTERM and has this time to end; then `kill` ends it.
+    """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
+    first receives SIGTERM and has this time to end; then `kill` ends it.
 
-    A second Ctrl-C does not wait for it. `options` are those of Popen. Raises OSError: it cannot be started.
+    After a second Ctrl-C, `kill` ends the process at once. `options` are passed to Popen. Raises OSError if the process
+    cannot be started.
     """
     with ExitStack() as over:
         with uninterrupted():  # a signal in between would leave the process behind that has just begun
@@ -190,7 +192,8 @@ def _end(process: subprocess.Popen[Any], grace: float) -> None:
 def kill(process: subprocess.Popen[Any]) -> None:
     """End a process by SIGKILL together with all processes that it has started, and with its session if it leads one.
 
-    Nothing is done once somebody has waited for it: its number may be another's by then.
+    The function does nothing if the process has already been waited for, because another process may have received the
+    same process id.
     """
     if process.returncode is not None:
         return
@@ -210,8 +213,8 @@ UNUSED = ("sklearn", "scipy.stats")  # MindFormers imports NLTK for scores of te
 def import_light_nltk() -> None:
     """Import NLTK, if it is installed, without scikit-learn and scipy.stats, which NLTK imports but does not need.
 
-    They are a sixth of what the import of MindFormers costs each worker, so call this before. Others find NLTK's
-    helpers as ever.
+    These two packages take a sixth of the time in which each worker imports MindFormers, so call this function before
+    that import. Other code can still use all helpers of NLTK.
     """
     absent = [name for name in UNUSED if name not in sys.modules]
     sys.modules |= dict.fromkeys(absent)  # type: ignore[arg-type]  # None: an import of it says that it is not there
@@ -233,8 +236,9 @@ DEPTH = 3  # one being worked on, one waiting, one on its way back
 def ordered_map(make: Callable[[], Callable[[Job], Result]], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
     """Yield ``make()(job)`` for every job, in the order of the jobs, computed by `workers` processes.
 
-    make: builds the function, once in each worker (picklable: a module's function or a `functools.partial`).
-    workers: processes; 1 works in this process. Raises `DataError` when a worker dies.
+    make: builds the function once in each worker; `make` must be picklable (a function of a module or a
+    `functools.partial`).
+    workers: the number of processes; with 1 the jobs run in this process. Raises `DataError` if a worker dies.
     """
     if workers == 1:
         yield from map(make(), jobs)
@@ -254,8 +258,8 @@ def end_with_parent() -> None:
     """Make this process, which `multiprocessing` has started, end as soon as its parent process has ended, even by
     SIGKILL.
 
-    The workers of a `ProcessPoolExecutor` need this: each holds both ends of the queues, so that none of them notices
-    that nobody asks any more, and they would wait for ever.
+    The workers of a `ProcessPoolExecutor` need this function: each worker holds both ends of the queues, so that no
+    worker notices the end of the parent, and the workers would wait for ever.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -1,14 +1,14 @@
 """This module reads the facts of a host: files below a root, the output of tools, names of hosts, and the tables of
 `npu-smi`.
 
-A recorded host is a folder that mirrors the parts of `/` that were copied (`proc/cmdline`, `sys/bus/pci/...`), with
-the output of a tool in `outputs/`, named after its command line: `outputs/npu-smi_info_-t_topo.txt`. So recorded hosts
-stand in for real ones in tests.
+A recorded host is a folder with copies of some files of a host below `/` (`proc/cmdline`, `sys/bus/pci/...`), and with
+the outputs of tools in `outputs/`, each in a file that is named after the command line:
+`outputs/npu-smi_info_-t_topo.txt`. Tests use recorded hosts in the place of real hosts.
 
-`npu-smi` is read leniently, because columns and words differ between generations of the driver. Read so far: tables of
-drivers 22.0 to 26.0 (910A and Atlas A2, one chip a card; Atlas A3, two), and the layout of Ascend 950, whose columns
-are others (tests/tools/process/outputs/SOURCES.md). If a table is not understood, the result is None or empty, and the
-caller says so.
+The module parses the output of `npu-smi` leniently, because columns and words differ between generations of the driver.
+The parser was tested with tables of the drivers 22.0 to 26.0 (910A and Atlas A2 with one chip per card, Atlas A3 with
+two), and with the layout of Ascend 950, which has other columns (tests/tools/process/outputs/SOURCES.md). If a table is
+not understood, the result is None or empty, and the caller says so.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _GRACE = 0.5  # seconds to wait for one that was killed
 
 @dataclass(frozen=True)
 class Root:
-    """A `Root` gives access to the files of a host below `path`: to those of this host if `path` is `/`, otherwise to
-    the recorded files of another host.
+    """A `Root` gives access to the files of a host below `path`: to the files of this host if `path` is `/`, otherwise
+    to the recorded files of another host.
     """
 
     path: Path = Path("/")
@@ -50,7 +50,9 @@ class Root:
         return self.path / path.lstrip("/")
 
     def read(self, path: str) -> str | None:
-        """Return the text of a file without surrounding blanks; None if it does not exist or may not be read."""
+        """Return the text of a file without surrounding white space; return None if the file does not exist or may not
+        be read.
+        """
         try:
             return self.place(path).read_text(errors="replace").strip()
         except OSError:
@@ -72,7 +74,8 @@ class Root:
     def ask(self, *command: str) -> str | None:
         """Return the output of a tool; None if the tool is missing, fails or takes more than half a minute.
 
-        It is asked once: some take a second, and many checks read the same. One that hung is not started again.
+        Each tool runs only once, because some tools take a second and many checks read the same output. A tool that
+        hung is not started again.
         """
         if not self.live:
             return self.read(f"{OUTPUTS}/{'_'.join(command).replace('/', '')}.txt")
@@ -112,7 +115,7 @@ def expand(text: str) -> list[int]:
     """Return the numbers in a list as Linux writes it, in the written order: ``"0-3,8"`` gives [0, 1, 2, 3, 8].
 
     Raises:
-        ValueError: something else than numbers and ranges, or more of them than any host has.
+        ValueError: the text holds something other than numbers and ranges, or more numbers than any host has.
     """
     cores: list[int] = []
     for part in filter(None, "".join(text.split()).split(",")):
@@ -125,7 +128,7 @@ def expand(text: str) -> list[int]:
 
 
 def compress(cores: Iterable[int]) -> str:
-    """Return numbers as Linux writes a list of cores: [0, 1, 2, 3, 8] gives ``"0-3,8"``."""
+    """Return numbers in the form of Linux's lists of cores: [0, 1, 2, 3, 8] gives ``"0-3,8"``."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][1] + 1:
@@ -147,7 +150,8 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
     SLOTS, and `#` starts a comment.
 
     Raises:
-        ClusterError: the file cannot be read, names a host twice or none at all, or hosts with unequal slots.
+        ClusterError: the file cannot be read, names no host, names a host twice, or gives hosts unequal numbers of
+            slots.
     """
     try:
         if path.exists() and not path.is_file():
@@ -185,7 +189,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
 def shorten(hosts: Iterable[str]) -> str:
     """Return names of hosts in the short form of Slurm: ``["node3", "node5", "node4", "x"]`` gives ``"node[3-5],x"``.
 
-    Numbers of other widths stand apart, for ``node1`` and ``node01`` are two names.
+    Numbers with different numbers of digits are not joined, because ``node1`` and ``node01`` are two names.
     """
     matches = [(host, _NUMBERED.fullmatch(host)) for host in hosts]
     padded = {len(match[2]) for _, match in matches if match and match[2][0] == "0"}
@@ -225,7 +229,8 @@ def chips(text: str) -> list[Chip]:
     """Return the devices that the text of `npu-smi info` lists. Devices are numbered from 0 in the order of the table,
     or by `Phy-ID` if the table has this column.
 
-    Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
+    Each device takes two rows of the table: the first row has card, name and health, and the second row has chip,
+    `Phy-ID` and PCI address.
     """
     found: list[Chip] = []
     first: tuple[int, str, str] | None = None

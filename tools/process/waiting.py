@@ -1,7 +1,7 @@
 """This module shows progress while a command works, so that no command is silent for long on a terminal or in a log.
 
-Work that takes more than two seconds prints what it is. A reporter writes log lines, and a progress bar or a line now
-and then, all on stderr.
+Work that takes more than two seconds prints a line that describes it. A reporter writes log lines to stderr, and a
+progress bar or a line from time to time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def meanwhile(what: Callable[[], object], first: float, every: float) -> Iterato
     """Call the function `what` again and again while the block runs: first after `first` seconds, then every `every`
     seconds.
 
-    It is called from a thread of its own, which speaks even where the work stays in C for minutes. The end of the block
-    waits for a call that is under way.
+    A separate thread calls the function, also while the work stays in C code for minutes. The end of the block waits
+    for a call in progress.
     """
     over = threading.Event()
 
@@ -52,7 +52,7 @@ def saying(what: str, after: float | None = None) -> AbstractContextManager[None
     """Print a line on stderr after two seconds (or after `after` seconds), and again every 15 seconds while the block
     runs: ``WHAT (22 s so far)``.
 
-    For work that cannot say how far it is.
+    This function serves work that cannot report its progress.
     """
     started = time.monotonic()
     return meanwhile(
@@ -98,7 +98,7 @@ class Progressing(_OnStderr):
     """A `Progressing` shows a text that can change, and how much of the work (`total`) is done. Work that ends within
     two seconds prints nothing.
 
-    Off a terminal words are said once, and again only after two minutes without others.
+    If stderr is not a terminal, each text is printed once, and again only if it has not changed for two minutes.
 
     Args:
         words: the text that is shown first.
@@ -115,7 +115,7 @@ class Progressing(_OnStderr):
             self._task = self._bar.add_task(self.words, total=self._total)
 
     def show(self, words: str, done: float | None = None, total: float | None = None) -> None:
-        """Show a new text, and the amount of work that is done."""
+        """Show a new text in the progress display, and the amount of work that is done."""
         self.words, self._total = words, total or self._total
         if self._bar:
             self._bar.update(self._task, description=words, completed=done, total=self._total)

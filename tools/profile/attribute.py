@@ -1,17 +1,20 @@
 """This module divides the time of a profiled step into the estimator's terms (such as matmul, attention and
 communication), and names the terms that differ from the predicted step.
 
-Every second of the profile has one term, and they add up to the step:
+Each second of the profiled step belongs to exactly one term, so that the terms add up to the step:
 
-1. *computing*: a kernel's own time; where two run at once the second's is only what it takes after the first has ended.
-2. *communication*: its exposed time, in which nothing is computed; what is hidden is kept beside it.
-3. *gaps*: nothing runs: the host. A gap belongs to what comes after it: a layer, a layer's experts, the optimizer
-   (on a CPU, where it is many kernels a weight), or none of these.
+1. *computing*: the time of a kernel; if two kernels run at the same time, only the time after the end of the first
+   kernel counts for the second.
+2. *communication*: the exposed time of a communication kernel, in which no kernel computes; the hidden time is recorded
+   separately.
+3. *gaps*: the time in which no kernel runs, because the device waits for the host. A gap belongs to the part of the
+   model whose kernel follows it: a layer, a layer's experts, the optimizer (on a CPU, where the optimizer runs many
+   kernels per weight), or none of these.
 
-What fits no term is "not attributed", by type.
+The time of kernels that fit no term is reported as "not attributed", by the type of the kernel.
 
-`modelled` gives the estimator's step by these terms, for the stage that was profiled; `gap_lines` puts the two beside
-each other.
+`modelled` returns the estimator's prediction of these terms for the stage that was profiled; `gap_lines` compares the
+measured and the predicted terms.
 """
 
 from __future__ import annotations
@@ -45,9 +48,11 @@ class Measured:
     Args:
         seconds: the seconds of the step.
         terms: the seconds of each of `TERMS`, which add up to `seconds`.
-        whole: the seconds of each kind of communication, hidden seconds included; {} if the profile does not tell.
-        scoped: whether the names of kernels tell layers apart; only then is the host's time divided into several terms.
-        replayed: the seconds of `COMPUTE` terms that are recomputation, as far as the scopes of kernels tell.
+        whole: the seconds of each kind of communication, including hidden seconds; {} if the profile does not show
+            them.
+        scoped: whether the names of kernels show their layers; only then is the host's time divided into several terms.
+        replayed: the seconds of recomputation in the terms of `COMPUTE`, as far as the scopes of kernels show
+            recomputation.
         unknown: the seconds of kernels that belong to no term, by the kernel's type.
     """
 
@@ -195,7 +200,7 @@ def modelled(
 
     Args:
         stage: the pipeline stage whose step is predicted; None for the slowest stage.
-        simulated: whether the schedule is replayed, as in all predictions of `tc3 search`. Without that the term
+        simulated: whether the schedule is replayed, as in all predictions of `tc3 search`. Without a replay the term
             `pipeline` is less exact, and all other terms are the same.
     """
     times = TimeModel(hardware, efficiency)
@@ -238,7 +243,8 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
     """Return for each kind of communication in layers its predicted seconds, including the part that computation hides.
 
-    Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
+    The result does not include the communication of gradients and weights: the model also hides this communication
+    under waiting time, where a profile shows no hidden communication.
     """
     parts = stage_parts(TimeModel(hardware, replace(efficiency, hidden=0.0)), config, stage or 0)
     found = {"tp": parts.tp, "cp": parts.cp}
@@ -271,8 +277,8 @@ class Line:
     total seconds of the step are known.
 
     Args:
-        factor: the factor by which this term would have to be wrong to explain the whole difference without any other
-            term; None if it cannot explain the difference.
+        factor: the factor by which the prediction of this term would have to be wrong to explain the whole difference
+            of the step; None if this term cannot explain the difference.
     """
 
     term: str
@@ -288,7 +294,7 @@ class Line:
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
     """Return a comparison of predicted and measured seconds for each term of a step, the largest difference first. If a
-    profile cannot tell the terms of the host apart, they are joined into one term.
+    profile cannot separate the terms of the host's time, they are joined into one term.
     """
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}

@@ -1,14 +1,18 @@
-"""This module fits the estimator's efficiencies to one profiled step, each to the terms of the step that depend on it,
-and makes a cluster file with the fitted efficiencies.
+"""This module fits the estimator's efficiencies to one profiled step, and makes a cluster file with the fitted
+efficiencies. Each efficiency is fitted to the terms of the step that depend on it.
 
-1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
-2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
-   optimizer (memory; on a CPU, which fuses nothing, the optimizer's share apart), each communication with what is
-   hidden included and without (links, hidden), the host's time;
-3. *choice*: only parameters that move these numbers, and each in a way of its own (a QR decomposition with pivots of
-   their derivatives). The others keep their values, and it is said why.
+1. *operators*: fit the dependence of a matmul's speed on its smallest dimension, from the shapes and the relative
+   speeds of the kernels;
+2. *terms*: fit the terms of `attribute`, as shares of the step, by least squares (SciPy). The terms are matmul,
+   attention, elementwise operators and the optimizer (which determine `memory`; on a CPU, which fuses no operators, the
+   optimizer also has a separate parameter), each kind of communication with and without its hidden part (which
+   determine the links and the hidden shares), and the host's time;
+3. *choice*: fit only parameters that change the predicted terms, and of which no parameter has the same effect as
+   others (found by a pivoted QR decomposition of the derivatives). The other parameters keep their values, and the
+   result says why.
 
-The pipeline's waiting follows from the others. What is not attributed stands in `step_s`, so that the step is whole.
+The time in which the pipeline waits follows from the other terms. Time that is not attributed is added to `step_s`, so
+that the terms add up to the whole step.
 
 For a CPU without a hardware file, a cluster file is made in which the speeds of the best kernels of its profile count
 as peaks.
@@ -81,7 +85,7 @@ class Products(TimeModel):
     """A `Products` is the estimator's time model with a method that predicts the seconds of a single matmul."""
 
     def product(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the predicted seconds of one matmul."""
+        """Return the predicted seconds of one matmul on the cluster."""
         return self._matmul(config, matmul)
 
 
@@ -97,7 +101,8 @@ def fit(
     efficiencies `start`.
 
     Args:
-        stage: the pipeline stage that was profiled; None if it is unknown (then the slowest stage is taken).
+        stage: the pipeline stage that was profiled; None if the stage is unknown, in which case the slowest stage is
+            assumed.
 
     Raises:
         DataError: the profile determines none of the parameters.
@@ -281,11 +286,12 @@ _ITEM = 4
 def host_content(profile: Profile, config: Configuration, name: str) -> dict[str, Any]:
     """Return the content of a hardware file for the CPU on which a profile was made.
 
-    The peak is that of the fastest matmul, bandwidth that of the fastest elementwise operator, of those that take more
-    than 0.1 ms. A model of one device sends nothing, so links are assumed.
+    The peak FLOP/s are those of the fastest matmul, and the bandwidth is that of the fastest elementwise operator,
+    among operators that take more than 0.1 ms. A run on one device sends no data, so the bandwidths of links are
+    assumed.
 
     Raises:
-        DataError: the profile has no shapes, so nothing tells FLOPs.
+        DataError: the profile has no shapes of tensors, so FLOPs are unknown.
     """
     rates, bytes_ = [], []
     for kernel in profile.step.kernels:
@@ -341,7 +347,7 @@ def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profil
 
     Args:
         content: the content of the hardware file.
-        like: the name of that hardware file.
+        like: the name of the hardware file that `content` holds.
     """
     values = {key: value if isinstance(value, bool) else float(f"{value:.5g}")
               for key, value in asdict(found.efficiency).items()}  # fmt: skip

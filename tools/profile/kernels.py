@@ -1,12 +1,14 @@
 """This module holds the kernels that MindSpore's profiler recorded, in the same form for every device, and finds for
 each kernel the estimator's term to which its time belongs.
 
-All times are in seconds. Shapes are those of the profiler, one tuple for each tensor; () if it did not record them.
+All times are in seconds. Shapes are those that the profiler recorded, one tuple for each tensor; () if the profiler did
+not record them.
 
 The term to which a kernel's time belongs follows from its type, its scope and its communication group; the sizes of a
 matrix product follow from the shapes of its tensors.
 
-Types are CANN's (kernel_details.csv) and MindSpore's CPU operators; scopes are MindFormers' cell names.
+The types of kernels are the operator types of CANN (kernel_details.csv) or of MindSpore on CPU; scopes consist of
+MindFormers' cell names.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Kernel:
         name: the name of the operator, with the framework's scope if the profiler knows it
             ("Default/.../layers-CellList/3-.../MatMul-op0").
         kind: the operator's type, such as MatMulV3 or hcom_allGather_.
-        core: the unit that ran it, such as AI_CORE, AI_VECTOR_CORE, AI_CPU, HCCL; "Host" on a CPU.
+        core: the unit that ran the kernel, such as AI_CORE, AI_VECTOR_CORE, AI_CPU, HCCL; "Host" on a CPU.
         ranks: the global ranks of a collective's group; () if they are unknown.
         count: the number of executions.
     """
@@ -50,10 +52,10 @@ class Kernel:
 @dataclass(frozen=True)
 class Step:
     """A `Step` holds the kernels of one profiled step in the order of their starts, and the length of the step in
-    seconds. This length includes the time in which no kernel runs.
+    seconds. The length of a step includes the time in which no kernel runs.
 
-    Where a profile does not tell its steps apart, these are the kernels of `repeats` steps, with that share of their
-    seconds.
+    If a profile does not separate its steps, a `Step` holds the kernels of `repeats` steps, and each kernel has its
+    seconds divided by `repeats`.
     """
 
     kernels: tuple[Kernel, ...]
@@ -72,7 +74,8 @@ class Profile:
         steps: the number of recorded steps.
         timed: whether kernels have start times, so that it is known which kernels run at the same time.
         rank: the rank of the profiled device, if the folder names it.
-        exposed: (seconds of communication that nothing hides, hidden seconds) of a profile without a time line.
+        exposed: (seconds of communication that computation does not hide, hidden seconds), for a profile without a time
+            line.
         notes: sentences about data that were missing, or that were read although they are irregular.
     """
 
@@ -90,7 +93,8 @@ def matmul_of(kernel: Kernel) -> Matmul | None:
     """Return the sizes of the matrix product that a matmul kernel computes. Return None if the kernel's shapes do not
     determine these sizes.
 
-    Grouped matmuls have [rows, depth] and [experts, depth, columns], rows taken as evenly spread.
+    The tensors of grouped matmuls have the shapes [rows, depth] and [experts, depth, columns]; the rows are assumed to
+    be evenly distributed over the experts.
     """
     sizes = [shape for shape in kernel.inputs if len(shape) >= 2][:2]
     if len(sizes) < 2:
@@ -156,7 +160,9 @@ def sends(kernel: Kernel) -> bool:
 
 
 def term_of(kernel: Kernel, config: Configuration) -> str:
-    """Return the estimator's term (such as "matmul") to which a kernel's time belongs, or `OTHER` if none is known."""
+    """Return the estimator's term (such as "matmul") to which a kernel's time belongs, or `OTHER` if the term is
+    unknown.
+    """
     if communicates(kernel):
         return _of_group(kernel, config)
     words = _words(kernel)
@@ -237,7 +243,7 @@ def place(kernel: Kernel) -> str | None:
     """Return the part of the model that a kernel's scope names: "moe", "layer" or "optimizer". Return None if the scope
     names no such part.
 
-    On a CPU "step" for what of the network is not a layer: embedding, head and loss.
+    On a CPU the function returns "step" for the parts of the network that are not layers: embedding, head and loss.
     """
     if LAYER.search(kernel.name) or _MTP.search(kernel.name):
         return "moe" if _EXPERTS.search(kernel.name) else "layer"

@@ -1,7 +1,7 @@
 """This module finds and reads a profile in a folder, in any of the formats of MindSpore's profiler. The module also
 says whether the lengths of the profile's steps are alike.
 
-An Ascend device's profile is the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
+The profile of an Ascend device consists of the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
 
     kernel_details.csv    Step ID (with a schedule), Name, Type, Accelerator Core, Start Time(us), Duration(us), and
                           from level 1 on Input Shapes and Output Shapes ("4096,2560;2560,7680"); op_summary's own
@@ -12,18 +12,22 @@ An Ascend device's profile is the CSV files of ASCEND_PROFILER_OUTPUT (tests/too
     communication.json    whose keys name a collective's group, and profiler_metadata.json beside the folder, which
                           lists that group's ranks
 
-Versions differ in further columns, which are left alone, and in tabs around numbers.
+Versions of the profiler differ in further columns, which are ignored, and in tabs around numbers.
 
-A CPU's profile is cpu_op_execute_timestamp_N.txt and cpu_framework_N.txt (found by trying, MindSpore 2.9.0).
+The profile of a CPU consists of cpu_op_execute_timestamp_N.txt and cpu_framework_N.txt (as experiments with MindSpore
+2.9.0 show).
 
-The first has a line `scope/Type-opN;HostCpuOps;start ns,milliseconds,thread ...` for each operator, with all of its
-executions; the second a line `Type;Type-opN;graph;input_1:[8, 128];...` for each execution, in order. Names without
-scopes are shared, so the k-th execution of a short name has the shapes of its k-th line. The profiler writes no steps:
-operators run equally often in each, so their usual number of executions is the number of steps.
+cpu_op_execute_timestamp_N.txt has a line `scope/Type-opN;HostCpuOps;start ns,milliseconds,thread ...` for each
+operator, with all of its executions; cpu_framework_N.txt has a line `Type;Type-opN;graph;input_1:[8, 128];...` for each
+execution, in order. Several operators can have the same name without scope, so the k-th execution of such a name has
+the shapes of the name's k-th line. The profiler does not record steps: the operators run equally often in each step, so
+the most common number of executions of an operator is the number of steps.
 
-A CPU has other work, too. An operator's time is the lower quartile of its executions, and so is the gap before it.
+A CPU also runs other programs. Therefore the time of an operator, and of the gap before it, is the lower quartile over
+its executions.
 
-Other work on the machine makes the steps of a profile differ, or longer than quiet ones; then a note says so.
+Other programs on the machine can make the steps of a profile unequal, or longer than undisturbed steps; in this case a
+note says so.
 """
 
 from __future__ import annotations
@@ -92,11 +96,11 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
     """Return the profile of one Ascend device from a folder that MindSpore's profiler wrote.
 
     Args:
-        folder: an ASCEND_PROFILER_OUTPUT.
+        folder: a folder ASCEND_PROFILER_OUTPUT.
         steps: the number of steps in the files, if the files do not tell it.
 
     Raises:
-        DataError: neither kernels nor their sums are there, or a column that is needed is missing.
+        DataError: the folder holds neither kernels nor sums over kernels, or a required column is missing.
     """
     lengths = _lengths(folder / TRACE)
     rank = _rank(folder)
@@ -173,7 +177,7 @@ def _kernel(row: Row, place: str, ranks: dict[str, tuple[int, ...]], origin: Dec
 
 
 def shapes_of(text: str) -> Shapes:
-    """Return the shapes in a text such as "4096,2560;2560,7680"; return () for N/A."""
+    """Return the shapes of tensors in a text such as "4096,2560;2560,7680"; return () for N/A."""
     found = []
     for part in text.replace('"', "").split(";"):
         sizes = part.strip().strip("[]()")
@@ -284,7 +288,7 @@ def read_cpu(folder: Path) -> Profile:
     """Return the profile of a run on CPU, which MindSpore's profiler writes into a folder called FRAMEWORK.
 
     Raises:
-        DataError: a file cannot be read as described above.
+        DataError: a file does not have the form that the docstring of this module describes.
     """
     found = sorted(folder.glob(TIMES))
     runs = _executions(found[0])
@@ -373,7 +377,7 @@ def read_profile(folder: Path, steps: int | None = None) -> Profile:
         steps: the number of steps in the profile, if its files do not tell steps apart.
 
     Raises:
-        DataError: there is no profile, or it cannot be read.
+        DataError: the folder holds no profile, or the profile cannot be read.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder; give the output folder of MindSpore's profiler")

@@ -1,7 +1,7 @@
 """This module compares a profile with the recipe that it is said to belong to, and refuses a profile of another
 recipe's run.
 
-Layers, attention kernels and the FLOPs of matmuls must agree.
+The layers, the number of attention kernels and the FLOPs of matmuls in the profile must agree with the recipe.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _ALIKE = 2.0  # FLOPs of kernels over the model's: blocks of grouped matmuls mul
 
 
 def require_match(profile: Profile, config: Configuration, stage: int | None) -> None:
-    """Raise an error if the profile belongs to another run.
+    """Raise an error if the profile belongs to a run of another recipe.
 
     Raises:
-        DataError: it names other layers than the recipe's stage has, or holds too many or too few kernels for it.
+        DataError: the profile names other layers than the recipe's stage has, or holds too many or too few kernels for
+            this stage.
     """
     stages = list(range(config.pp)) if stage is None else [stage]
     named = layer_numbers(profile.step.kernels)
@@ -117,11 +118,10 @@ class Study:
 
 
 def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
-    """Return the configuration of the run that a recipe describes, with the settings that the recipe leaves open filled
-    in.
+    """Return the configuration of the run that a recipe with overrides describes; values that are `auto` are resolved.
 
     Raises:
-        RecipeError: it cannot be read, or `tc3 check` refuses it.
+        RecipeError: the recipe cannot be read, or `tc3 check` refuses it.
     """
     resolved = resolve(apply_overrides(load_recipe(recipe), overrides))
     require_sound(resolved)
@@ -133,8 +133,8 @@ def study(folder: Path, config: Configuration, steps: int | None = None) -> Stud
     terms.
 
     Raises:
-        DataError: there is no profile, or it is of another run.
-        RecipeError: its rank is not one of the recipe's.
+        DataError: the folder holds no profile, or the profile is of another run.
+        RecipeError: the profile's rank is not one of the recipe's ranks.
     """
     profile = read_profile(folder, steps)
     stage = stage_of(config, profile.rank)
@@ -149,7 +149,7 @@ def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) 
     Args:
         cluster_name: the name of a cluster or the path of its file; None: the default cluster for an Ascend profile,
             and this host itself for a CPU profile.
-        like: the cluster with whose efficiencies the fit begins if the file has none.
+        like: the cluster with whose efficiencies the fit begins if the file states no efficiencies.
         name: the name of the new cluster.
     """
     if cluster_name is None and found.profile.device == "CPU":
@@ -166,7 +166,7 @@ def start_of(cluster_name: str, like: str | None) -> Efficiency:
     """Return the efficiencies with which the fit to a profile begins.
 
     Raises:
-        RecipeError: the cluster has none and `like` names no other.
+        RecipeError: the efficiencies of the cluster are unknown, and `like` names no other cluster.
     """
     hardware = cluster(cluster_name)
     try:

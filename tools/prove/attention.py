@@ -1,10 +1,10 @@
-"""This module holds the rules that say how the result of an attention operator lies on the ranks, for each layout of
-its arguments.
+"""This module holds the rules that say how the result of an attention operator is distributed over the ranks, for each
+layout of its arguments.
 
 The batch, the heads, and the sequence of the queries may be cut over ranks; keys and values have the whole sequence. A
-rank that has a part of the queries must know where this part begins. MindSpore passes this position in two ways: the
-number of visible tokens before and after a query differs along the axes that cut the sequence, and each rank has its
-own rows of the mask.
+rank that has a part of the queries needs the position at which this part begins. MindSpore passes this position in two
+ways: the number of visible tokens before and after a query differs along the axes that cut the sequence, and each rank
+has its own rows of the mask.
 """
 
 from __future__ import annotations

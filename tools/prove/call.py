@@ -1,5 +1,5 @@
 """This module defines the argument of the functions in `tools.prove.rules`: an operator, with the spread of each of its
-inputs (how the input lies on the ranks).
+inputs (how the input is distributed over the ranks).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from tools.prove.spread import Alike, Certain, NotKnown, Spread, Zeros, plain
 
 @dataclass(frozen=True)
 class Part:
-    """A `Part` is one of the parts into which a rank splits a dimension; the parts may be equal or unequal."""
+    """A `Part` is one of the parts into which a rank splits a dimension of a value; the parts may have equal or unequal
+    sizes.
+    """
 
     whole: Spread
     axis: int
@@ -26,7 +28,7 @@ class Part:
 
     @property
     def spread(self) -> Spread:
-        """Return how this part, as a separate tensor, lies on the ranks (its spread)."""
+        """Return how this part, as a separate tensor, is distributed over the ranks (its spread)."""
         return moves.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
 
 
@@ -40,7 +42,7 @@ class Order:
     expert or rank.
 
     Args:
-        key: the source of the integers, see `tools.prove.experts`; equal keys mean equal integers on each rank.
+        key: the source of the integers (see `tools.prove.experts`); equal keys mean equal integers on each rank.
     """
 
     key: tuple[Any, ...]
@@ -48,21 +50,21 @@ class Order:
 
 @dataclass(frozen=True)
 class Call:
-    """A `Call` is one operator of the graph, with the spread of each of its arguments (how the argument lies on the
-    ranks).
+    """A `Call` is one operator of the graph, with the spread of each of its arguments (how the argument is distributed
+    over the ranks).
 
     Args:
-        node: the node of the graph.
+        node: the operator's node in the graph.
         number: an identifier of the result; equal operators with equal arguments have the same identifier.
         values: the values of the operator's arguments.
         sizes: the number of ranks along each axis of the mesh.
         differs: for each constant with different values, given as (argument, index in its tuple or 0), the axes along
             which its value differs.
         axes: the axes of a collective's group; the last one is the axis along which neighbouring ranks lie.
-        repeats: for the sums of the loss, the axes over which the forward pass sums (see `_scale`).
+        repeats: for the operators that sum the loss, the axes over which the forward pass sums (see `_scale`).
         offsets: for each integer constant of `differs`, its value on the stage's first rank, and its increase from one
             rank to the next along each axis along which the value differs.
-        names: the identifiers of the arguments, of the same kind as `number`.
+        names: the identifiers of the operator's arguments, in the form of `number`.
     """
 
     node: Node
@@ -76,7 +78,7 @@ class Call:
     names: tuple[int, ...] = ()
 
     def spread(self, place: int) -> Spread:
-        """Return how the argument at a given place lies on the ranks (its spread)."""
+        """Return how the argument at a given place is distributed over the ranks (its spread)."""
         value = self.values[place]
         if isinstance(value, Part):
             return value.spread
@@ -97,7 +99,7 @@ class Call:
         return not self.outputs or not re.match(r"B?Float|Complex", self.outputs[0].dtype)
 
     def require_sum(self) -> None:
-        """Check that a collective adds the ranks' values.
+        """Check that a collective computes the sum of the ranks' values.
 
         Raises:
             NotKnown: the collective does not add, or it is unknown whether it does.
@@ -118,7 +120,8 @@ class Call:
             size: the number of elements of a piece; 0 if the steps of the constant determine it.
 
         Raises:
-            Certain: a rank takes the piece of another rank. NotKnown: the constant does not count whole pieces.
+            Certain: a rank takes the piece of another rank. NotKnown: the constant is not a multiple of the size of a
+                piece.
         """
         if key not in self.offsets:
             raise NotKnown(f"its constants differ along {', '.join(sorted(self.shifts()))}, and are not whole numbers")
@@ -143,7 +146,8 @@ class Call:
         mesh: the axis whose ranks lie farthest apart is the outermost one.
 
         Raises:
-            Certain: as `own_pieces`. NotKnown: likewise, or the pieces follow each other in another order.
+            Certain: as for `own_pieces`. NotKnown: as for `own_pieces`, or the pieces follow each other in another
+                order.
         """
         axes = self.own_pieces(key, size)
         if axes != tuple(axis for axis in reversed(list(self.sizes)) if axis in axes):
@@ -174,7 +178,7 @@ def literal(text: str) -> Value:
 
 
 class Rule(NamedTuple):
-    """A `Rule` finds how the results of some operators lie on the ranks; `says` describes the rule for
+    """A `Rule` finds how the results of some operators are distributed over the ranks; `says` describes the rule for
     docs/prove.md.
     """
 

@@ -56,8 +56,9 @@ _SHOWN = 10  # problems that are printed; --json has all
 def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | None, as_json: bool) -> None:
     """Prove on the compiled graphs of RECIPE that every gradient is summed exactly once, over the right ranks.
 
-    The graphs are those of tc3 dryrun, of one more rank for each axis of the mesh, and of the last rank. Every value on
-    the way to a gradient gets a type: on which axes it is replicated, cut or a partial sum. Nothing is executed.
+    The command uses the graphs of tc3 dryrun, the graph of one more rank for each axis of the device mesh, and that of
+    the last rank. For every value from which a gradient is computed, the command finds on which axes the value is
+    replicated, cut or a partial sum. No graph is executed.
 
     Exit codes: 0 no violation was found, although weights may be unknown; 1 a violation was found, or the recipe does
     not compile; 2 a wrong input; 130 interrupted.
@@ -78,8 +79,8 @@ def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | Non
 
 
 def require_collectives(recipe: Recipe) -> None:
-    """Refuse a recipe whose compiled graphs have no collectives, because then nothing can be proven about sums over
-    ranks.
+    """Raise an error for a recipe whose compiled graphs have no collectives, because then nothing can be proven about
+    sums over ranks.
 
     Raises:
         RecipeError: the recipe trains on the CPU backend.
@@ -102,16 +103,16 @@ def proof_of(
 ) -> dict[str, Any]:
     """Return, as values fit for JSON, which gradients of a compiled recipe are proven to be right. For each compiled
     rank, its neighbours along each axis of the device mesh and the last rank along all axes are compiled too, and in
-    every graph it is found how each value lies on the ranks. If constants do not grow evenly along an axis, the axis is
-    divided.
+    every graph it is found how each value is distributed over the ranks. If the constants of the graphs do not grow
+    evenly along an axis, the axis is divided into smaller axes.
 
     Args:
         recipe: the recipe that was compiled.
         plan: the jobs, whose graphs were kept as text.
         results: the results of the plan's jobs, in the order of the jobs; none may be a refusal.
-        at_once: compiles that run at the same time; None for as many as fit.
+        at_once: the number of compiles that run at the same time; None for as many as cores and memory allow.
         use_cache: whether the kept results of earlier compiles of the neighbours are used instead of new compiles.
-        as_json: whether a refusal is printed as JSON.
+        as_json: whether an error with which MindSpore refuses the recipe is printed as JSON.
 
     Raises:
         RecipeError: the groups of the graphs do not form a mesh.

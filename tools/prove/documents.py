@@ -1,17 +1,20 @@
 """This module traces the ends of documents that attention in the layout TND receives back to their source, for the case
 that the queries' sequence is cut over ranks.
 
-A rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes, element by element
-and with constants that differ by rank, where they end among the rank's queries and among its keys. `with_formula`
-records this computation, and `check_ends` evaluates it for every token at which a document can end, on every rank:
+In this case a rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes, element
+by element and with constants that differ by rank, the ends of the documents among the rank's queries and among its
+keys. `with_formula` records this computation, and `check_ends` evaluates it for every token at which a document can
+end, on every rank:
 
-* Among the queries of a piece that starts at `first`, a document that ends at token e ends at e - first, but not before
-  0 and not behind the piece.
-* Among the keys it ends at e, but not behind the last query of the piece: attention counts from the last query and key
-  of a document which keys a query sees (sparse mode 3), so that keys behind the piece would shift what is seen.
+* Among the queries of a piece that starts at token `first`, a document that ends at token e ends at e - first, but not
+  before 0 and not after the end of the piece.
+* Among the keys this document ends at e, but not after the last query of the piece: attention (sparse mode 3)
+  determines the keys to which a query attends by counting back from the last query and key of a document, so that keys
+  after the piece would shift these keys.
 
 The list of ends is padded with the last token. MindSpore sets its last entry to the last key, as the operator requires.
-This module does not check that the last entry is padding, that is, that an entry before it also ends at the last token.
+This module does not check that the last entry is padding, which means that an earlier entry also ends at the last
+token.
 """
 
 from __future__ import annotations
@@ -91,8 +94,8 @@ def _own_entry(x: Spread) -> Dim:
 
 
 def entry(call: Call) -> Spread | None:
-    """Return how one entry of a list of integers lies on the ranks if each rank takes the entry from its own list;
-    return None for other operators.
+    """Return how one entry of a list of integers is distributed over the ranks if each rank takes the entry from its
+    own list; return None for other operators.
     """
     x, place = call.spread(0), _place(call)
     if len(x.dims) != 1 or place is None or not call.counts or call.values[2] != 0 or call.outputs[0].shape != (1,):
@@ -157,8 +160,8 @@ def _computed(formula: Any, ends: np.ndarray, place: Mapping[str, int]) -> Any:
 def check_ends(
     queries: Spread, keys: Spread, over: Sequence[str], piece: int, whole: int, sizes: Mapping[str, int]
 ) -> None:
-    """Refuse the ends of documents that attention receives, unless they are the ends within the rank's own piece of the
-    queries.
+    """Raise an error if the ends of documents that attention receives are not the ends within the rank's own piece of
+    the queries.
 
     Args:
         queries, keys: the ends of documents among the queries and among the keys.

@@ -1,14 +1,14 @@
 """This module holds the rules for operators of expert routing: the router, the exchange of tokens between ranks and the
 matrix products of the experts.
 
-The data decide which token goes to which expert, so no spread can say where a token lies. A dispatched dimension is a
-`Rows`: all tokens of its axes in an unknown order, and the `path` of steps that produced this order. Each step of the
-path must be undone by its counterpart, the last one first; the backward pass takes the same path in reverse. The
-gradient of an expert's weight is a sum over rows, and does not depend on their order.
+The data decide which token goes to which expert, so the compiled graph does not show the rank of a token. A dispatched
+dimension is a `Rows`: all tokens of its mesh axes in an unknown order, and the `path` of steps that produced this
+order. Each step of the path must be undone by its counterpart, the last step first; the backward pass takes the same
+path in reverse. The gradient of an expert's weight is a sum over rows, and does not depend on their order.
 
-The steps are ("group",), ("pad", rows in front), ("sort", the operator that sorts, rows before) and ("exchange", (axes,
-the counts that are sent), -1). This module assumes that a sort's indices are a permutation, and that the counts of an
-exchange fit the sorted rows.
+The steps of a path are ("group",), ("pad", number of padding rows in front), ("sort", the operator that sorts, number
+of rows before) and ("exchange", (axes, the counts that are sent), -1). This module assumes that a sort's indices are a
+permutation, and that the counts of an exchange fit the sorted rows.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _pop(x: Spread, kind: str, key: Any, why: str, count: int = 0) -> Spread:
 
 
 def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread | None:
-    """Return how dispatched rows lie on the ranks after every rank has gathered them along some axes of the mesh;
-    return None if dimension 0 of the value has no dispatched rows.
+    """Return how dispatched rows are distributed over the ranks after every rank has gathered them along some axes of
+    the mesh; return None if dimension 0 of the value has no dispatched rows.
     """
     if not x.dims or (found := dispatched(x.dims[0])) is None or found[0] == 0:
         return None
@@ -103,8 +103,8 @@ def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread
 
 
 def scattered(x: Spread, axes: Sequence[str]) -> Spread | None:
-    """Return how rows lie on the ranks after a ReduceScatter over the ranks that had gathered the rows. Return None if
-    dimension 0 has no dispatched rows.
+    """Return how rows are distributed over the ranks after a ReduceScatter over the ranks that had gathered the rows.
+    Return None if dimension 0 has no dispatched rows.
     """
     if not x.dims or dispatched(x.dims[0]) is None:
         return None

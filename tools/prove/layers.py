@@ -1,4 +1,6 @@
-"""This module holds the rules that say how the results of a layer's norms and gated activations lie on the ranks."""
+"""This module holds the rules that say how the results of a layer's norms and gated activations are distributed over
+the ranks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def _norm_gradient(call: Call) -> Value:
 
 
 def whole_last(x: Spread) -> None:
-    """Raise an error for a value whose last dimension is cut over ranks."""
+    """Raise an error if the last dimension of a value is cut over ranks."""
     require_home(x)
     if any(not isinstance(atom, int) for atom in x.dims[-1]):
         raise refusal((x,), "the operator needs the whole last dimension, which is cut")

@@ -1,13 +1,14 @@
 """This module finds the axes of the device mesh of a pipeline stage: the mesh has as few axes as possible, but every
 communication group of the graph and every layout is a product of axes.
 
-Redistribution sums or gathers over a part of data or tensor parallelism; therefore `dp` may be two axes, `dp.1` (whose
-ranks are closer to each other) and `dp.2`.
+Redistribution of tensors sums or gathers over a part of the data-parallel or tensor-parallel ranks; therefore data
+parallelism may be two axes of the mesh, `dp.1` (whose ranks are closer to each other) and `dp.2`.
 
-Redistribution starts slices at offsets that depend on the rank, and the graph of one rank does not say on which axis
-they depend: `Peers` compares the constants with those of the graph of one more rank for each axis. From one rank to the
-next along an axis a constant must always grow by the same number, which the rank that is the last one along every axis
-shows. Where it shows something else, an axis may be cut unevenly: `Mesh.refined` divides an axis of 4 ranks into two.
+Redistribution takes slices at offsets that depend on the rank, and the graph of one rank does not show on which axis an
+offset depends: `Peers` compares the constants with those in the graph of one more rank for each axis. From one rank to
+the next along an axis a constant must always grow by the same number; the graph of the last rank along all axes shows
+whether this is the case. If it is not, a dimension may be cut unevenly along an axis, and `Mesh.refined` divides, for
+example, an axis of 4 ranks into two axes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Mesh:
     """A `Mesh` holds the axes along which the devices of one pipeline stage are arranged.
 
     Args:
-        strides: axis -> the difference between the numbers of neighbouring ranks along it; smallest first.
-        sizes: axis -> the number of ranks along it.
+        strides: axis -> the difference between the numbers of neighbouring ranks along the axis; the smallest first.
+        sizes: axis -> the number of ranks along the axis.
     """
 
     strides: Mapping[str, int]
@@ -70,7 +71,7 @@ class Mesh:
         return Mesh(strides, sizes)
 
     def places(self, rank: int) -> dict[str, int]:
-        """Return the position of a rank along each axis."""
+        """Return the position of a rank along each axis of the mesh."""
         return {axis: rank % self.devices // far % self.sizes[axis] for axis, far in self.strides.items()}
 
     def neighbours(self, rank: int) -> dict[str, int]:
@@ -103,7 +104,7 @@ class Mesh:
         return tuple(axis for stride, count in reversed(runs(ranks)) for axis in self.over(stride, count))
 
     def of_layout(self, layout: Mapping[str, Any], sharded: Sequence[int] = ()) -> Spread:
-        """Return how a parameter with this layout lies on the ranks (its spread).
+        """Return how a parameter with this layout is distributed over the ranks (its spread).
 
         Args:
             layout: as `tools.dryrun.rank` reports it: the mesh of the stage's devices, for each dimension the axes that
@@ -181,13 +182,13 @@ def mesh_of(
 
 
 class Uneven(NamedTuple):
-    """An `Uneven` describes constants of an operator that the rank at the other end of every axis does not have as the
-    next ranks imply.
+    """An `Uneven` describes constants of an operator that have another value on the rank at the other end of every axis
+    than the neighbouring ranks imply.
 
     Args:
-        says: a sentence about the first of them.
-        over: the axes along which they grow.
-        counts: whether all of them are whole numbers.
+        says: a sentence about the first of these constants.
+        over: the axes along which these constants grow.
+        counts: whether all of these constants are integers.
     """
 
     says: str
@@ -196,11 +197,13 @@ class Uneven(NamedTuple):
 
 
 class Peers:
-    """A `Peers` holds the graphs of other ranks of the stage, to compare their operators with those of the rank.
+    """A `Peers` holds the graphs of other ranks of a stage, and compares their operators with the operators of one
+    rank.
 
     Args:
-        graph: the graph of the rank.
-        graphs: for each key of `Mesh.neighbours` the graph of that rank. mesh, rank: of the stage.
+        graph: the graph of the rank that is examined.
+        graphs: for each key of `Mesh.neighbours` the graph of this neighbour. mesh, rank: the mesh of the stage, and
+            the examined rank.
     """
 
     def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], mesh: Mesh | None = None, rank: int = 0):
@@ -237,8 +240,9 @@ class Peers:
         return found
 
     def unevenness(self, name: str, number: int) -> Uneven | None:
-        """Return what is wrong with an operator's constants on the rank at the other end of every axis; return None if
-        they are what the next ranks imply, or if the graph of this rank is not known.
+        """Return a description of an operator's constants whose values on the rank at the other end of every axis are
+        not those that the neighbouring ranks imply; return None if there are no such constants, or if the graph of this
+        rank is unknown.
 
         Texts that differ between neighbours are not compared, because no rule computes with them.
 
@@ -301,8 +305,8 @@ class Peers:
         return other
 
     def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
-        """Return the operator of a neighbouring rank's graph that has the same position among operators of one kind and
-        scope.
+        """Return the operator of a neighbouring rank's graph that corresponds to an operator: it has the same position
+        among the operators of the same kind and scope.
         """
         own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
         if len(own) != len(other):

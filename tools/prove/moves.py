@@ -1,5 +1,5 @@
-"""This module computes how a value lies on the ranks (its `tools.prove.spread.Spread`) after an operator that changes
-its shape or joins and splits its dimensions, and after a collective.
+"""This module computes how a value is distributed over the ranks (its `tools.prove.spread.Spread`) after an operator
+that changes its shape or joins and splits its dimensions, and after a collective.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ def _count(atom: Atom) -> int:
 
 
 def reshape(x: Spread, shape: Sequence[int], firm: bool = False, ranks_first: bool = False) -> Spread:
-    """Return how a value lies on the ranks (its spread) after each rank has reshaped its part to another shape.
+    """Return how a value is distributed over the ranks (its spread) after each rank has reshaped its part to another
+    shape.
 
-    A piece stays between the extents around it. If these come into different dimensions, it stays in front of the
-    extent behind it if both shared a dimension, because a layout cuts dimensions into whole pieces. Otherwise it goes
-    to that dimension of one element between them which it had before, or to the end of the one before. Its place is a
-    guess (`loose`) where a dimension of one element could have it as well, unless the places are `firm`. If dimension 0
-    is that of the ranks (`ranks_first`), pieces in front of all extents go there.
+    The pieces of an axis stay between the extents (sizes on a rank) around them. If these two extents come into
+    different dimensions, the pieces stay in front of the second extent if the pieces and this extent shared a
+    dimension, because a layout cuts dimensions into whole pieces. Otherwise the pieces go to the dimension of one
+    element between the two extents in which they were before, or to the end of the dimension before. The place of the
+    pieces is a guess (`loose`) if a dimension of one element could have the pieces as well, unless the places are
+    `firm`. If dimension 0 is that of the ranks (`ranks_first`), pieces in front of all extents go to dimension 0.
     """
     atoms = _flat(x)
     if -1 not in shape:  # now it is known how many rows there are
@@ -158,8 +160,8 @@ def _with_pieces(
 
 
 def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
-    """Return the spread with the dimensions `dims`, if `dims` hold the same parts in the same order: every rank has
-    the same elements as before. Otherwise return the spread unchanged. Pieces that change their dimension are loose.
+    """Return a spread with the dimensions `dims` if they hold the same parts in the same order, so that every rank has
+    the same elements as before. Otherwise return the spread unchanged. Pieces that change their dimension become loose.
     """
     own, other = ([(atom, number) for number, dim in enumerate(each) for atom in dim] for each in (x.dims, dims))
     if [atom for atom, _ in own] != [atom for atom, _ in other] or x.shape != tuple(map(extent, dims)):
@@ -169,21 +171,21 @@ def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
 
 
 def transpose(x: Spread, order: Sequence[int]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after its dimensions were put in another order."""
+    """Return how a value is distributed over the ranks (its spread) after its dimensions were put in another order."""
     require_home(x)
     return replace(x, dims=tuple(x.dims[axis] for axis in order))
 
 
 def expand(x: Spread, axis: int) -> Spread:
-    """Return how a value lies on the ranks (its spread) after a new dimension of one element was inserted."""
+    """Return how a value is distributed over the ranks (its spread) after a dimension of one element was inserted."""
     axis %= len(x.dims) + 1
     require_home(x)
     return replace(x, dims=(*x.dims[:axis], (), *x.dims[axis:]))
 
 
 def tile(x: Spread, counts: Sequence[int]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after each rank has repeated it along some dimensions; a
-    repeated dimension must not be cut.
+    """Return how a value is distributed over the ranks (its spread) after each rank has repeated it along some
+    dimensions; a repeated dimension must not be cut.
     """
     require_home(x)
     dims = ((),) * (len(counts) - len(x.dims)) + x.dims
@@ -194,8 +196,8 @@ def tile(x: Spread, counts: Sequence[int]) -> Spread:
 
 
 def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after each rank has repeated its part until the part has this
-    shape; a size of -1 keeps the dimension.
+    """Return how a value is distributed over the ranks (its spread) after each rank has repeated its part until the
+    part has the shape `shape`; a size of -1 keeps a dimension.
     """
     dims = ((),) * (len(shape) - len(x.dims)) + x.dims
     counts = [1 if size in (-1, extent(dim)) else size for dim, size in zip(dims, shape, strict=True)]
@@ -203,8 +205,8 @@ def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
 
 
 def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
-    """Return for each part of a dimension how it lies on the ranks (its spread) after every rank has split the
-    dimension; the dimension must not be cut over ranks.
+    """Return for each part of a dimension how it is distributed over the ranks (its spread) after every rank has split
+    the dimension; the dimension must not be cut over ranks.
     """
     require_home(x)
     axis %= len(x.dims)
@@ -214,8 +216,8 @@ def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
 
 
 def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
-    """Return how a value lies on the ranks (its spread) after dimension `axis` was split into equal parts and these
-    parts were joined along dimension `to`.
+    """Return how a value is distributed over the ranks (its spread) after dimension `axis` was split into equal parts
+    and these parts were joined along dimension `to`.
 
     MindSpore moves pieces in this way: after a gather to the dimension to which they belong, and before a scatter to
     the first dimension.
@@ -262,8 +264,8 @@ def _at_home(block: Block, to: int) -> Block:
 
 
 def concat(given: Sequence[Spread], axis: int) -> Spread:
-    """Return how the result of joining values along a dimension lies on the ranks (its spread); this dimension must be
-    whole on each rank.
+    """Return how the result of joining values along a dimension is distributed over the ranks (its spread); this
+    dimension must be whole on each rank.
     """
     require_home(*given)
     both = frozenset[str]().union(*(x.partial for x in given))
@@ -298,9 +300,9 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
 
 
 def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after a sum over the ranks along some axes. If a reshape to a
-    vector has removed a cut dimension of one element, the ranks' pieces count as parts of the sum over this dimension:
-    with one sample on each rank, the gradient of a bias is summed in this way.
+    """Return how a value is distributed over the ranks (its spread) after a sum over the ranks along some axes. If a
+    reshape to a vector has removed a cut dimension of one element, the ranks' pieces count as parts of the sum over
+    this dimension: with one sample on each rank, the gradient of a bias is summed in this way.
     """
     for axis in axes:
         x = added_up(x, x.dropped & {axis})
@@ -313,8 +315,8 @@ def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def added_up(x: Spread, axes: frozenset[str]) -> Spread:
-    """Return how a vector lies on the ranks if its pieces along some axes are treated as parts of a sum over the
-    dimension that these axes cut.
+    """Return how a vector is distributed over the ranks if its pieces along some axes are treated as parts of a sum
+    over the dimension that these axes cut.
     """
     if not axes:
         return x
@@ -323,7 +325,9 @@ def added_up(x: Spread, axes: frozenset[str]) -> Spread:
 
 
 def all_largest(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after an AllReduce along some axes that takes the maximum."""
+    """Return how a value is distributed over the ranks (its spread) after an AllReduce along some axes that takes the
+    maximum.
+    """
     for axis in axes:
         if axis in x.holes | x.partial | x.shifted or x.powers:
             raise refusal((x,), f"the maximum over {axis} is computed from a value that is not plain")
@@ -331,8 +335,8 @@ def all_largest(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def all_gather(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after an AllGather, which concatenates the pieces of all ranks
-    along dimension 0.
+    """Return how a value is distributed over the ranks (its spread) after an AllGather, which concatenates the pieces
+    of all ranks along dimension 0.
 
     Args:
         axes: the axes of the group; the last one is the axis along which neighbouring ranks of the group lie.
@@ -383,11 +387,11 @@ def _without_blocks(x: Spread) -> tuple[Dim, ...]:
 
 
 def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after a ReduceScatter, which sums over the ranks and leaves
-    each rank its own piece of dimension 0.
+    """Return how a value is distributed over the ranks (its spread) after a ReduceScatter, which sums over the ranks
+    and leaves each rank its own piece of dimension 0.
 
     Args:
-        axes: axes as in `all_gather`.
+        axes: the axes of the group, as in `all_gather`.
     """
     x = all_reduce(x, axes)
     for axis in axes:
@@ -423,9 +427,9 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
 
 
 def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after an AllToAll along an axis: each rank splits dimension
-    `split` into a part for each rank, and joins the parts that it receives along dimension `join`. The axis then cuts
-    dimension `split`, and its former pieces are gathered in dimension `join`.
+    """Return how a value is distributed over the ranks (its spread) after an AllToAll along an axis: each rank splits
+    dimension `split` into a part for each rank, and joins the parts that it receives along dimension `join`. The axis
+    then cuts dimension `split`, and its former pieces are gathered in dimension `join`.
     """
     if axis not in x.holes:
         how = "partial over it" if axis in x.partial else "the same on its ranks"

@@ -1,11 +1,12 @@
 """This module decides for each weight of each compiled rank whether its gradient is right, wrong or unknown, and makes
 the report of `tc3 prove`.
 
-A weight is *proven* if two conditions hold. The spread of its gradient after the last sum over ranks, which follows
-operator by operator from the layouts of weights and inputs, is that of the weight (cut alike, neither partial nor
-scaled). The check of `tc3 dryrun` finds that its sums and divisors are right. A weight is *wrong* if one of the two
-finds a fault, and *unknown* if an operator on the way has no rule or does not allow the spreads of its arguments; such
-a contradiction is reported once, with its operator.
+A weight is *proven* if two conditions hold. The first condition: after the last sum over ranks, the gradient is
+distributed over the ranks as the weight does (cut in the same way, and neither partial nor scaled); this follows
+operator by operator from the layouts of weights and inputs. The second condition: the check of `tc3 dryrun` finds that
+the sums and divisors of the gradient are right. A weight is *wrong* if one of the two checks finds a fault, and
+*unknown* if an operator between the inputs and the gradient has no rule or does not allow the spreads of its arguments;
+such a contradiction is reported once, with its operator.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ class Weight:
         name: the name of the weight.
         verdict: `PROVEN`, `WRONG` or `UNKNOWN`.
         why: a description of what is wrong or unknown; "" for a proven weight.
-        spread: the text that says how its gradient lies on the ranks after the last sum; "" if this is unknown.
-        operator: the operator for whose result this could not be found; "" if it was found up to the gradient.
+        spread: a text that says how the weight's gradient is distributed over the ranks after the last sum; "" if this
+            is unknown.
+        operator: the first operator for whose result it is unknown how it is distributed over the ranks; "" if there is
+            no such operator.
     """
 
     name: str
@@ -65,11 +68,13 @@ class Stage:
         rank, stage: the rank that was compiled, and its pipeline stage.
         mesh: the axes of the device mesh with their sizes, as text.
         weights: the weights that the optimizer updates.
-        contradictions: the operators whose arguments lie on the ranks in a way that they do not allow, with the reason.
-        typed: the number of operators on the way to the gradients for whose results it was found how they lie on the
-            ranks.
-        asked: the number of all operators on the way to the gradients.
-        missing: for each operator without a result, the number of places where this makes everything behind it unknown.
+        contradictions: the operators whose arguments are distributed over the ranks in a way that they do not allow,
+            with the reason.
+        typed: the number of operators, of those that the gradients depend on, for whose results it is known how they
+            are distributed over the ranks.
+        asked: the number of all operators on which the gradients depend.
+        missing: for each kind of operator without a result, the number of places in the graph at which all later values
+            become unknown because of it.
     """
 
     rank: int
@@ -101,7 +106,7 @@ def mesh_for(
     """Return the device mesh of a pipeline stage; all compiled stages have the same mesh.
 
     Args:
-        degrees: (name, ranks) of the recipe's tensor, context and data parallelism.
+        degrees: (name, number of ranks) of the recipe's tensor, context and data parallelism.
 
     Raises:
         NotKnown: the groups do not form a mesh.
@@ -124,12 +129,12 @@ def typing_of(
     peers: Mapping[str, GraphText],
     received: Mapping[Direction, Spread] | None = None,
 ) -> Typing:
-    """Return the `Typing` that finds how each value in the graph of one compiled rank lies on the ranks.
+    """Return the `Typing` that finds how each value in the graph of one compiled rank is distributed over the ranks.
 
     Args:
         result: the result of the rank's compile, as `tools.dryrun.rank` reports it.
         peers: the graphs of the ranks in `Mesh.neighbours`.
-        received: how the values that other stages send lie on the ranks (their spreads).
+        received: how the values that other stages send are distributed over the ranks (their spreads).
     """
     known, generated = ranks_of(result, mesh.devices), generated_groups(graph)
     for each in (graph, *peers.values()):
@@ -156,11 +161,11 @@ def _without_strategies(graph: GraphText) -> None:
 
 def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:
     """Return a `Typing` for each compiled stage, and a sentence for each direction (forward or backward) in which
-    stages send values that lie differently on the ranks.
+    stages send values that are distributed differently over the ranks.
 
-    One stage receives what another sends. The spreads of the values that the first stage sends in its forward pass, and
-    the last stage in its backward pass, are therefore assumed for all stages. Every stage must then send values of
-    these spreads.
+    A stage receives the values that a neighbouring stage sends. The spreads of the values that the first stage sends in
+    its forward pass, and of those that the last stage sends in its backward pass, are assumed for all stages. Every
+    stage must then send values with these spreads.
     """
     received: dict[Direction, Spread] = {}
     while True:
@@ -242,8 +247,8 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
 
 
 def against(found: Spread, wanted: Spread) -> str:
-    """Return a sentence that says why a gradient lies wrongly on the ranks after its sums over ranks, and what is
-    missing; return "" if the gradient lies on the ranks as its weight does.
+    """Return a sentence that says why a gradient is distributed wrongly over the ranks after its sums over ranks, and
+    what is missing; return "" if the gradient is distributed over the ranks as its weight does.
     """
     if found.partial:
         return f"it must still be summed over {_told(found.partial)}"
@@ -268,7 +273,7 @@ def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devic
     gradient wrong or unknown.
 
     Args:
-        micro_batches, devices: as in `tools.dryrun.report.scale_report`.
+        micro_batches, devices: the numbers of micro-batches and devices, as in `tools.dryrun.report.scale_report`.
     """
     seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
     found: dict[int, dict[str, str]] = {}
@@ -295,7 +300,7 @@ def report_of(
     Args:
         recipe: the file of the recipe.
         results: the results of the compiled ranks, one for each of `stages`.
-        differ: a sentence for each case in which stages do not send what others receive.
+        differ: a sentence for each case in which a stage does not send values as other stages receive them.
         micro_batches: the number of micro-batches of a step of the compiled recipe, including those of gradient
             accumulation.
         per: the number of devices of one stage. all_: the number of devices of the compiled recipe.

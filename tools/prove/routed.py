@@ -1,15 +1,16 @@
 """This module holds the rules for the operators with which `plugins.hierarchical_ep` dispatches tokens, in each of its
 modes, with and without dispatch in chunks.
 
-The rules of `tools.prove.experts` check each step of a dispatch. The rules here assume that the steps of a single rank
-on its own rows are right (which rows it takes, in which order, how often, and which columns share a buffer), and check
-the steps between ranks. The path of dispatched rows has the step ("own", tokens of the rank) after the grouping, and
-then only exchanges. The counts of an AlltoAllV must be those that were exchanged over the same ranks, the way back must
-take the exchanges in the opposite order, the experts must be cut over exactly the ranks to which their rows went, and
-rows that came to a node must be compared with that node's experts. Mode `hierarchical` gathers the rows of all nodes on
-each rank, which then keeps those of its node's experts: this is treated as an exchange over the nodes, and the
-ReduceScatter over the same ranks undoes it. All integers that routing decides for some rows are one `Order`: ("choice",
-the dimension of the rows, the axes along which its first expert differs).
+The rules of `tools.prove.experts` check each step of a dispatch. The rules in this module assume that the steps of a
+single rank on its own rows are right (which rows the rank takes, in which order, how often, and which columns share a
+buffer), and check the steps between ranks. The path of dispatched rows has the step ("own", tokens of the rank) after
+the grouping, and then only exchanges. The counts of an AlltoAllV must have been exchanged over the same ranks, the
+combine must undo the exchanges in the opposite order, the experts must be cut over exactly the ranks to which their
+rows were sent, and rows that were sent to a node must be compared with the experts of this node. The mode
+`hierarchical` gathers the rows of all nodes on each rank, which then keeps the rows for the experts of its node: this
+is treated as an exchange over the nodes, and the ReduceScatter over the same ranks undoes it. All integers that routing
+decides for some rows are one `Order`: ("choice", the dimension of the rows, the axes along which its first expert
+differs).
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def _entered(x: Spread) -> Dim:
 
 
 def held(x: Spread, shape: Sequence[int]) -> Spread:
-    """Return how dispatched rows that each rank holds lie on the ranks (their spread), as a tensor that has the shape
-    `shape` on each rank.
+    """Return how the dispatched rows that each rank holds are distributed over the ranks (their spread), for a tensor
+    that has the shape `shape` on each rank.
 
     Raises:
         NotKnown: a dimension after the rows is cut.

@@ -1,7 +1,9 @@
 """This module holds a rule for each operator of MindSpore's graph (`RULES`). A rule computes from the operator's
-arguments how its result lies on the ranks, with the algebra of `tools.prove.spread` and `tools.prove.moves`.
+arguments how its result is distributed over the ranks, with the algebra of `tools.prove.spread` and
+`tools.prove.moves`.
 
-A rule is a function of one `Call`. An operator that is not in the table has no rule, and what follows it is unknown.
+A rule is a function of one `Call`. An operator that is not in the table has no rule, and all values computed from its
+result are unknown.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from tools.prove.spread import (
 
 
 def apply(call: Call) -> Value:
-    """Return how the results of an operator lie on the ranks (their spreads), by the rule for this operator.
+    """Return how the results of an operator are distributed over the ranks (their spreads), by the rule for this
+    operator.
 
     Raises:
         NotKnown: the operator has no rule, or the rule does not cover these arguments. Contradiction: the operator does

@@ -1,5 +1,5 @@
-"""This module computes how a value lies on the ranks (its `tools.prove.spread.Spread`) after each rank has taken a
-slice, padded its part with zeros, or looked up rows of a table.
+"""This module computes how a value is distributed over the ranks (its `tools.prove.spread.Spread`) after each rank has
+taken a slice, padded its part with zeros, or looked up rows of a table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.prove.spread import (
 
 
 def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after each rank has taken a slice of its part.
+    """Return how a value is distributed over the ranks (its spread) after each rank has taken a slice of its part.
 
     Args:
         shape: the shape of the slice on the rank.
@@ -80,8 +80,8 @@ def _same_piece(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
-    """Return how a value lies on the ranks (its spread) after each rank has padded its part with zeros, which is the
-    gradient of `take`.
+    """Return how a value is distributed over the ranks (its spread) after each rank has padded its part with zeros,
+    which is the gradient of `take`.
 
     Args:
         shape, by, sizes: the same as in `take`, for the padded value.
@@ -148,8 +148,8 @@ def _outermost_first(axes: frozenset[str], sizes: Mapping[str, int]) -> Dim:
 
 
 def look_up(indices: Spread, table: Spread, sizes: Mapping[str, int]) -> Spread:
-    """Return how rows of a table lie on the ranks (their spread) after they were looked up by indices. If the table's
-    rows are cut over ranks, the indices must count from the first row of the rank's own piece.
+    """Return how rows of a table are distributed over the ranks (their spread) after they were looked up by indices. If
+    the table's rows are cut over ranks, the indices must count from the first row of the rank's own piece.
     """
     require_home(indices, table)
     by_element(table)
@@ -161,8 +161,8 @@ def look_up(indices: Spread, table: Spread, sizes: Mapping[str, int]) -> Spread:
 
 
 def add_rows(gradient: Spread, indices: Spread, rows: int, sizes: Mapping[str, int]) -> Spread:
-    """Return how the gradient of a table lies on the ranks (its spread), where `look_up` has read rows of this table:
-    it adds up the gradients of each row.
+    """Return how the gradient of a table is distributed over the ranks (its spread), where `look_up` has read rows of
+    this table: it adds up the gradients of each row.
     """
     require_home(gradient, indices)
     if indices.shifted - gradient.shifted:
@@ -176,8 +176,8 @@ def add_rows(gradient: Spread, indices: Spread, rows: int, sizes: Mapping[str, i
 
 
 def one_hot(indices: Spread, classes: int, sizes: Mapping[str, int]) -> Spread:
-    """Return how one-hot rows (zeros, and a one at each index) lie on the ranks (their spread). If each rank has
-    subtracted the start of its own piece from the indices, the rows are cut over ranks.
+    """Return how one-hot rows (zeros, and a one at each index) are distributed over the ranks (their spread). If each
+    rank has subtracted the start of its own piece from the indices, the rows are cut over ranks.
     """
     require_home(indices)
     by_element(indices)

@@ -1,17 +1,17 @@
-"""This module describes how a value lies on the ranks of a device mesh (its spread), and computes for each operation
-how its result lies on the ranks. The module needs neither MindSpore nor files.
+"""This module describes how a value is distributed over the ranks of a device mesh (its spread), and computes for each
+operation how its result is distributed over the ranks. The module needs neither MindSpore nor files.
 
 A `Spread` states for one value and for every axis of the mesh whether the ranks along the axis hold the same value
-(replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). It also has a power for each
-axis: the ranks hold the value times the axis' size to this power. MindSpore needs that: it starts the backward pass
-with 1 / devices on every rank and later sums over all ranks, also where they computed equal values. A replicated value
-with the power -1 is a partial sum whose parts are equal.
+(replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). A `Spread` also has a power for
+each axis: the ranks hold the value times the axis' size to this power. MindSpore needs the power, because it starts the
+backward pass with 1 / devices on every rank and later sums over all ranks, also if they computed equal values. A
+replicated value with the power -1 is a partial sum whose parts are equal.
 
 A dimension is a tuple of atoms, outermost first: an extent on the rank (an integer), the name of an axis whose ranks
 hold the pieces at this place, or a `Block`. ``(("tp", 64), (128,))`` is a matrix whose rows are cut over tp, 64 on each
-rank. Every function returns the spread of the result, raises `Contradiction` where the ranks' results are neither
-pieces nor parts of what one device would compute, and `NotKnown` where this module cannot say. The property test splits
-random arrays over simulated ranks by these definitions and runs each operation on them.
+rank. Every function returns the spread of the result. Functions raise `Contradiction` if the ranks' results are neither
+pieces nor parts of the result of one device, and `NotKnown` if this module has no rule. A property test splits random
+arrays over simulated ranks by these definitions and runs each operation on the parts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Certain(Contradiction):
 
 
 class NotKnown(TC3Error):
-    """This error means that no rule says how the result of an operator lies on the ranks."""
+    """This error means that no rule says how the result of an operator is distributed over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Block:
 
     Args:
         home: the dimension to which these pieces belong.
-        at: the number of atoms in front of these pieces in that dimension.
+        at: the number of atoms in front of these pieces in the dimension `home`.
         others: (home, at) of each other place to which these pieces may belong, if their place was loose.
     """
 
@@ -70,8 +70,8 @@ class Rows:
     """A `Rows` stands for rows of tokens whose order is decided by routing and differs from rank to rank.
 
     Args:
-        origin: the atoms of the dimension before the dispatch. Its axes come before the rows in the dimension.
-        path: the steps that the rows have taken, in order; see `tools.prove.experts`.
+        origin: the atoms of the dimension before the dispatch. These axes come before the rows in the dimension.
+        path: the steps of the dispatch that the rows have gone through, in order; see `tools.prove.experts`.
         count: the number of rows on a rank; -1 if the data decide.
     """
 
@@ -89,8 +89,8 @@ Powers = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Spread:
-    """A `Spread` describes how a value lies on the ranks of a device mesh: replicated, cut or as partial sums along
-    each axis.
+    """A `Spread` describes how a value is distributed over the ranks of a device mesh: replicated, cut or as partial
+    sums along each axis.
 
     Args:
         dims: the atoms of each dimension, outermost first.
@@ -101,8 +101,8 @@ class Spread:
         greatest: the axes over which the value is the maximum of the ranks' values.
         merged: if a reshape has made a matrix of tokens, the two dimensions that became its rows. Values with equal
             elements may differ in this field.
-        dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. Their pieces are
-            also parts of the sum over that dimension.
+        dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. The pieces on
+            these axes are also parts of the sum over it.
         formula: for integers that were computed from ends of documents, the formula (see `tools.prove.documents`).
     """
 
@@ -165,8 +165,8 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """A `Zeros` describes a tensor of zeros on all ranks; it can be added to a value that lies on the ranks in
-    any way.
+    """A `Zeros` describes a tensor of zeros on all ranks; it can be added to a value that is distributed over the ranks
+    in any way.
     """
 
 
@@ -177,7 +177,7 @@ class Alike(Spread):
 
 
 def plain(shape: Iterable[int]) -> Spread:
-    """Return the spread of a value of this shape of which all ranks hold the same copy."""
+    """Return the spread of a value of the given shape of which all ranks hold the same copy."""
     return Spread(tuple(tidy((size,)) for size in shape))
 
 
@@ -204,14 +204,14 @@ def times(*parts: tuple[Powers, int]) -> Powers:
 
 
 def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
-    """Return how a value lies on the ranks (its spread) after a multiplication by the size of each of `axes` to a
-    power.
+    """Return how a value is distributed over the ranks (its spread) after a multiplication by the size of each of
+    `axes` to a power.
     """
     return replace(x, powers=times((x.powers, 1), (tuple((axis, power) for axis in axes), 1)))
 
 
 def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
-    """Return the dimensions unchanged; raise an error if one axis of the mesh cuts two of them."""
+    """Return the dimensions of a value unchanged; raise an error if one axis of the mesh cuts two of them."""
     cuts = Counter(atom for dim in dims for atom in dim if isinstance(atom, str))
     if twice := [axis for axis, count in cuts.items() if count > 1]:
         raise refusal(given, f"{twice[0]} would cut two dimensions")
@@ -222,7 +222,7 @@ def require_home(*given: Spread) -> None:
     """Raise an error for values in which gathered pieces are not yet in the dimension to which they belong.
 
     Raises:
-        NotKnown: there are such pieces.
+        NotKnown: the value has such pieces.
     """
     for x in given:
         if any(isinstance(atom, Block) for dim in x.dims for atom in dim):
@@ -230,7 +230,7 @@ def require_home(*given: Spread) -> None:
 
 
 def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None) -> Contradiction:
-    """Return a `Contradiction` whose message says how the given values lie on the ranks, and why this is wrong."""
+    """Return a `Contradiction` whose message says how values are distributed over ranks, and why this is wrong."""
     return Contradiction(f"{' with '.join(map(str, given))}: {why}", over)
 
 
@@ -334,7 +334,7 @@ def alike(x: Spread, other: Spread) -> Spread:
 
 
 def joined(x: Spread, y: Spread) -> Spread:
-    """Return how the result of an elementwise operation on two values lies on the ranks (its spread), with
+    """Return how the result of an elementwise operation on two values is distributed over the ranks (its spread), with
     broadcasting.
     """
     count = max(len(x.dims), len(y.dims))
@@ -377,7 +377,7 @@ def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
 
 
 def add(x: Spread, y: Spread) -> Spread:
-    """Return how the elementwise sum or difference of two values lies on the ranks (its spread)."""
+    """Return how the elementwise sum or difference of two values is distributed over the ranks (its spread)."""
     if isinstance(x, Zeros) or isinstance(y, Zeros):
         zeros, other = (x, y) if isinstance(x, Zeros) else (y, x)
         more = len(zeros.dims) - len(other.dims)
@@ -406,8 +406,8 @@ def check_linear(x: Spread, y: Spread) -> None:
 
 
 def multiply(x: Spread, y: Spread) -> Spread:
-    """Return how the elementwise product of two values lies on the ranks (its spread); the product with zeros
-    is zeros.
+    """Return how the elementwise product of two values is distributed over the ranks (its spread); the product with
+    zeros is zeros.
     """
     if isinstance(x, Zeros) or isinstance(y, Zeros):
         return Zeros(joined(Spread(alike(x, y).dims), Spread(alike(y, x).dims)).dims)
@@ -418,15 +418,15 @@ def multiply(x: Spread, y: Spread) -> Spread:
 
 
 def divide(x: Spread, y: Spread) -> Spread:
-    """Return how the elementwise quotient of two values lies on the ranks (its spread)."""
+    """Return how the elementwise quotient of two values is distributed over the ranks (its spread)."""
     if y.partial:
         raise refusal((x, y), "the divisor is a partial sum")
     return multiply(x, replace(y, powers=times((y.powers, -1))))
 
 
 def by_element(*given: Spread) -> Spread:
-    """Return how the result of an elementwise function that is not linear lies on the ranks (its spread); its arguments
-    must be neither partial sums nor scaled.
+    """Return how the result of an elementwise function that is not linear is distributed over the ranks (its spread);
+    its arguments must be neither partial sums nor scaled.
     """
     for x in given:
         if x.partial or x.powers or x.greatest:
@@ -439,7 +439,7 @@ def by_element(*given: Spread) -> Spread:
 
 
 def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the sum of a value over dimensions `axes` (None: all dimensions) lies on the ranks (its spread)."""
+    """Return how the sum of a value over dimensions `axes` (None: all) is distributed over ranks (its spread)."""
     require_home(x)
     if x.greatest:
         raise refusal((x,), f"the maximum of only a rank's own piece over {', '.join(sorted(x.greatest))} is added up")
@@ -458,16 +458,16 @@ def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
 
 def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the mean of a value over some dimensions lies on the ranks (its spread); if such a dimension is cut,
-    each rank divides by too few elements.
+    """Return how the mean of a value over some dimensions is distributed over the ranks (its spread); if such a
+    dimension is cut, each rank divides by too few elements.
     """
     found = reduce_sum(x, axes, keep)
     return scaled(found, found.partial - x.partial, 1)
 
 
 def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the maximum of a value over some dimensions lies on the ranks (its spread); if such a dimension is
-    cut, each rank finds the maximum of its own piece.
+    """Return how the maximum of a value over some dimensions is distributed over the ranks (its spread); if such a
+    dimension is cut, each rank finds the maximum of its own piece.
     """
     by_element(x)
     found = reduce_sum(x, axes, keep)
@@ -475,8 +475,8 @@ def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
 
 def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False) -> Spread:
-    """Return how a matrix product over the last two dimensions of two values lies on the ranks (its spread); the other
-    dimensions are the batch.
+    """Return how a matrix product over the last two dimensions of two values is distributed over the ranks (its
+    spread); the other dimensions are the batch.
     """
     require_home(x, y)
     check_linear(x, y)

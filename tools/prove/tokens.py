@@ -1,8 +1,8 @@
 """This module holds the rules for operators that turn a rank's tokens into rows that a router can dispatch, and back:
 the tokens are grouped, joined with constant rows, and put in the order of the ranks.
 
-The shapes of such a reshape or concatenation are the same as those of any other one; only its counterpart on the way
-back puts the tokens where they belong. `tools.prove.experts` holds the rules of the steps in between.
+The shapes do not distinguish such a reshape or concatenation from any other; only its counterpart after the experts
+puts the tokens back in their original positions. `tools.prove.experts` holds the rules of the steps in between.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
 
 
 def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return how tokens lie on the ranks after MindFormers has grouped them for its router: the shape [batch, sequence,
-    width] becomes [ranks, tokens, width].
+    """Return how tokens are distributed over the ranks after MindFormers has grouped them for its router: the shape
+    [batch, sequence, width] becomes [ranks, tokens, width].
 
-    The reshape moves each rank's own tokens to other positions of the whole value; only the way back puts them where
-    they belong. Return None for any other reshape.
+    The reshape moves each rank's own tokens to other positions of the whole value; only the later reshape that undoes
+    it puts them back. Return None for any other reshape.
     """
     if len(x.dims) != 3 or len(shape) != 3 or extent(x.dims[2]) != shape[2] or any(map(rows_in, x.dims)):
         return None
@@ -83,8 +83,8 @@ def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return how tokens lie on the ranks after a reshape that undoes `grouped`; return None if the reshape does not
-    undo it.
+    """Return how tokens are distributed over the ranks after a reshape that undoes `grouped`; return None if the
+    reshape does not undo it.
     """
     if len(x.dims) != 3 or len(shape) != 3 or len(x.dims[1]) != 1 or not isinstance(rows := x.dims[1][0], Rows):
         return None
@@ -97,7 +97,7 @@ def grouped_rows(x: Spread) -> Spread | None:
     """Return a matrix of tokens with its rows in the order into which `grouped` puts tokens; return None for any other
     matrix.
 
-    Where the compiler has made one reshape of two, the graph does not show the tokens between them.
+    If the compiler has merged two reshapes into one, the graph does not show the grouped tokens between them.
     """
     if len(x.dims) != 2 or tuple(atom for dim in x.merged for atom in dim) != x.dims[0]:
         return None
@@ -107,7 +107,8 @@ def grouped_rows(x: Spread) -> Spread | None:
 
 
 def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return how tokens lie on the ranks after a reshape that undoes `grouped_rows`; return None for any other reshape.
+    """Return how tokens are distributed over the ranks after a reshape that undoes `grouped_rows`; return None for any
+    other reshape.
 
     If a rank has one sample, [1, tokens, width] is treated as grouped tokens, which the next Transpose ungroups.
     """
@@ -117,8 +118,8 @@ def ungrouped_rows(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def padded(members: Sequence[Value], axis: int) -> Spread | None:
-    """Return how grouped tokens lie on the ranks after constant rows were put in front of them; return None if the
-    tokens are not grouped.
+    """Return how grouped tokens are distributed over the ranks after constant rows were put in front of them; return
+    None if the tokens are not grouped.
     """
     if len(members) != 2 or not all(isinstance(each, Spread) for each in members):
         return None
@@ -130,8 +131,8 @@ def padded(members: Sequence[Value], axis: int) -> Spread | None:
 
 
 def padded_back(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | None:
-    """Return how grouped tokens lie on the ranks after zeros were put in front of them, which is the gradient of
-    `unpadded`; return None if the tokens are not grouped.
+    """Return how grouped tokens are distributed over the ranks after zeros were put in front of them, which is the
+    gradient of `unpadded`; return None if the tokens are not grouped.
     """
     moved = [place for place, at in enumerate(begin) if at and rows_in(x.dims[place])]
     if len(moved) != 1 or shape[moved[0]] != begin[moved[0]] + extent(x.dims[moved[0]]):
@@ -152,8 +153,8 @@ def _with(x: Spread, axis: int, place: int, rows: Rows) -> Spread:
 
 
 def unpadded(x: Spread, begin: Sequence[int], shape: Sequence[int]) -> Spread | None:
-    """Return how grouped tokens lie on the ranks after the constant rows in front of them were removed; return None if
-    the tokens are not grouped.
+    """Return how grouped tokens are distributed over the ranks after the constant rows in front of them were removed;
+    return None if the tokens are not grouped.
     """
     for place, dim in enumerate(x.dims):
         found = rows_in(dim)

@@ -1,10 +1,12 @@
-"""This module finds for every value of a rank's compiled graph how the value lies on the ranks of the device mesh.
+"""This module finds for every value of a rank's compiled graph how the value is distributed over the ranks of the
+device mesh.
 
-`Typing` follows the operators from the parameters, whose layouts MindSpore states, to a value that is asked for. In a
-pipeline the root calls the forward pass of a micro-batch, which returns its backward pass as a closure; each call is
-typed with its arguments. A Receive has the spread with which compiled stages send values of its shape in its direction.
-The gradient of a Reshape lies in the dimensions of the argument of this Reshape. Where a spread contradicts an
-operator, or an operator has no rule, the value is a `Failure`, and so is all that follows from it.
+`Typing` follows the operators from the parameters, whose layouts MindSpore states, to the value that the caller asks
+for. In a pipeline the root graph calls the forward pass of a micro-batch, which returns its backward pass as a closure;
+each call is examined with its own arguments. The result of a Receive has the spread with which compiled stages send
+values of its shape in its direction (forward or backward). The gradient of a Reshape has the dimensions of the argument
+of this Reshape. If an operator does not allow the spreads of its arguments, or has no rule, its result is a `Failure`,
+and so are all values that are computed from it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks o
 
 @dataclass(frozen=True)
 class Failure:
-    """A `Failure` says why it was not found how a value lies on the ranks.
+    """A `Failure` says why it was not found how a value is distributed over the ranks.
 
     Args:
         contradicts: whether the operator does not allow the spreads of its arguments; otherwise the spread is unknown.
@@ -59,13 +61,14 @@ class Closure:
 
 @dataclass(frozen=True)
 class Sum:
-    """A `Sum` is the variable that adds up a weight's gradient over micro-batches."""
+    """A `Sum` describes the variable in which a weight's gradient is accumulated over micro-batches."""
 
     weight: str
 
 
 class Frame:
-    """A `Frame` is one call of a subgraph: its arguments, and how the values that it computes lie on the ranks.
+    """A `Frame` is one call of a subgraph: its arguments, and how the values that it computes are distributed over the
+    ranks.
 
     Equal operators with equal arguments have equal names, so a recomputed value is recognized in the backward pass.
     """
@@ -85,7 +88,9 @@ class Frame:
         return self.given_names.get(parameter[1] if parameter else "", hash(text))
 
     def name_node(self, number: int, node: Node, arguments: Sequence[str]) -> int:
-        """Give an operator an identifier, equal for operators that compute the same value, and return it."""
+        """Return the identifier of an operator, and assign one if there is none; operators that compute the same value
+        have equal identifiers.
+        """
         if node.op in ("Depend", "Load", "TensorMove") and not node.calls:
             self.names[number] = self.named(arguments[0])
         elif node.calls or node.op == "Receive":
@@ -100,7 +105,7 @@ Direction = tuple[str, tuple[int, ...]]  # "forward" or "backward", and the shap
 
 
 class Typing:
-    """A `Typing` finds for all values of one compiled graph how they lie on the ranks (their spreads).
+    """A `Typing` finds for all values of one compiled graph how they are distributed over the ranks (their spreads).
 
     Args:
         parameter: name of a parameter of the root graph -> its spread; it raises `NotKnown` for other names.
@@ -128,7 +133,7 @@ class Typing:
         self.reshaped: dict[tuple[Any, ...], set[tuple[Dim, ...]]] = defaultdict(set)
 
     def of(self, number: int) -> Value:
-        """Return how a value of the root graph lies on the ranks (its spread)."""
+        """Return how a value of the root graph is distributed over the ranks (its spread)."""
         return self._total(self._of(self.root, number))
 
     def _total(self, value: Value) -> Value:
@@ -323,10 +328,12 @@ class Typing:
         return found
 
     def summed(self, weight: str) -> Value:
-        """Return how a weight's gradient, added up over micro-batches, lies on the ranks before any sum over ranks.
+        """Return how a weight's gradient, accumulated over micro-batches, is distributed over the ranks before any sum
+        over ranks.
 
         Raises:
-            NotKnown: no operator adds to the variable. Contradiction: micro-batches add values with different spreads.
+            NotKnown: no operator adds to the variable of the accumulated gradient. Contradiction: micro-batches add
+                values with different spreads.
         """
         for number, node in enumerate(self.graph.graphs[self.graph.root]):
             if node.calls and any("▸" in name or "◂" in name for name in node.calls):
@@ -355,13 +362,15 @@ class Typing:
 
     @property
     def asked(self) -> set[tuple[str, int]]:
-        """Return all operators for which it was asked, with or without success, how their results lie on the ranks."""
+        """Return all operators that were examined, with or without success, to find how their results are distributed
+        over the ranks.
+        """
         return {(frame.name, number) for frame in self.frames for number in frame.values}
 
     @property
     def failures(self) -> dict[tuple[str, int], Failure]:
-        """Return for each operator without an answer the reason why it is not known how its result lies on the
-        ranks.
+        """Return for each operator of which it is unknown how its result is distributed over the ranks the reason for
+        this.
         """
         values = {(frame.name, n): value for frame in self.frames for n, value in frame.values.items()}
         return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
@@ -386,7 +395,7 @@ class Typing:
         return [number for number in sums if f"ref_key={ADDED}{weight}," in nodes[nodes[number].value or 0].types[1]]
 
     def losses(self) -> list[Spread]:
-        """Return how the reported losses lie on the ranks, without losses that are equal on all ranks."""
+        """Return how the reported losses are distributed over the ranks, without losses that are equal on all ranks."""
         found = []
         for node in self.graph.graphs[self.graph.root]:
             number = re.match(r"AssignAdd\(%para\d+_\w*loss, %(\d+)", node.head.removeprefix("PrimFunc_"))
@@ -434,7 +443,7 @@ class Typing:
 
 
 def operands_of(node: Node) -> Sequence[int]:
-    """Return the operators whose values an operator takes, without those for which it only waits."""
+    """Return the operators whose results an operator uses, without the operators for which it only waits."""
     if node.op == "Depend":
         return () if node.value is None else (node.value,)
     return () if node.op in (*_WAITS, "Receive") else node.operands

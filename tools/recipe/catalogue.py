@@ -3,9 +3,9 @@ recipes/README.md, from the folder's `card.yaml` and its recipes.
 
     python -m tools.recipe.catalogue          # writes recipes/README.md; --check only says whether it is current
 
-A card says what is true today of the recipes in its folder, and what each of them assumes. Under `host_measures` it
-says which of the measures of section 6 of the technical report a launch here applies and which `tc3 doctor` checks;
-docs/doctor.md has the same as a table for people.
+A card (the file `card.yaml`) says what was verified for the recipes in its folder, and what each recipe assumes. Its
+key `host_measures` says which of the host optimisations of section 6 of the technical report a launch of this
+repository applies, and which of them `tc3 doctor` checks; docs/doctor.md shows the same facts as a table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Measure:
     """A `Measure` is one optimisation of the host (section 6 of the technical report): the gain that the report states
     for it on up to 4,096 devices, how this repository applies it, and which checks cover it.
 
-    The gains are the report's. Nothing here has measured them.
+    The gains are quoted from the report; they were not measured with this repository.
     """
 
     gain: str
@@ -113,11 +113,11 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """Return the cards below the folder `recipes`: those of TeleChat3-MoE first, those of families that are only
-    modelled last, and within each family the small models first.
+    """Return the cards below the folder `recipes`: first the cards of TeleChat3-MoE, and last the cards of model
+    families that are only modelled; within each family the small models come first.
 
     Raises:
-        RecipeError: a card lacks a key, has one too many, or claims what no card may claim.
+        RecipeError: a card lacks a key, has an unknown key, or makes a claim that no card may make.
     """
     cards = [load_card(path) for path in sorted(recipes.glob(f"*/{CARD}"))]
     cards.sort(key=lambda card: card.name_billion)
@@ -133,7 +133,8 @@ def why_modelled(files: Iterable[str]) -> str:
     `card.yaml` gives a reason.
 
     Args:
-        files: the recipe and every file that it takes values from: of a child the card of its base speaks too.
+        files: the recipe and every file from which it takes values; the card of a base recipe also applies to its child
+            recipes.
     """
     for path in sorted(map(Path, files)):
         try:

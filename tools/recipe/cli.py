@@ -35,11 +35,11 @@ def effective(
     --mini` would train instead.
 
     With a number of `workers` the mini recipe keeps the recipe's parallel strategy, scaled to this number (`--mini
-    --parallel`). What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves
-    them.
+    --parallel`). `auto` and layout strings are replaced by the values that they stand for, with a line on stderr for
+    each; with `as_written` they stay unchanged.
 
     Raises:
-        RecipeError: the file, a base or an override is wrong; what `auto` stands for is not known.
+        RecipeError: the file, a base recipe or an override is wrong, or the value that replaces `auto` is unknown.
     """
     recipe = load_mini(path, workers=workers) if mini else load_recipe(path)
     recipe = apply_overrides(recipe, overrides) if overrides else recipe
@@ -54,7 +54,7 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the text of the `effective` recipe. YAML text keeps the anchors that the recipe's author wrote."""
+    """Return the recipe that `effective` returns as text. YAML text keeps the anchors of the recipe's author."""
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # only YAML knows dates
@@ -127,9 +127,10 @@ def show(
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def diff(before: Path, after: Path, as_written: bool, as_json: bool) -> None:
-    """Compare recipes A and B by full key path, and say what each difference means for training.
+    """Compare recipes A and B by full key path, and show the effect of each difference on training.
 
-    Exit code: 0 the same, 1 different, 2 something to mend first.
+    Exit codes: 0 if the recipes are equal, 1 if they differ, 2 if an error in a recipe or argument must be corrected
+    first.
     """
     comparison = compare(*(effective(path, as_written=as_written) for path in (before, after)))
     if as_json:

@@ -1,4 +1,4 @@
-"""This module compares two recipes by full key path, and says what each difference means for training."""
+"""This module compares two recipes by full key path, and describes the effect of each difference on training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNCLASSIFIED = "unclassified"
 
 
 class Meaning(NamedTuple):
-    """A `Meaning` describes the effect of a change of a key: a group of `meaning.yaml`, and a short phrase."""
+    """A `Meaning` describes the effect of changing a key of a recipe: a group of `meaning.yaml`, and a short phrase."""
 
     group: str
     phrase: str
@@ -92,7 +92,9 @@ ABSENT = _Absent()
 
 
 class Batch(NamedTuple):
-    """A `Batch` holds the devices of a run, and the samples (the global batch) and tokens of a step."""
+    """A `Batch` holds the number of devices of a run, and the numbers of samples (the global batch) and tokens of a
+    step.
+    """
 
     devices: int
     samples: int
@@ -156,7 +158,9 @@ def compare(before: Recipe, after: Recipe) -> Comparison:
 
 
 def batch_of(recipe: Recipe) -> Batch:
-    """Return the devices, and the global batch and the tokens of a step, as MindFormers' trainer computes them."""
+    """Return the number of devices, the global batch and the number of tokens of a step, as MindFormers' trainer
+    computes them.
+    """
     view = View(recipe)
     default = model_number(view, "seq_length")
     length = view.number((*MODEL, "seq_length"), view.number((*LOADER, "config", "seq_length"), default))

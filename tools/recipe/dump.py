@@ -16,7 +16,7 @@ from tools.recipe.load import KeyPath, Recipe
 
 
 def dump_recipe(recipe: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write `recipe` as YAML to `path`, atomically. Keys stay in the recipe's order, and no Python tags are written.
+    """Write `recipe` as YAML to `path`, atomically. The keys keep the recipe's order, and no Python tags are written.
 
     Values that the recipe's author shared through anchors stay shared, so an override of the flat file
     still reaches all their places.

@@ -15,16 +15,16 @@ SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one thing that is wrong with a recipe.
+    """A `Finding` is one fault of a recipe.
 
     Args:
-        severity: "error" (the run would fail, or be another one than was written), "warning", or "note" (it runs as
-            written; MindFormers computes something else than one may expect).
+        severity: "error" (the run would fail, or would be another run than the recipe describes), "warning", or "note"
+            (the recipe runs as written, but MindFormers computes something other than a user may expect).
         file, line: the place of the value; the line is 0 if the value has no place.
-        key: dotted key path.
-        wrong: what is wrong, in plain words.
-        right: what would be right, or empty.
-        source: the MindFormers line that would fail or drop it, or empty.
+        key: the dotted key path of the value.
+        wrong: a description of the fault of the value.
+        right: a value that would be right; "" if none is known.
+        source: the line of MindFormers that would fail or ignore the value; "" if none is known.
     """
 
     severity: str
@@ -75,7 +75,7 @@ class Report:
         return not self.errors
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content that `--json` prints."""
+        """Return the findings and sizes as the content that `tc3 check --json` prints."""
         return {
             "recipe": self.recipe.source,
             "clean": self.clean,
@@ -104,7 +104,7 @@ class Findings:
         self._add(WARNING, path, wrong, right, source or self.line_of(rule))
 
     def note(self, path: KeyPath, wrong: str, right: str = "", rule: str = "") -> None:
-        """Add a note on a difference that MindFormers makes and the recipe cannot avoid."""
+        """Add a note on a deviation of MindFormers that the recipe cannot avoid."""
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
@@ -139,7 +139,9 @@ def refused(errors: Sequence[Finding]) -> RecipeError:
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """Return an error at a key path, with file and line if these are known, for a tool that cannot go on."""
+    """Return the error of a tool that cannot go on because of a key of a recipe; its message has the key path, and file
+    and line if these are known.
+    """
     return RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {text}")
 
 

@@ -1,11 +1,11 @@
 """This module reads a recipe exactly as MindFormers would, without importing MindFormers. A recipe remembers where each
 of its values was written.
 
-Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names files
-relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top. A recipe that was
-read has the sections that every tool uses (as mappings, the callbacks as a list of mappings), and no number that makes
-no sense for a training: NaN, infinity, or a number outside `tools.ranges`. Some such numbers would keep every tool busy
-for hours (a billion layers); others would silently train something else.
+The rules of reading follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:`
+names files relative to the recipe; these files are merged shallowly with each other, and then deeply with the recipe. A
+recipe that was read has the sections that every tool uses (as mappings, and the callbacks as a list of mappings), and
+no number that is impossible for a training: NaN, infinity, or a number outside `tools.ranges`. Some such numbers would
+keep every tool busy for hours (a billion layers); with others, a run would silently train another model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """A `Recipe` is a flat recipe: a dict that also knows its `source` file and the `marks` of its key paths."""
+    """A `Recipe` is a flat recipe: a dict that also holds its `source` file and the `marks` of its key paths."""
 
     source: str = ""
     marks: dict[KeyPath, Mark]
@@ -75,7 +75,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     check` use this function.
 
     Raises:
-        RecipeError: as `read_recipe`; a section that is none, a number that no training can mean.
+        RecipeError: as for `read_recipe`, or a section is not a mapping, or a number is impossible for a training.
     """
     recipe = read_recipe(path)
     refuse_sections(recipe)
@@ -87,11 +87,12 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Return the flat effective recipe of the YAML file `path`, with its bases merged in. The values of the recipe are
     not checked.
 
-    Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
+    The returned dict equals MindFormers' own dict before it adds defaults; aliases of a list or mapping stay one
+    object.
 
     Raises:
         RecipeError: the file or a base is missing, is not YAML, is not a mapping, has a duplicate key or a base cycle;
-            it is larger or deeper than any recipe.
+            or the file is larger or deeper than any recipe.
     """
     file = os.fspath(path)
     top = _Bases().read(file, parents=[])
@@ -415,20 +416,20 @@ def refuse_numbers(recipe: Mapping[str, Any]) -> None:
     """Raise an error for the first value that should be a number and is not, or that lies out of range.
 
     Raises:
-        RecipeError: with file, line, key path and what would be right.
+        RecipeError: the message has the file, the line, the key path and a right value.
     """
     for path, _, wrong, right in bad_numbers(recipe):
         _refuse(recipe, path, f"{wrong}; {right}")
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield every refused number of a recipe in the order of its keys, and last the number of devices."""
+    """Yield every refused number of a recipe in the order of its keys, and last a refused number of devices."""
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 
 
 def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
-    """Yield every refused number at or below `path`, at which `node` stands."""
+    """Yield every refused number at or below the key path `path`, whose value is `node`."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from bad_leaves(value, (*path, key))
@@ -437,7 +438,7 @@ def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
 
 
 def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the product of the parallel degrees if no cluster has that many devices."""
+    """Yield a refusal of the product of the parallel degrees if no cluster has that many devices."""
     degrees = recipe.get("parallel_config")
     written = [degrees.get(key) for key in _DEGREES] if isinstance(degrees, dict) else []
     sizes = [size for size in written if type(size) is int]
@@ -479,8 +480,8 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return how to write a number so that YAML 1.1 reads it: ``1e-8`` becomes ``1.0e-8``. If the text is not of this
-    form, the advice is to leave out its quotes.
+    """Return advice on how to write a number so that YAML 1.1 reads it as a number: ``1e-8`` becomes ``1.0e-8``. If the
+    text is not of this form, the advice is to leave out its quotes.
     """
     text = text.strip()
     if not EXPONENT.fullmatch(text):

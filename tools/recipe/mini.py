@@ -1,12 +1,12 @@
 """This module shrinks any TeleChat recipe, dense or a mixture of experts, to a recipe that a CPU trains in a minute.
 
-Sizes are scaled down and what CPU lacks is replaced. What makes it that recipe is kept: the kind of attention, how many
-query heads share keys and values, dense-first layers, shared expert, router, MTP, YaRN's factor, document masks,
-optimizer, schedules' shape and plugins.
+The module scales sizes down and replaces operators that the CPU lacks. A mini recipe keeps the architecture and
+training method of the recipe: the kind of attention, the number of query heads that share keys and values, dense-first
+layers, shared expert, router, MTP, YaRN's factor, document masks, optimizer, the shape of schedules, and plugins.
 
-`derive_mini` makes a mini recipe for one worker. A parallel mini gives back what that takes from a recipe, for a few
-CPU workers that run the sharded graph with its own operators: the parallel degrees (scaled down), the pipeline's
-schedule, recomputation, optimizer sharding, dispatcher and precision.
+`derive_mini` makes a mini recipe for one worker. A parallel mini recipe also keeps the parallel strategy of the recipe,
+for a few CPU workers that run the sharded graph with the recipe's own operators: the parallel degrees (scaled down),
+the pipeline schedule, recomputation, optimizer sharding, dispatcher and precision.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def derive_mini(
     """Return a flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix), or on the instructions
     beside it.
 
-    With a number of `workers` it keeps the recipe's parallel strategy, scaled to them (`keep_strategy`). A sample has
-    `length` tokens, but not one of packed conversations.
+    With a number of `workers`, the flat recipe keeps the parallel strategy, scaled down to this number of workers
+    (`keep_strategy`). A sample has `length` tokens, except if samples are packed conversations.
 
     Raises:
         RecipeError: the recipe's model or dataset has no CPU counterpart.
@@ -210,8 +210,8 @@ def leave_ascend(recipe: dict[str, Any]) -> None:
 
 
 def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
-    """Scale a `model_config` down in place. Ratios of sizes that define the architecture, such as heads per group, stay
-    the same if the small sizes allow it.
+    """Scale a `model_config` down in place. Ratios of sizes that define the architecture, such as query heads per
+    group, stay the same if the small sizes allow it.
     """
     hidden, seq_length = model["hidden_size"], model["seq_length"]
     dense = min(model.get("first_k_dense_replace") or 0, 1)
@@ -274,14 +274,16 @@ def _shrink_groups(model: dict[str, Any]) -> None:
 
 
 def compute_on_cpu(model: dict[str, Any]) -> None:
-    """Replace (in place) the operators that a CPU lacks."""
+    """Replace (in place) the operators of a recipe that a CPU lacks."""
     model.update(MODEL_ON_CPU)
     if model.get("n_routed_experts"):
         model.update(EXPERTS_ON_CPU)
 
 
 def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Give each of `WORKERS` CPU workers one sample (in place). The workers act as two nodes and share the experts."""
+    """Change a recipe (in place) so that each of `WORKERS` CPU workers trains one sample per step. The workers act as
+    two nodes and share the experts.
+    """
     mini["use_parallel"] = True
     mini["parallel_config"].update(data_parallel=WORKERS, expert_parallel=WORKERS)
     mini["parallel"]["dataset_strategy"] = [[WORKERS, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
@@ -290,7 +292,7 @@ def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, steps: int) -> None:
-    """Point the dataset at `data_path`, with full masks instead of compressed ones."""
+    """Make the dataset of a recipe read `data_path`, with full attention masks instead of compressed masks."""
     dataset = mini["train_dataset"]
     loader = dataset["data_loader"]
     if loader.get("type") != "BlendedMegatronDatasetDataLoader":
@@ -308,7 +310,7 @@ def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, ste
 
 
 def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: str, steps: int) -> None:
-    """Point HFDataLoader at the instructions and the tokenizer beside `data_path`, with full masks."""
+    """Make HFDataLoader read the instructions and the tokenizer beside `data_path`, with full attention masks."""
     dataset = mini["train_dataset"]
     loader = dataset["data_loader"]
     loader.update(data_files=f"{data_path}_instructions.jsonl", create_compressed_eod_mask=False)

@@ -1,10 +1,11 @@
 """This module makes small recipes for Ascend devices, which `tc3 firsthour` trains on the NPUs of a new cluster.
 
-They have the sizes of the mini recipes for a CPU (`tools.recipe.mini`) and the recipe's own device target, operators
-and precision. All small recipes of one family have the same weights, batch and samples, whatever their number of
-devices, so a checkpoint of one of them starts the others and their losses can be compared.
+The small recipes have the sizes of the mini recipes for a CPU (`tools.recipe.mini`), and the device target, operators
+and precision of the original recipe. All small recipes of one family have the same weights, batch and samples, whatever
+their number of devices, so each of them can start from a checkpoint of another, and their losses can be compared.
 
-No small recipe has run on an NPU; `tc3 check` takes them, and `tc3 dryrun` compiles them for virtual devices.
+No small recipe has run on an NPU; `tc3 check` accepts the small recipes, and `tc3 dryrun` compiles them for virtual
+devices.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[in
     `counts`; the key `ON_CPU` holds the small recipe for one CPU process, with the operators and the precision that a
     CPU has.
 
-    A count is left out if the recipe's degrees, scaled down to it, need fewer devices.
+    A number of devices is left out if the recipe's degrees, scaled down to this number, need fewer devices.
 
     Args:
         recipe: a recipe for Ascend. data_path: a Megatron prefix. steps: the number of steps of the schedules.

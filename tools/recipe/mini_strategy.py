@@ -27,15 +27,15 @@ _OWN = (
 
 
 def shares_keys(model: Mapping[str, Any]) -> bool:
-    """Return whether query heads of a `model_config` may share heads of keys and values, which they may unless
-    attention is latent.
+    """Return whether the query heads of a `model_config` may share heads of keys and values; they may not share them
+    with multi-head latent attention.
     """
     return model.get("model_type") == GROUPED or model.get("multi_latent_attention") is False
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """A `Degrees` holds the parallel degrees: pipeline, tensor, data, context and expert."""
+    """A `Degrees` holds the pipeline-, tensor-, data-, context- and expert-parallel degrees of a mini recipe."""
 
     pp: int = 1
     tp: int = 1
@@ -52,8 +52,9 @@ class Degrees:
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
     """Return degrees whose product is at most `workers`. Each degree is a power of two and no larger than the recipe's.
 
-    In turn the pipeline, tensor, data and context degree is doubled where the recipe allows it, until no doubling fits.
-    Experts are shared by as many data- and tensor-parallel ranks of a stage as the recipe's degree allows.
+    The function doubles the pipeline, tensor, data and context degrees in turn, if the recipe allows it, until no
+    further doubling fits into `workers`. As many data- and tensor-parallel ranks of a stage share the experts as the
+    recipe's expert-parallel degree allows.
     """
     sizes = {"pp": 1, "tp": 1, "dp": 1, "cp": 1}
     room, grows = workers, True
@@ -75,7 +76,8 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     this mini recipe has `batch` samples, or more if its pipeline needs more micro-batches.
 
     Raises:
-        RecipeError: the recipe splits nothing, or the batch does not serve the data-parallel ranks.
+        RecipeError: the recipe does not split the model or the batch, or the batch cannot be divided among the
+            data-parallel ranks.
     """
     view = View(recipe)
     if not view.parallel:
@@ -96,8 +98,8 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
 
 
 def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
-    """Return a recipe's parallel degrees (`view`), scaled down to at most `workers` processes that train the mini
-    recipe.
+    """Return the parallel degrees of the recipe that `view` shows, scaled down to at most `workers` processes that
+    train the mini recipe.
     """
     model = mini["model"]["model_config"]
     # tensor parallelism deals whole heads; those of keys and values, where query heads share them
@@ -116,8 +118,8 @@ def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int
     shows.
 
     Args:
-        batch: samples of a step. deepest: the degrees whose pipeline the layers suffice for; mini recipes with
-            other degrees then have the same weights.
+        batch: the number of samples of a step. deepest: the degrees with the most pipeline stages for which the mini
+            recipe must have enough layers, so that mini recipes with other degrees have the same weights.
     """
     model = mini["model"]["model_config"]
     for key in _OWN:

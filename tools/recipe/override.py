@@ -1,8 +1,8 @@
-"""This module changes single values of a recipe from the command line. The module checks each `a.b.c=value` against the
-present value.
+"""This module changes single values of a recipe from the command line. The module compares the type of each new value
+in `a.b.c=value` with the type of the present value.
 
-Keys may be new only below `plugins` (`--set plugins.NAME...`): a plugin whose name is not written is off, and a setting
-that is not written has its default, so neither exists in the recipe.
+New keys are allowed only below `plugins` (`--set plugins.NAME...`): a recipe need not contain a plugin that is off, or
+a setting of a plugin that has its default value.
 """
 
 from __future__ import annotations
@@ -64,16 +64,18 @@ class _Given:
 def apply_overrides(
     recipe: dict[str, Any], overrides: Sequence[str], source: str | os.PathLike[str] | None = None
 ) -> Recipe:
-    """Return a copy of `recipe` with every ``"a.b=c"`` applied; indices reach into lists (``callbacks.2.prefix=x``).
+    """Return a copy of `recipe` with every override ``"a.b=c"`` applied; an index selects an item of a list
+    (``callbacks.2.prefix=x``).
 
-    The value is YAML (1e-3 is a number). A value shared through a YAML anchor changes at all its places, except inside
-    a list that another override sets as a whole.
-    A mapping value sets the keys it names, one by one. `source` is the file that errors name, where `recipe`
-    is a plain dict that does not know its own. Only below `plugins` may keys be new.
+    The value of an override is YAML (1e-3 is a number). A value that is shared through a YAML anchor changes at all its
+    places, except inside a list that another override sets as a whole. A mapping as a value sets the keys that it
+    contains, one by one. `source` is the file that error messages name if `recipe` is a plain dict without a source.
+    Keys may be new only below `plugins`.
 
     Raises:
-        RecipeError: no '=', an unknown key, another kind of value, a number that no training can mean, two overrides
-            of one value, or an override of a whole (a list, a plugin that is off) beside one of its parts.
+        RecipeError: an override has no '=', an unknown key, a value of another type, or a number that is impossible for
+            a training; two overrides set the same value; or one override sets a whole list or plugin, and another
+            override a part of it.
     """
     result = copy.deepcopy(recipe) if isinstance(recipe, Recipe) else Recipe(copy.deepcopy(recipe))
     result.source = result.source or os.fspath(source or "")
@@ -101,7 +103,9 @@ def _as_text(value: Any) -> str:
 
 
 def apart(overrides: Sequence[str], *keys: str) -> list[str]:
-    """Return the overrides with one of `keys` in an override of its own, where a mapping sets this key."""
+    """Return the overrides, in which each mapping that sets one of `keys` is split into a separate override for each of
+    its keys.
+    """
     found = []
     for override in overrides:
         name, _, text = override.partition("=")
@@ -116,7 +120,9 @@ def apart(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def with_part(override: str, places: Sequence[str], value: Any) -> str:
-    """Return an override whose list holds `value` at each of the dotted names `places` that it sets."""
+    """Return an override of a list, in which the items that the dotted names `places` name are replaced by `value`,
+    each at its place in the list.
+    """
     name, _, text = override.partition("=")
     begin = f"{name.strip()}."
     inside = [place.removeprefix(begin).split(".") for place in places if place.startswith(begin)]
@@ -142,7 +148,7 @@ def also_changed(recipe: dict[str, Any], override: str, changed: dict[str, Any] 
     """Return the dotted names that ``"a.b=c"`` changes through YAML anchors, in addition to the given name.
 
     Args:
-        changed: the recipe with all overrides, of which another one may have set some of these places.
+        changed: the recipe with all overrides applied; another override may have set some of these places.
     """
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
@@ -372,8 +378,8 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a dotted name is a plugin or its setting that the recipe lacks or leaves off, and not a typing
-    error.
+    """Return whether a dotted name names a plugin, or a setting of a plugin, that the recipe lacks or switches off, and
+    is not a typing error.
     """
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
@@ -387,10 +393,11 @@ def is_new(recipe: Mapping[str, Any], name: str) -> bool:
 
 
 def write_new(recipe: dict[str, Any], name: str, value: Any, where: str) -> None:
-    """Write `plugins.NAME` or `plugins.NAME.SETTING`; `tc3 check` says which settings exist.
+    """Write a value at the new key `plugins.NAME` or `plugins.NAME.SETTING`; `tc3 check` says which settings exist.
 
     Raises:
-        RecipeError: there is no such plugin, or its whole section has another form than the plugin reads.
+        RecipeError: the plugin does not exist, or the value of its whole section has another form than the plugin
+            reads.
     """
     plugin, setting = (*name.split(".")[1:], None)[:2]
     if plugin not in ADAPTERS:

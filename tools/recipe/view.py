@@ -1,9 +1,9 @@
-"""This module reads the values of a recipe with which other modules calculate. The look-ups of a `View` return a
+"""This module reads the values of a recipe that other modules use in computations. The look-ups of a `View` return a
 default for a value of the wrong type, so that rules can be checked on a broken recipe. A `View` also computes the sizes
 that rules use.
 
-A recipe may leave values open that `tools.layout.resolve` fills in. MindFormers cannot read such a recipe, and no sizes
-can be computed from it, so `require_resolved` refuses it.
+A recipe may contain the value `auto`, which `tools.layout.resolve` replaces. MindFormers cannot read such a recipe, and
+no sizes can be computed from it, so `require_resolved` refuses it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class View:
     recipe: Recipe
 
     def get(self, path: KeyPath, default: Any = None) -> Any:
-        """Return the value at `path`, which may have any type."""
+        """Return the value at the key path `path`, which may have any type."""
         return look(self.recipe, path, default)
 
     def has(self, path: KeyPath) -> bool:
-        """Return whether the recipe writes `path`."""
+        """Return whether the recipe contains the key path `path`."""
         return look(self.recipe, path, _MISSING) is not _MISSING
 
     def number(self, path: KeyPath, default: int) -> int:
-        """Return a positive integer at `path`; return `default` for anything else."""
+        """Return the value at the key path `path` if it is a positive integer; return `default` for any other value."""
         value = self.get(path, default)
         return value if type(value) is int and value > 0 else default
 
     def flag(self, path: KeyPath, default: bool = False) -> bool:
-        """Return a truth value at `path`; return `default` for anything else."""
+        """Return the value at the key path `path` if it is a truth value; return `default` for any other value."""
         value = self.get(path, default)
         return value if isinstance(value, bool) else default
 
@@ -109,7 +109,7 @@ class View:
 
     @cached_property
     def mask_documents(self) -> int:
-        """Return the number of documents of a sample that the compressed mask holds."""
+        """Return the number of documents per sample that the compressed attention mask can hold."""
         config = (*LOADER, "config")
         older_name = self.number((*config, "compressed_eod_mask_length"), 128)
         return self.number((*config, "eod_pad_length"), older_name)
@@ -129,8 +129,8 @@ class View:
 
     @cached_property
     def ramp(self) -> Ramp:
-        """Return the ramp, which converts between steps and samples; the ramp has no stages unless plugins.batch_ramp
-        is on.
+        """Return the ramp of the batch size, which converts between steps and samples; the ramp has no stages unless
+        plugins.batch_ramp is on.
         """
         return ramp_of(self.recipe, self.global_batch)
 
@@ -157,11 +157,11 @@ class View:
 
     @cached_property
     def samples_key(self) -> KeyPath | None:
-        """Return the key path at which the recipe limits the samples of a pass. Return None if the recipe has no limit,
-        so that the data decides.
+        """Return the key path at which the recipe limits the number of samples in a pass over the data. Return None if
+        the recipe has no limit, so that the size of the data decides.
 
-        Megatron's loader has `sizes`; HFDataLoader takes a number of the samples that its handlers make, if the last
-        handler says how many.
+        For Megatron's loader this is the key `sizes`; for HFDataLoader it is the key `n` of the last handler, if this
+        handler has the type `take`.
         """
         handlers = self.get((*LOADER, "handler"))
         if self.megatron:
@@ -172,7 +172,7 @@ class View:
 
     @cached_property
     def samples(self) -> int:
-        """Return the number of samples of a pass over the data; return 0 if the recipe does not say."""
+        """Return the number of samples in a pass over the data; return 0 if the recipe does not state this number."""
         count: Any = self.recipe
         try:
             for key in self.samples_key or ("",):
@@ -226,7 +226,7 @@ class View:
 
     @cached_property
     def megatron(self) -> bool:
-        """Return whether the recipe trains on a Megatron .bin/.idx."""
+        """Return whether the recipe trains on a Megatron corpus (.bin and .idx files)."""
         return self.get((*LOADER, "type")) == "BlendedMegatronDatasetDataLoader"
 
 
@@ -234,7 +234,7 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
     """Return `context.max_device_memory` in bytes (MindSpore counts 1 GB as 2^30).
 
     Raises:
-        RecipeError: it does not have this form.
+        RecipeError: the value does not have the form of a size.
     """
     written = (recipe.get("context") or {}).get("max_device_memory")
     if written is None:
@@ -252,16 +252,17 @@ MODE, CHUNKS = (*DISPATCH, "mode"), (*OVERLAP, "chunks")
 
 
 def unresolved(recipe: Mapping[str, Any]) -> list[KeyPath]:
-    """Return the key paths whose values are still open."""
+    """Return the key paths of a recipe whose values are still `auto`."""
     written = look(recipe, OFFSET)
     return [OFFSET] * isinstance(written, str) + [path for path in (MODE, CHUNKS) if look(recipe, path) == AUTO]
 
 
 def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
-    """Raise an error if a recipe leaves one of `paths` open; without `paths`, raise it for any value that is open.
+    """Raise an error if a value at one of the key paths `paths` is still `auto`; without `paths`, raise it for any
+    value that is still `auto`.
 
     Raises:
-        RecipeError: it names the key, and the command that prints the recipe with values.
+        RecipeError: the message names the key, and the command that prints the recipe with values in place of `auto`.
     """
     for path in unresolved(recipe):
         if path in paths or not paths:

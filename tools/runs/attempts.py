@@ -1,17 +1,19 @@
-"""This module writes and reads the folder of each attempt of a run, `RUN/attempts/0000/` and so on: which hosts took
-part, how the attempt ended, and what happened next.
+"""This module writes and reads the folder of each attempt of a run (`RUN/attempts/0000/` and so on), which records the
+hosts that took part, the way in which the attempt ended, and the decision after its end.
 
 Launches write these files, and `tc3 runs` reads them. An attempt is one start of a run's workers on all of its nodes.
-Its folder holds
+The folder of an attempt holds
 
-* `plan.json`: what the attempt was given, by one writer, before anything starts;
+* `plan.json`: the plan of the attempt, which one process writes before any worker starts;
 * `recipe-NAME.yaml`: the recipe that goes with the plan of that name, which the workers read;
-* `beat-HOST.json`: the newest sign of life of a node, written again and again while its workers run;
-* `end-HOST.json`: how a node's part ended, by the node itself, or by another one where it can no longer;
-* `verdict.json`: which node began the end, and what was decided, by one writer;
-* `logs/`: msrun's and the workers' logs; `RUN/logs` is a link to those of the newest attempt.
+* `beat-HOST.json`: the newest heartbeat of a node, written again and again while its workers run;
+* `end-HOST.json`: the way in which a node's part of the attempt ended, written by this node, or by another node if this
+  node cannot write any more;
+* `verdict.json`: the node that caused the end of the attempt, and the decision after it, written by one process;
+* `logs/`: the logs of msrun and of the workers; `RUN/logs` is a link to the logs of the newest attempt.
 
-Each file is complete or absent. Times are seconds since 1970 by the clock of the shared disk, which all nodes share.
+Each file in the folder of an attempt is complete or absent. Times are in seconds since 1970 by the clock of the shared
+disk, which is the same for all nodes.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Beat:
-    """A `Beat` is a node's sign of life: the phase that its workers are in, the time at which this phase began, and the
+    """A `Beat` is a node's heartbeat: the present phase of its workers, the time at which this phase began, and the
     newest step that any of its workers has made.
     """
 
@@ -94,7 +96,9 @@ class End:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says which host and which worker caused the end of an attempt, and what happens next."""
+    """A `Verdict` names the host and the worker that caused the end of an attempt, and the decision about the next
+    attempt.
+    """
 
     time: float
     decision: Decision
@@ -108,8 +112,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An `Attempt` holds the content of one attempt's folder; the content of a file that does not exist yet, or is
-    broken, is None or missing.
+    """An `Attempt` holds the content of one attempt's folder; the content of a file that does not exist yet or is
+    broken is None or missing.
     """
 
     folder: Path
@@ -124,7 +128,7 @@ Form = TypeVar("Form", Plan, Beat, End, Verdict)
 
 
 def folder_of(run_dir: Path, number: int) -> Path:
-    """Return the folder of the attempt of a run with this number, counted from 0."""
+    """Return the folder of the attempt with a given number of a run; attempts are counted from 0."""
     return run_dir / FOLDER / f"{number:04d}"
 
 
@@ -151,15 +155,15 @@ def write(path: Path, form: Plan | Beat | End | Verdict) -> None:
     """Write one file of an attempt atomically; an existing file of that name is replaced.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     with atomic_file(path) as part:
         part.write_text(text_of(form), encoding="utf-8")
 
 
 def read(path: Path, kind: type[Form]) -> Form | None:
-    """Return the content of one file of an attempt; None if the file does not exist or does not have the wanted form.
-    Keys that later versions write are ignored.
+    """Return the content of one file of an attempt; return None if the file does not exist or does not have the
+    expected form. Keys that later versions write are ignored.
     """
     try:
         return parse(path.read_text(encoding="utf-8"), kind)
@@ -173,8 +177,8 @@ def text_of(form: Plan | Beat | End | Verdict) -> str:
 
 
 def parse(text: str, kind: type[Form]) -> Form | None:
-    """Return the object from which `text_of` made a text; None if the text does not have the wanted form. Keys that
-    later versions write are ignored.
+    """Return the object from which `text_of` made a text; return None if the text does not have the expected form. Keys
+    that later versions write are ignored.
     """
     try:
         content: Any = json.loads(text)
@@ -200,14 +204,14 @@ def _fits(value: object, wanted: str) -> bool:
 
 
 def read_attempt(run_dir: Path, number: int) -> Attempt:
-    """Return the content of the folder of the attempt with this number."""
+    """Return the content of the folder of the attempt with a given number."""
     folder = folder_of(run_dir, number)
     beats, ends = _by_host(folder, BEAT, Beat), _by_host(folder, END, End)
     return Attempt(folder, number, read(folder / PLAN, Plan), beats, ends, read(folder / VERDICT, Verdict))
 
 
 def newest_attempt(run_dir: Path) -> Attempt | None:
-    """Return the newest attempt of a run; None before the first one."""
+    """Return the newest attempt of a run; return None before the first attempt."""
     known = numbers(run_dir)
     return read_attempt(run_dir, known[-1]) if known else None
 

@@ -1,8 +1,8 @@
 """This module is the command group `tc3 runs`: `report` says where the time of runs went, and `watch` follows a run.
 
-`follow` shows a run's status: a table that stays in its place on a terminal, a line whenever it changes elsewhere.
-`Scalars` writes a run's steps as TensorBoard scalars in RUN/tensorboard, beside its metrics. `Exporter` writes a run's
-status as a text file for Prometheus, as node_exporter's textfile collector reads it (*.prom).
+`follow` shows the status of a run: on a terminal as a table that is updated in place, elsewhere as a new line after
+each change. `Scalars` writes a run's steps as TensorBoard scalars in RUN/tensorboard, beside its metrics. `Exporter`
+writes a run's status as a text file for Prometheus, as node_exporter's textfile collector reads it (*.prom).
 
 The exit code is 0, or 2 for a wrong input; `watch` also exits with 1 for a run that failed, and with 130 for Ctrl-C.
 """
@@ -255,7 +255,7 @@ class Exporter:
         self.path, self.client = path, prometheus_client
 
     def write(self, status: Status) -> None:
-        """Write the whole file anew for a status of the run; values that are not known are left out."""
+        """Write the whole file anew for a status of the run; unknown values are left out."""
         registry: Any = self.client.CollectorRegistry()
 
         def gauge(name: str, words: str, value: float, **labels: str) -> None:
@@ -279,7 +279,7 @@ class Exporter:
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})
 def runs() -> None:
-    """Report where the time of runs went and why they failed, or follow a run that is under way."""
+    """Report where the time of runs went and why they failed, or follow a run that is in progress."""
 
 
 @runs.command("report", short_help="Report goodput, lost time, failures and their causes, saves and spikes.")
@@ -300,8 +300,8 @@ def report_command(
 ) -> None:
     """Report where the time of runs went, from the records in their folders.
 
-    RUN is the folder of a run of tc3 train or tc3 agent, whether it has ended or not; several are shown side by side.
-    The report says "unknown" where a run's records do not tell.
+    RUN is the folder of a run of tc3 train or tc3 agent, whether the run has ended or not; several runs are shown side
+    by side. The report says "unknown" for values that a run's records do not contain.
     """
     from rich.console import Console
 
@@ -361,8 +361,8 @@ def watch_command(
 ) -> None:
     """Follow a run from any machine that sees its folder.
 
-    Exit code: 0 for a run that is done (with --once also for one that goes on), 1 for one that failed, was given up or
-    left, 2 for something to mend, 130 for Ctrl-C.
+    Exit codes: 0 if the run is done (with --once also if the run goes on), 1 if the run failed, was given up or was
+    left, 2 for a wrong input, 130 after Ctrl-C.
     """
     import sys
 

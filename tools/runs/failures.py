@@ -47,7 +47,8 @@ class Found:
     """A `Found` is the cause of a failure according to a log: the matching entry of signatures.yaml and the matching
     line, or `UNKNOWN` and the most informative lines.
 
-    `victim`: others that fail bring such a line about, too; by itself it does not say who began.
+    `victim`: whether the failure of another worker can cause such a line, too, so that the line does not show which
+    worker failed first.
     """
 
     name: str
@@ -70,7 +71,7 @@ def signatures() -> tuple[Signature, ...]:
 
 
 def without_noise(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a log that may be about a failure, without warnings, progress and separators."""
+    """Return the lines of a log that may describe a failure, without warnings, progress and separators."""
     return [line for line in lines if not _NOISE.search(line)]
 
 
@@ -125,8 +126,8 @@ class Failure:
 
     @property
     def counts(self) -> bool:
-        """Return whether the failure counts as one of the machines; a recipe that must be changed and a loss spike do
-        not count.
+        """Return whether the failure counts as a failure of the machines; a faulty recipe and a loss spike do not
+        count.
         """
         return self.name not in _NO_MACHINE
 

@@ -1,15 +1,20 @@
 """This module finds where a run's time went: it divides the wall time into consecutive spans, each with one kind of
 work (such as training, saving or waiting).
 
-    1. Each attempt is a frame, from its plan to its end; a run without attempts has a frame for each start.
-    2. Within a frame, steps, saves and evaluations follow each other as they were written. What lies before the
-       first step is its start; between two steps: data and callbacks; behind the last one: its stop.
-    3. A part's first step compiles: what it takes longer than a usual step is `compile`.
-    4. A step that a later attempt began before was made again: `lost`. All others are `kept`.
-    5. Between two attempts the run waits.
+    1. Each attempt is a frame, from the writing of its plan to its end; a run without recorded attempts has a frame for
+       each start.
+    2. Within a frame, steps, saves and evaluations follow each other in the order of their records. The time before the
+       first step counts as the start, the time between two steps as data and callbacks, and the time after the last
+       step as the stop.
+    3. The first step after each start of the workers includes compiling: its time beyond that of a usual step is
+       `compile`.
+    4. A step is `lost` if a later attempt started from an earlier step, so that it had to be repeated. All other steps
+       are `kept`.
+    5. The time between two attempts counts as waiting.
 
-Goodput is what was kept over the wall time: the effective training time ratio of Meta's study of large clusters
-(Kokolis et al. 2024, arXiv 2410.21680). Microseconds as whole numbers throughout, so that the kinds add up exactly.
+Goodput is the time of the `kept` steps divided by the wall time: the effective training time ratio of Meta's study of
+large clusters (Kokolis et al. 2024, arXiv 2410.21680). All times are whole microseconds, so that the kinds of work add
+up exactly.
 """
 
 from __future__ import annotations
@@ -93,8 +98,8 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """Return the share of the run's time that was spent on steps which no later attempt repeated; None for a run
-        without time.
+        """Return the share of the run's time that was spent on steps which no later attempt repeated; None for a run of
+        no duration.
         """
         return self.totals()["kept"] / self.wall if self.wall else None
 

@@ -25,7 +25,7 @@ def hardware_of(bundle: Bundle) -> Hardware:
     """Return the description of the cluster that `tc3 firsthour` has measured and calibrated.
 
     Raises:
-        DataError: the hour did not come so far.
+        DataError: `tc3 firsthour` ended before its calibration.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.yaml"

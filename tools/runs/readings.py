@@ -2,9 +2,9 @@
 MindSpore.
 
 `read_metrics` and `read_evaluations` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such
-a file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than their peers, by its probes
-(plugins.straggler_probe). `load_run` reads all that reports need: the steps of each start of the workers (`Part`), the
-attempts, and the times of saves and evaluations.
+a file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than other ranks, from the records
+of plugins.straggler_probe. `load_run` reads everything that reports need: the steps of each start of the workers
+(`Part`), the attempts, and the times of saves and evaluations.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return everything in the metrics file of one rank; return empty readings if the file does not exist."""
+    """Return all readings in the metrics file of one rank; return empty readings if the file does not exist."""
     readings = Readings()
     for record in Follower(file).new_records():
         readings.add(record)
@@ -177,7 +177,8 @@ class Steps(Follower):
     """A `Steps` reads the new lines of a metrics file at each call; lines of a form that no run writes are left out and
     listed in `faults`.
 
-    A number that is text, a negative time or one in the future would make confident tables of nothing.
+    Such lines (with a text in place of a number, a negative time or a time in the future) would lead to wrong tables
+    that look right.
     """
 
     def __init__(self, file: Path):
@@ -232,8 +233,8 @@ def _parse(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` holds what the straggler probes of a run show: sentences about slow ranks, and sentences about what
-    these probes cannot show; `compared` is the number of compared ranks, or None without probes.
+    """A `Slow` holds the results of a run's straggler probes: sentences about slow ranks, and sentences about the
+    limits of these probes; `compared` is the number of compared ranks, or None without probes.
     """
 
     compared: int | None
@@ -242,7 +243,7 @@ class Slow:
 
 
 def slow_of(folder: Path, recipe: Recipe | None) -> Slow:
-    """Return what all straggler probes of a run show about slow ranks."""
+    """Return the results of all straggler probes of a run about slow ranks."""
     try:
         records = read_run(folder)
     except DataError as error:
@@ -276,8 +277,8 @@ class Probes:
         self.found = Slow(None, [], [])
 
     def look(self) -> Slow:
-        """Read new straggler probes if `LOOK` seconds have passed, and return what the newest probes show about slow
-        ranks.
+        """Read new straggler probes if `LOOK` seconds have passed, and return the results of the newest probes about
+        slow ranks.
         """
         if time.monotonic() - self.looked >= LOOK:
             self.looked = time.monotonic()
@@ -300,10 +301,11 @@ class Part:
 
     Args:
         start_step: the number of steps that were done before this part.
-        began: the time at which its training began, in seconds since 1970 (None for runs of older versions, which did
-            not write it).
-        left: the step from which a later part began that has made no step yet; None without such a part.
-        skipped: the steps whose gradients overflowed the loss scale, so that nothing was updated; they have no norm.
+        began: the time at which the training of this part began, in seconds since 1970 (None for runs of older
+            versions, which did not record this time).
+        left: the step from which a later part, which has made no step yet, began; None if there is no such part.
+        skipped: the steps whose gradients overflowed under the loss scale, so that the weights were not updated; these
+            steps have no gradient norm.
     """
 
     start_step: int
@@ -314,7 +316,7 @@ class Part:
     skipped: set[int] = field(default_factory=set)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add one step's record; missing values are NaN."""
+        """Add the record of one step; missing values become NaN."""
         overflow = record.get("overflow") is True
         if overflow:
             self.skipped.add(record["step"])
@@ -330,12 +332,12 @@ class Part:
 
     @property
     def timed(self) -> bool:
-        """Return whether this part of the run records the times at which its steps were made."""
+        """Return whether the records of this part of the run contain the times at which its steps were made."""
         return bool(self["time"]) and not any(math.isnan(time) for time in self["time"])
 
     @property
     def moment(self) -> float | None:
-        """Return the time at which this part of the run began to train, if it is recorded."""
+        """Return the time at which this part of the run began to train, if this time is recorded."""
         return self.began if self.began is not None else self["time"][0] - self["seconds"][0] if self.timed else None
 
     def usual(self) -> float | None:
@@ -383,7 +385,7 @@ def check_folder(folder: Path) -> None:
     """Raise DataError for a folder that is not the folder of a run.
 
     Raises:
-        DataError: there is no such folder, or nothing in it that a run writes.
+        DataError: the folder does not exist, or holds no file that a run writes.
     """
     if not folder.is_dir():
         raise DataError(
@@ -394,7 +396,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return everything in a run's folder that the reports about the run need.
+    """Return the content of a run's folder that the reports about the run need.
 
     Raises:
         DataError: as in `check_folder`.

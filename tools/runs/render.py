@@ -1,8 +1,8 @@
 """This module shows the report of `tc3 runs report` as a picture, as text for a terminal, and as an HTML page.
 
-`draw` draws runs: what each attempt did over time, and the step over time, in which lost steps fall back. `head`,
-`time_rows`, `attempt_rows`, `failure_rows` and `findings` are the words and tables of a report. `print_text` prints
-them, and `page` makes one HTML file of them that needs nothing else.
+`draw` draws the work of each attempt over time, and the number of the step over time, which falls back when steps are
+lost. `head`, `time_rows`, `attempt_rows`, `failure_rows` and `findings` return the texts and tables of a report.
+`print_text` prints these texts and tables, and `page` puts them into one HTML file that needs no other files.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _draw_steps(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> 
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds in words, such as 1 d 3 h, 2 h 5 min, 4 min 10 s or 12.3 s."""
+    """Return a duration in seconds as text, such as 1 d 3 h, 2 h 5 min, 4 min 10 s or 12.3 s."""
     if seconds is None:
         return "not known"
     if seconds < 60:
@@ -250,7 +250,7 @@ def failure_line(one: Failure) -> str:
 
 
 def who(one: Failure) -> str:
-    """Return the host and worker that caused the failure."""
+    """Return the names of the host and the worker that caused a failure."""
     parts = [one.host or "", f"worker {one.rank}" if one.rank is not None else ""]
     return ", ".join(part for part in parts if part) or "not known"
 
@@ -271,7 +271,9 @@ def _fell(one: Failure) -> str:
 
 
 def findings(found: Study) -> list[str]:
-    """Return sentences about how often a run fails, how often it should save checkpoints, and what to look at."""
+    """Return sentences about the failures of a run, about how often it should save checkpoints, and about values that
+    the user should examine.
+    """
     lines = [_mtbf_line(found), *_saving_lines(found)]
     first_of_each = {one.found.name: one for one in reversed(found.failures)}
     lines += [f"{one.found.mend[0].upper()}{one.found.mend[1:]} ({one.name}, attempt {one.attempt})."

@@ -49,7 +49,8 @@ class Spike:
 
 def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
     """Return the spikes of all parts of a run (a part begins at each start of the workers), in the order in which the
-    steps were made. A step that the loss scale skipped has no norm, and none is missing there.
+    steps were made. A step that was skipped because of the loss scale has no gradient norm, which does not count as a
+    spike.
 
     Args:
         cuts: for each part of the run, the number of its last step that no later part repeated.
@@ -138,8 +139,8 @@ class Saving:
 
 
 def mtbf(failures: int, running: float) -> Mtbf | None:
-    """Return the mean time between failures of a run that had this number of failures in `running` seconds; None if the
-    run did not train.
+    """Return the mean time between failures of a run that had a given number of failures in `running` seconds; None if
+    the run did not train.
     """
     if running <= 0:
         return None
@@ -268,7 +269,7 @@ def study(folder: Path) -> Study:
     """Read the folder of one run and return its study.
 
     Raises:
-        DataError: as in `read_run`.
+        DataError: as in `load_run`.
     """
     run = load_run(folder)
     time = ledger(run)

@@ -1,6 +1,7 @@
 """This module describes the present state of a run, from its files only, on any machine that can read its folder.
 
-Ages are taken between times that the run itself wrote, so that the clock of the one who asks does not matter.
+Ages are differences between times that the run itself wrote, so that the clock of the machine that reads the folder
+does not matter.
 """
 
 from __future__ import annotations
@@ -187,11 +188,11 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 @dataclass(frozen=True)
 class Status:
     """A `Status` is the state of a run at one moment; unknown values are None. All times of a `Status` are in seconds;
-    `goodput` is a share; `quiet` is the time for which nothing new was seen. The held-out losses come from the last
-    evaluation. The field `fullest_expert` is the number of tokens of the fullest expert over the mean of its layer;
-    `idle_experts` is the number of experts, of all layers, that got no token in the newest step. If the batch grows
-    (plugins/batch_ramp), `step_samples` is the number of samples of the newest step, and `stage_end` is the last step
-    with this number.
+    `goodput` is a share; `quiet` is the time for which the run has written no new record. The held-out losses come from
+    the last evaluation. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean of
+    its layer; `idle_experts` is the number of experts, of all layers, that got no token in the newest step. If the
+    batch grows (plugins/batch_ramp), `step_samples` is the number of samples of the newest step, and `stage_end` is the
+    last step with this number.
     """
 
     run: str
@@ -225,7 +226,9 @@ class Status:
 
     @property
     def over(self) -> int | None:
-        """Return the exit code of a run that has ended; None if the run is still in progress."""
+        """Return the exit code of `tc3 runs watch` for a run that has ended; return None if the run is still in
+        progress.
+        """
         return OVER.get(self.state)
 
 
@@ -233,7 +236,7 @@ class Watch:
     """A `Watch` reads the folder of one run again and again, and reads each line of its files only once.
 
     Raises:
-        DataError: the folder is not a run's.
+        DataError: the folder is not the folder of a run.
     """
 
     def __init__(self, folder: Path, sink: Sink = lambda record: None, routers: Sink | None = None):
@@ -260,8 +263,8 @@ class Watch:
         self.changed = time.monotonic()
 
     def look(self) -> Status:
-        """Read what the run has written since the last call, and return the status of the run. If somebody has started
-        over in the folder since then (`tc3 train --force`), read the new run from its beginning.
+        """Read what the run has written since the last call, and return the status of the run. If a new run was started
+        in the folder since then (`tc3 train --force`), read the new run from its beginning.
         """
         if self._is_another_run():
             Watch.__init__(self, self.folder, *self.sinks)

@@ -2,8 +2,8 @@
 the rules of MindFormers' ConfigConverter and without MindFormers.
 
 MindFormers collects defaults, drops ignored keys, adds the parallel settings, renames keys by the model's mapping
-(`schema.json`), and forgets what has no rule. A slow test holds this equal to MindFormers' own result. `model_default`
-says what MindFormers takes for a key that a recipe leaves out.
+(`schema.json`), and drops keys without a rule. A slow test checks that the fields equal those that MindFormers itself
+computes. `model_default` returns the value that MindFormers uses for a key that a recipe leaves out.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _ALONE = ("data_parallel", "model_parallel", "context_parallel", "expert_paralle
 
 @dataclass
 class Built:
-    """A `Built` holds the arguments of TransformerConfig.
+    """A `Built` holds the arguments with which MindFormers would build a TransformerConfig.
 
     Args:
-        fields: field -> value, defaults included.
-        origin: field -> the recipe's key path that set it.
-        conflicts: (key path, field) pairs for a field that something else had set before.
-        unread: keys of model_config that reach no field.
+        fields: field -> value, including default values.
+        origin: field -> the key path of the recipe that set the field.
+        conflicts: the pairs (key path, field) in which the key sets a field that another key or setting had already
+            set.
+        unread: the keys of model_config that set no field.
     """
 
     fields: dict[str, Any]
@@ -41,13 +42,13 @@ class Built:
     unread: list[str] = field(default_factory=list)
 
     def number(self, name: str, default: int = 0) -> int:
-        """Return an integer field; return `default` if the field is None or of another type."""
+        """Return the value of an integer field; return `default` if the value is None or has another type."""
         value = self.fields.get(name)
         return value if type(value) is int else default
 
 
 def convert(view: View, schema: Schema) -> Built:
-    """Return the fields of the recipe's TransformerConfig."""
+    """Return the fields of the TransformerConfig that MindFormers would build for the recipe."""
     model = schema.model_type(view.recipe)
     described = schema.models[model]
     written = view.get(MODEL, {})
@@ -162,7 +163,7 @@ def model_number(view: View, key: str) -> int:
     for the recipe's model.
 
     Raises:
-        KeyError: MindFormers has no number for it; the caller has to ask for the key.
+        KeyError: MindFormers has no default number for the key, so the recipe must state it.
     """
     default = model_default(view, key)
     if type(default) is not int:

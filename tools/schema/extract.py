@@ -3,13 +3,15 @@ MindFormers' own sources.
 
     python -m tools.schema.extract          # rewrite tools/schema/schema.json and recipe.schema.json
 
-Checking itself imports no mindformers (seconds); it reads this file. Sources: `ConfigTemplate` (closed YAML sections),
-the code that reads a section (`tools.schema.sources.reads`), signatures of registered classes, the dataclass fields of
-TransformerConfig, and each model's ConfigConverter.
+`tc3 check` reads schema.json and does not import mindformers, which would take seconds. The keys come from these
+sources: `ConfigTemplate` (YAML sections that allow no other keys), the code that reads a section
+(`tools.schema.sources.reads`), signatures of registered classes, the dataclass fields of TransformerConfig, and each
+model's ConfigConverter.
 
-`SNIPPETS` holds the lines of MindFormers and MindSpore that refuse, or silently drop, what a rule of `tc3 check` is
-about: a snippet of each line, or a message of MindSpore's compiled C++. Each is looked up in the installed version, and
-extracting fails when it is gone, so that a rule never outlives the line that it stands for.
+`SNIPPETS` holds the lines of MindFormers and MindSpore on which the rules of `tc3 check` are based, because they refuse
+or silently ignore a value: a snippet of each line, or a message of MindSpore's compiled C++ code. Each snippet is
+looked up in the installed version, and the extraction fails if a snippet is missing, so that no rule remains after its
+line is gone.
 """
 
 from __future__ import annotations
@@ -261,10 +263,10 @@ def main() -> None:
 
 
 def extract() -> dict[str, Any]:
-    """Return the whole schema of the installed MindFormers and MindSpore. This function imports mindformers.
+    """Return the whole schema of the installed MindFormers and MindSpore; this function imports mindformers.
 
     Raises:
-        LookupError: a line on which one of our rules is based is no longer in MindFormers.
+        LookupError: a line on which a rule of `tc3 check` is based is no longer in MindFormers.
     """
     import mindformers
     import mindspore

@@ -26,8 +26,8 @@ def check_keys(recipe: Recipe, schema: Schema, found: Findings) -> None:
 
 
 def check_model(recipe: Recipe, schema: Schema, found: Findings) -> None:
-    """Add an error for a recipe that does not say which model it trains, or says two: MindFormers reads the keys by
-    `model_type`, and builds the class under `architectures`.
+    """Add an error for a recipe that names no model, or two different models: MindFormers reads the keys of the model
+    by `model_type`, and builds the class under `architectures`.
     """
     kind, classes = (look(recipe, (*MODEL, key)) for key in ("model_type", "architectures"))
     folder = look(recipe, ("pretrained_model_dir",)) or look(recipe, ("model", "pretrained_model_dir"))
@@ -46,11 +46,12 @@ def check_model(recipe: Recipe, schema: Schema, found: Findings) -> None:
 
 
 def refuse_keys(recipe: Recipe) -> None:
-    """Raise an error for a recipe with a key or value that MindFormers does not have, or with a model that it does not
-    train, because results about such a recipe would be wrong.
+    """Raise an error for a recipe with a key or value that MindFormers does not know, or with a model that MindFormers
+    does not train, because results about such a recipe would be wrong.
 
     Raises:
-        RecipeError: the first one, with file, line, key path and what would be right, and how many more there are.
+        RecipeError: the message describes the first such key or value, with file, line, key path and a right value, and
+            gives the number of further ones.
     """
     schema = load_schema()
     found = Findings(recipe, schema.line)

@@ -1,8 +1,9 @@
-"""This module builds the tree of everything that a recipe may contain, from `schema.json` (MindFormers' keys) and
-`tools.schema.values` (facts that `schema.json` leaves out).
+"""This module builds the tree of all keys and values that a recipe may contain, from `schema.json` (MindFormers' keys)
+and `tools.schema.values` (facts that `schema.json` leaves out).
 
-`json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor sees only one
-file at a time, so the schema requires no key, and only `tc3 check` has rules about several values.
+`json_schema` converts this tree to a JSON schema (draft 2020-12), with which editors offer completion, types and
+choices while a user types. An editor reads only one file at a time, so the JSON schema requires no key, and only `tc3
+check` has rules that concern several values.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
     """Return the allowed types of an argument, such as ``{"types": ["int", "null"]}``; return an empty mapping if any
     value is allowed.
 
-    A default that contradicts its annotation widens it (MindFormers writes `x: int = None`).
+    If a default value contradicts the annotation, its type is allowed, too (MindFormers writes `x: int = None`).
     """
     kinds = _kinds(annotation)
     if kinds is None:
@@ -82,7 +83,7 @@ def fits(value: Any, kinds: list[str]) -> bool:
 
 
 def say(kinds: list[str]) -> str:
-    """Return kinds such as ``["int", "null"]`` in words."""
+    """Return kinds of YAML values, such as ``["int", "null"]``, in words."""
     return " or ".join(WORDS.get(name, name) for name in kinds if name != "null") or "nothing"
 
 
@@ -126,11 +127,15 @@ class Schema:
         self._shapes: dict[str, Shape] = {}
 
     def line(self, rule: str) -> str:
-        """Return the MindFormers line behind a rule, ``mindformers/...py:123``; return "" if no rule is named."""
+        """Return the place of the MindFormers line on which a rule is based, such as ``mindformers/...py:123``; return
+        "" if no rule is named.
+        """
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the type of the recipe's model, or the type of TeleChat3-MoE if MindFormers has no such model."""
+        """Return the `model_type` of the recipe's model, or that of TeleChat3-MoE if MindFormers does not know the
+        recipe's `model_type`.
+        """
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -152,14 +157,16 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return the fields into which the converter writes `key`, as pairs (field, applied function's name)."""
+        """Return the fields into which MindFormers' converter writes the value of `key`, as pairs (field, name of the
+        function that is applied to the value).
+        """
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]
         return [(key, None)] if key in self.fields(model) else []
 
     def recipe(self, model: str) -> Shape:
-        """Return the tree of a whole recipe of one model."""
+        """Return the tree of all keys and values that a recipe of one model may contain."""
         if model not in self._shapes:
             self._shapes[model] = self._recipe(model)
         return self._shapes[model]
@@ -311,7 +318,7 @@ def _plugin(name: str, module: str) -> Shape:
 
 @lru_cache(maxsize=1)
 def load_schema() -> Schema:
-    """Return the schema that is committed in schema.json."""
+    """Return the schema that the repository's schema.json holds."""
     return Schema(json.loads(FILE.read_text(encoding="utf-8")))
 
 

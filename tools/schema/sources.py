@@ -2,7 +2,7 @@
 registered classes, models, and TransformerConfig.
 
 MindFormers passes most YAML sections around as dictionaries, so the code that reads them (`config.a.b`, `config["a"]`,
-`config.get("a")`, `getattr(config, "a")`) is the only place that says which keys exist.
+`config.get("a")`, `getattr(config, "a")`) is the only place that shows which keys exist.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
     Args:
         files: Python sources.
-        roots: names of variables that hold the config, `self.` left out.
-        of_self: count only those that are attributes of `self`.
+        roots: the names of variables that hold the config, without `self.`.
+        of_self: whether only variables that are attributes of `self` count.
     """
     found: dict[str, set[str]] = defaultdict(set)
     names = set(roots)
@@ -50,7 +50,7 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
 
 def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
-    """Return in sorted order those of `names` that no file reads as an attribute or contains as a text."""
+    """Return in sorted order the items of `names` that no file reads as an attribute or contains as a string."""
     left = set(names)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -93,7 +93,7 @@ _LOSS_SCALES = ("AdaptiveLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "Fi
 
 
 def registered(registry: str, site: Path) -> dict[str, Any]:
-    """Return the arguments of every class of a registry that MindFormers itself wrote, and of MindSpore's classes for
+    """Return the arguments of every class in a registry that is defined by MindFormers, and of MindSpore's classes for
     loss scaling.
     """
     from mindformers.tools.register import MindFormerRegister
@@ -149,7 +149,9 @@ def _where(cls: type, site: Path) -> str:
 
 
 def handlers(site: Path) -> dict[str, Any]:
-    """Return the handlers that HFDataLoader's `handler` may name, which are MindFormers' own, with their arguments."""
+    """Return the handlers that the key `handler` of HFDataLoader may name, with their arguments; these are the handlers
+    that MindFormers defines.
+    """
     from mindformers.dataset import handler
 
     shared = reads([Path(handler.__file__).with_name("base_handler.py")], ["kwargs"])[""]
@@ -231,7 +233,7 @@ def _ties(config_class: Any) -> bool:
 def fixed_fields(texts: list[str]) -> dict[str, Any]:
     """Return the fields of TransformerConfig that a training model does not read, each with the value that the model
     has instead. A model that builds all its layers by one `get_gpt_layer_local_spec` has no pattern of layers, and has
-    experts, latent attention and MTP layers only if it hands them on.
+    experts, latent attention and MTP layers only if it passes their settings to this function.
     """
     calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     given: dict[str, dict[str, ast.expr]] = {}

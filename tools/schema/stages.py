@@ -1,7 +1,7 @@
-"""This module finds which layers a pipeline stage holds, from `offset`. The module also checks the recompute settings,
-which have the same shape.
+"""This module computes from `offset` the number of layers that each pipeline stage holds. The module also checks the
+recompute settings, which have the same shape.
 
-MindFormers: layers of chunk v on stage p = num_layers // (stages * chunks) + offset[v][p].
+In MindFormers, the number of layers of chunk v on stage p is num_layers // (stages * chunks) + offset[v][p].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def layers_of(view: View, built: Built) -> Layers | None:
     """Return MindFormers' layer_list [chunk][stage]; None if the offset is not valid for the recipe's layers and
     stages. Without a pipeline the list is ``[[all layers]]``.
 
-    Not always where layers run: see `stage_layers_of`.
+    The list [chunk][stage] does not always show the stages on which layers run: see `stage_layers_of`.
     """
     require_resolved(view.recipe, OFFSET)
     total = built.number("num_layers")
@@ -45,7 +45,8 @@ def layers_of(view: View, built: Built) -> Layers | None:
 def stage_layers_of(view: View, built: Built) -> Layers | None:
     """Return the layers [chunk][stage], ordered by the stages that run them; return None if `layers_of` returns None.
 
-    In zero_bubble_v the second chunk runs back up the pipeline: `layers_of` counts it from the last stage on.
+    In zero_bubble_v the second chunk runs from the last stage to the first: for this chunk, `layers_of` counts stages
+    from the last one.
     """
     layers = layers_of(view, built)
     if layers is None or not runs_back(view):
@@ -59,7 +60,7 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that has the loss (`plugins.all_ranks.stage_of_loss`): the last rank of the last stage, or the
+    """Return a rank that computes the loss (`plugins.all_ranks.stage_of_loss`): the last rank of the last stage, or the
     first rank of the first stage.
     """
     return view.devices - 1 if view.parallel and stage_of_loss(view.pp, view.scheduler) else 0
@@ -101,8 +102,9 @@ def swaps(view: View) -> bool:
     """Return whether activations are swapped to the host. If activations are swapped, the settings of `RECOMPUTE` name
     layers instead of counting them.
 
-    That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but hands no model:
-    `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs go on counting layers.
+    The key `swap` of model_config turns swapping on. MindFormers 1.9.0 reads and checks the section `swap_config`, but
+    does not pass it to any model: `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs show
+    that layers are still counted.
     """
     return view.get((*MODEL, "swap"), False) is True
 
@@ -112,7 +114,7 @@ def _place(layers: int, stages: int, chunks: int) -> str:
 
 
 def fewer_than_chunks(layers: int, stages: int, chunks: int) -> tuple[str, str]:
-    """Return what is wrong with a recipe that has fewer layers than chunks on its stages, and what would be right."""
+    """Return the fault of a recipe that has fewer layers than chunks on its stages, and a right value."""
     return f"{_place(layers, stages, chunks)} are fewer layers than chunks", "use fewer stages or chunks"
 
 

@@ -1,8 +1,8 @@
-"""This module adds facts that MindFormers' annotations leave out: the values that a key may take, and the types of
-sections that code reads by hand.
+"""This module adds facts that MindFormers' annotations leave out: the values that a key may take, and the types of the
+keys in sections that MindFormers' code reads from dictionaries.
 
 Each entry names, by its key in `tools.schema.extract.SNIPPETS`, the line of MindFormers that refuses the value, if
-there is one. `of_plugin` gives the same for a plugin, from the class of its settings.
+there is one. `of_plugin` returns the keys and values of a plugin, from the class of its settings.
 """
 
 from __future__ import annotations

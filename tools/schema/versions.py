@@ -1,9 +1,10 @@
-"""This module says which versions of MindSpore and MindFormers were verified and which are installed, and whether a
-command goes on with other versions.
+"""This module finds which versions of MindSpore and MindFormers were verified and which are installed, and decides
+whether a command may run with other versions.
 
-The facts that this repository uses were read from the sources of one pair of versions (`versions` of schema.json) and
-tested with it, including private hooks and compiled graphs. A command that describes or runs the installed MindFormers
-calls `require_verified` first. The packages' metadata is read; nothing of them is imported.
+The facts about MindSpore and MindFormers that this repository uses were read from the sources of one pair of versions
+(`versions` of schema.json) and tested with this pair, including private hooks and compiled graphs. A command that
+describes or runs the installed MindFormers calls `require_verified` first. The versions are read from the metadata of
+the packages, which are not imported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @lru_cache(maxsize=1)
 def verified() -> dict[str, str]:
-    """Return a mapping from each distribution to its verified version."""
+    """Return a mapping from each distribution (package name on PyPI) to its verified version."""
     versions = json.loads(_SCHEMA.read_text(encoding="utf-8"))["versions"]
     return {distribution: versions[distribution] for distribution in _NAMES}
 
@@ -42,25 +43,27 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return a mapping from each distribution that is installed in another version than the verified one to its
-    installed version.
+    """Return a mapping from each distribution to its installed version, for the distributions whose installed version
+    is not the verified version.
     """
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
 
 
 def words(versions: dict[str, str]) -> str:
-    """Return the versions in words, such as ``MindSpore 2.9.0 and MindFormers 1.9.0``."""
+    """Return versions of distributions in words, such as ``MindSpore 2.9.0 and MindFormers 1.9.0``."""
     return " and ".join(f"{_NAMES[distribution]} {version}" for distribution, version in versions.items())
 
 
 def going_on() -> bool:
-    """Return whether the user asked to go on with versions that are not verified."""
+    """Return whether the user asked (`--unverified`) to go on with versions that are not verified."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def unverified_words() -> list[str]:
-    """Return the arguments that make another command go on in the same way."""
+    """Return the arguments with which another command also goes on with unverified versions if the user asked for this
+    in the present command.
+    """
     return ["--unverified"] * going_on()
 
 
@@ -68,7 +71,8 @@ def require_verified() -> None:
     """Raise an error if MindSpore or MindFormers is installed in another version than the verified one. If the user
     asked to go on (`--unverified`), print a warning instead.
 
-    A package that is not installed is not an error here: who needs it says what is missing.
+    A package that is not installed is not an error of this function: the code that needs the package reports that it is
+    missing.
 
     Raises:
         VersionError: another version is installed, and `--unverified` was not given.

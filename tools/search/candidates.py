@@ -1,15 +1,16 @@
-"""This module enumerates the space of parallel strategies: every legal candidate, and for each other candidate the rule
-that excludes it.
+"""This module enumerates the space of parallel strategies: every legal candidate, and for every excluded candidate the
+rule that excludes it.
 
-A candidate is a mesh dp x tp x pp x cp of all devices, vpp chunks a stage (1 .. layers // pp), ep (a divisor of the
-experts), samples of a micro-batch (a divisor of the global batch; their number follows), a dispatch mode, what
-data-parallel ranks shard, and what is recomputed. Degrees are divisors, powers of two or not.
+A candidate consists of a mesh dp x tp x pp x cp of all devices, vpp chunks per stage (1 .. layers // pp), ep (a divisor
+of the number of experts), the samples of a micro-batch (a divisor of the global batch, which determines the number of
+micro-batches), a dispatch mode, the sharding over data-parallel ranks, and the recomputation. The degrees are all
+divisors, not only powers of two.
 
 A candidate is counted under the first rule that it breaks (`mesh_rules`, then `_Axes`). The rules exclude candidates
 that MindFormers cannot build (each is an error of `tc3 check`), duplicates (dispatch modes differ only if an EP group
 covers several whole nodes), candidates that the report excludes (section 5.1: "constraining TP to intra-node
-communication"), and those outside of the user's limits. Sequence parallelism is on if tp > 1, because experts need it,
-and because it needs less memory with the same traffic.
+communication"), and candidates outside of the user's limits. Sequence parallelism is on if tp > 1, because experts need
+it, and because it needs less memory with the same traffic.
 
 A funnel counts the candidates that each rule drops. For ranking, layers are distributed over stages and chunks as
 evenly as possible, with the head and MTP layers weighted by their FLOPs. The pipeline optimiser then places the layers
@@ -38,7 +39,7 @@ from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 @dataclass
 class Funnel:
-    """A `Funnel` holds counts of candidates; `dropped` counts them by their first broken rule."""
+    """A `Funnel` holds counts of candidates; `dropped` counts dropped candidates by the first rule that they break."""
 
     total: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -66,12 +67,13 @@ class Funnel:
 
 @lru_cache(maxsize=4096)
 def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turned: bool = False) -> Table:
-    """Return layers [chunks][stages]; this needs `model.layers` >= stages x chunks. With `turned`, odd chunks run from
-    the last stage to the first (a V).
+    """Return the number of layers of each chunk and stage, [chunks][stages]; `model.layers` must be at least stages x
+    chunks. With `turned`, odd chunks run from the last stage to the first (a V).
 
     1. Each chunk gets one layer; the last chunk gets none if the head already weighs as much as a layer.
-    2. Each other layer goes to the stage with the least load; among equals to the last one, which holds the fewest
-      micro-batches. On this stage it goes to the chunk with the least load; among equals to the first one.
+    2. Each other layer goes to the stage with the least load; of several such stages it goes to the last, which holds
+      the fewest micro-batches. On this stage the layer goes to the chunk with the least load; of several such chunks it
+      goes to the first.
     """
     extra = end_weight(model, sequence)
     counts = [[1] * stages for _ in range(chunks)]
@@ -123,13 +125,13 @@ class Candidate(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Return the strategy as part of a line of text."""
+        """Return the strategy in words, as a part of a line of text."""
         degrees = f"dp{self.dp} tp{self.tp} pp{self.pp} vpp{self.vpp} cp{self.cp} ep{self.ep}, {self.m} x {self.mbs}"
         return f"{degrees}, {self.mode}, sharded: {self.shard}, recompute: {self.recompute}"
 
 
 class Mesh(NamedTuple):
-    """A `Mesh` holds parallel degrees whose product is the number of devices."""
+    """A `Mesh` holds the parallel degrees dp, tp, pp and cp, whose product is the number of devices."""
 
     dp: int
     tp: int
@@ -156,7 +158,7 @@ class Block:
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
-        """Return the candidate that one row describes."""
+        """Return the candidate that one row of the block describes."""
         values: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
         values |= {"mode": MODES[values["mode"]], "shard": SHARDS[values["shard"]]}
         return Candidate(pp=self.pp, vpp=self.vpp, recompute=recompute, **values)
@@ -357,8 +359,8 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """Return the run of a candidate with balanced layers; for "planned" recomputation, all layers count as recomputed
-    until the pipeline optimiser has placed them.
+    """Return the configuration of a candidate with balanced layers; for "planned" recomputation, all layers count as
+    recomputed until the pipeline optimiser has placed them.
     """
     schedule = schedule_of(request, candidate.pp, candidate.vpp)
     turned = is_v_shaped(schedule)

@@ -1,7 +1,8 @@
-"""This module is `tc3 search RECIPE` with its commands; the exit code is 0 with a plan, 1 without a plan, 2 for a wrong
-input.
+"""This module is the command group `tc3 search RECIPE`; the exit code of its commands is 0 with a plan, 1 without a
+plan, and 2 for a wrong input.
 
-This module defines the commands `pipeline` and `layout`, which place layers on stages, and imports the others.
+This module defines the commands `pipeline` and `layout`, which place layers on stages, and imports the other commands
+of the group.
 """
 
 from __future__ import annotations
@@ -78,15 +79,15 @@ def layout(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Assign each layer of RECIPE to a stage, choose what it recomputes, and write this layout beside RECIPE.
+    """Assign each layer of RECIPE to a stage, choose its recomputation, and write this layout to a file beside RECIPE.
 
-    A recipe whose model.model_config.offset is `auto` reads that file at every launch. The recipe's own offset and
-    recompute tables are ignored; its degrees, batch, schedule and memory limit are used, so the file must be made anew
-    when they change. Predicted memory stays under the limit by a margin, the estimator's known error by default. With
-    the same effort the layout is the same on every machine, unless the time limit ends the search; the output says so
-    then.
+    A recipe whose model.model_config.offset is `auto` reads the written layout file at every launch. The command
+    ignores the recipe's own offset and recompute tables; it uses the recipe's degrees, batch, schedule and memory
+    limit, so the layout file must be made anew when these change. Predicted memory stays under the limit by a margin,
+    by default the estimator's known error. With the same effort the layout is the same on every machine, unless the
+    time limit ends the search, which the output then says.
 
-    Exit codes: 0 a layout; 1 none fits; 2 a wrong input; 130 interrupted, with the best layout so far.
+    Exit codes: 0 a layout was found; 1 no layout fits; 2 a wrong input; 130 interrupted, with the best layout so far.
     """
     loaded = apply_overrides(load_recipe(recipe), overrides)
     keep_files_of(recipe, "--out", out)
@@ -186,12 +187,12 @@ def pipeline(
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    """Place the layers of INSTANCE.json on stages and chunks, and choose what they recompute.
+    """Place the layers of INSTANCE.json on stages and chunks, and choose the recomputation of each layer.
 
-    INSTANCE.json is a pipeline-balance problem (schema pp-balance/1). The plan keeps every stage under the memory
-    cap at its true peak; its simulated step time and a bound that no plan can beat are reported. No margin is kept to
-    the cap. tools/search/examples has a commented instance. With one effort the plan is the same on every machine,
-    unless the time limit ends the search; the output says so then.
+    INSTANCE.json is a pipeline-balance problem (schema pp-balance/1). The plan keeps the true peak memory of every
+    stage under the memory cap, without a margin. The command reports the plan's simulated step time, and a lower bound
+    on the step time of all plans. tools/search/examples has a commented instance. With the same effort the plan is the
+    same on every machine, unless the time limit ends the search, which the output then says.
 
     Exit codes: 0 a plan; 1 no plan stays within the memory cap; 2 a wrong input; 130 interrupted, with the best plan
     so far.

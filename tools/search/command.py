@@ -1,5 +1,5 @@
-"""This module is `tc3 search RECIPE`; the exit code is 0 with a strategy, 1 without a strategy, 2 for a wrong input,
-130 if the command was interrupted.
+"""This module is the command `tc3 search RECIPE`; the exit code is 0 with a strategy, 1 without a strategy, 2 for a
+wrong input, and 130 if the command was interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """An `OfGroup` is the class of a command that has the same help as its group; the group writes this help."""
+    """An `OfGroup` is the class of a command that prints the same help as its command group; the group writes this
+    help.
+    """
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the same help as the command's group."""
@@ -189,10 +191,10 @@ def space_command(
 
     Every legal combination of data, tensor, pipeline (and interleaved), context and expert parallelism, micro-batch,
     expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. For the candidates
-    that could be the fastest by their bounds, the command assigns layers to stages and chooses what each layer
-    recomputes. The answer states how much faster another strategy could be.
+    that could be the fastest according to their lower bounds, the command assigns layers to stages and chooses the
+    recomputation of each layer. The answer says how much faster another strategy could be.
 
-    Predicted memory stays under a device's limit by a margin, the estimator's known error by default, and the table
+    Predicted memory stays under a device's limit by a margin, by default the estimator's known error, and the table
     says how likely each strategy fits.
 
     Limits: name, sign, value. Names are dp tp pp vpp cp ep, mbs and m (samples of a micro-batch, and their number),
@@ -202,7 +204,8 @@ def space_command(
     Exit codes: 0 a strategy; 1 none, with the nearest feasible change, or none that --verify proves to fit; 2 a wrong
     input; 130 interrupted (the best so far is shown).
 
-    With the same effort the answer is the same on every machine, unless the time limit ends the search; it says so.
+    With the same effort the answer is the same on every machine, unless the time limit ends the search, which the
+    answer then says.
     """
     from tools.search.options import SpaceProgress
     from tools.search.ranking.alternatives import BySchedule, add_swapping, search_schedules

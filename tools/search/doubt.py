@@ -2,11 +2,12 @@
 experiment that would show which of them is the fastest.
 
 Step times are sums of the estimator's terms, each of which may be wrong by a factor that is the same for all layouts.
-The factors are drawn 4,096 times, the same for all layouts: errors in time that layouts share cancel, and errors in a
-term that is larger in one layout do not. The share of the draws in which a layout is the fastest is its probability, as
-far as the errors of the terms go; layouts with a share of at least 5 % belong to the set. The value of an experiment on
-a term is the increase in the probability that the first choice is right once the term is known: it is computed as the
-mean, over the values of the term, of the largest share.
+The factors are drawn 4,096 times, with the same factors for all layouts: therefore errors of time that all layouts have
+in common cancel, and errors of a term that is larger in one layout do not. The share of the draws in which a layout is
+the fastest is the probability that it is the fastest, as far as errors of the terms are concerned; layouts with a share
+of at least 5 % are reported. The value of an experiment that measures a term is the increase in the probability that
+the first choice is right if the term is known: it is computed as the mean, over the values of the term, of the largest
+share.
 
 Predictions of runs with software newer than the fitted rows have larger errors (`Newer`). The effect of a new release
 is drawn separately, as the same terms with deviations of that size.
@@ -71,8 +72,8 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return by how much ln(step seconds) changes if a term is off by its usual deviation, by the closed form of the
-    pipeline, as [configs, TERMS].
+    """Return the change of ln(step seconds) if a term is wrong by its usual deviation, [configs, TERMS], computed with
+    the closed form of the pipeline.
     """
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):
@@ -99,7 +100,7 @@ _NEARLY = 0.8  # of the best experiment's worth is as good, where it needs fewer
 
 @dataclass(frozen=True)
 class Experiment:
-    """An `Experiment` is an experiment that would show which layout is the fastest."""
+    """An `Experiment` describes an experiment that would help to show which layout is the fastest."""
 
     term: Term
     right: float  # how likely the choice is right after it
@@ -124,7 +125,7 @@ class Doubt:
 
     @property
     def alike(self) -> list[tuple[str, float]]:
-        """Return the layouts that may be the fastest, as (name, share), the most probable first."""
+        """Return the layouts that may be the fastest, as pairs (name, probability), the most probable first."""
         return self._likely(self.shares)
 
     def _likely(self, shares: Sequence[float]) -> list[tuple[str, float]]:
@@ -176,7 +177,7 @@ class Doubt:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json`."""
+        """Return the probabilities and experiments as values for `--json`."""
         one = self.experiment
         told = one and {"term": one.term.name, "what": one.term.experiment, "devices": one.devices, "right": one.right}
         return {
@@ -210,7 +211,7 @@ def doubt(
         seconds: the predicted seconds of each layout.
         slope: [layouts, terms] the change of ln(seconds) with each term, scaled to the error.
         node: the number of devices of a node.
-        error, known, whole: see `Doubt`.
+        error, known, whole: the fields of `Doubt` with these names.
         devices: the number of devices that a step of each layout needs at least.
     """
     drawn, wins = _wins(seconds, slope)
@@ -280,6 +281,6 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 def least_devices(config: Configuration) -> int:
     """Return the devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need.
 
-    MindFormers shares experts among the data- and tensor-parallel ranks, and not among those of context parallelism.
+    MindFormers distributes experts over the data- and tensor-parallel ranks, and not over the context-parallel ranks.
     """
     return config.pp * config.cp * math.lcm(config.tp, config.ep)

@@ -1,8 +1,8 @@
 """This module holds the commands of `tc3 search` that need measured steps: `validate`, `calibrate` and `explain`.
 
-`validate` predicts published runs, to judge the estimator. `calibrate` fits a device's efficiencies to measured steps
-or to a profile. `explain` finds the terms in which a measured step differs from the predicted one. Exit code 2 means a
-wrong input.
+`validate` predicts published runs and compares the predictions with their measurements. `calibrate` fits a device's
+efficiencies to measured steps or to a profile. `explain` finds the terms of the estimator in which a measured step
+differs from the predicted step. The exit code 2 means a wrong input.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
     example); if a row also has a `measured` block, its errors are shown, with the mean and the worst error by device
     and kind over the rows with `use: fit`. For a run that cannot be predicted the output says why.
 
-    Exit codes: 0; 1 if the memory error of a run of tools/estimate/memory/rows.yaml differs from the one that
-    errors.yaml beside it records; 2 a wrong input, such as an unknown device.
+    Exit codes: 0 on success; 1 if the memory error of a run of tools/estimate/memory/rows.yaml differs from the error
+    that errors.yaml in the same folder records; 2 a wrong input, such as an unknown device.
     """
     keep_existing("--record", record, force)
     with Progressing("predicting"):
@@ -166,12 +166,12 @@ def calibrate_command(
 
     MEASURED.yaml has the rows of `tc3 search validate`: id, hardware, config, and measured with a step time or a
     throughput (tools/search/examples/measurements.yaml is a commented example). All rows must come from this cluster.
-    Only parameters that these steps determine are fitted: a few steps that differ in batch, layout and sequence length
-    determine more than many steps that are alike.
+    The command fits only the parameters that these steps determine: a few steps that differ in batch, layout and
+    sequence length determine more parameters than many similar steps.
 
-    PROFILE is a folder that MindSpore's profiler wrote in a run of RECIPE, on an Ascend device or a CPU: operators,
-    links and the host are fitted to their own times; the file lists the parameters that the profile does not determine
-    (docs/calibrate.md).
+    PROFILE is a folder that MindSpore's profiler wrote in a run of RECIPE, on an Ascend device or a CPU: the parameters
+    of operators, links and the host are each fitted to the times of these parts in the profile; the cluster file lists
+    the parameters that the profile does not determine (docs/calibrate.md).
 
     \b
     tc3 search calibrate steps.yaml --cluster atlas_800t_a2 --out mine.yaml
@@ -279,10 +279,11 @@ def _print_fit(found: Calibration, start: Efficiency) -> None:
 def explain(
     recipe: Path, measured: str, cluster_name: str, overrides: tuple[str, ...], steps: int | None, as_json: bool
 ) -> None:
-    """Compare RECIPE's predicted step with a measured one, term by term, and name the largest gaps.
+    """Compare RECIPE's predicted step with a measured step, term by term, and name the largest differences.
 
-    With a profile every second is attributed to a term of the estimator. With only the time of a step the terms stay
-    unknown, and the table shows the error that each term would need to explain the gap by itself (docs/calibrate.md).
+    With a profile, every second of the step is attributed to a term of the estimator. With only the time of a step, the
+    measured terms are unknown, and the table shows the error that each term would need to explain the whole difference
+    (docs/calibrate.md).
 
     \b
     tc3 search explain recipes/telechat3_105b/pretrain_4k.yaml --measured 12.3

@@ -45,14 +45,16 @@ def overrides_option(recipe: str = "the recipe") -> Callable[[Callable[..., Any]
 
 
 def time_limit_option(default: float, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option `--time-limit`, a safety limit beside `--effort`."""
+    """Return the option `--time-limit`, which is a safety limit in addition to `--effort`."""
     return click.option(
         "--time-limit", default=default, show_default=True, type=Number("seconds"), metavar="SECONDS", help=what
     )
 
 
 class Effort(click.ParamType):
-    """An `Effort` is a click type: `low`, `normal`, `high`, or units of `tools.layout.budget`."""
+    """An `Effort` is a click type whose values are `low`, `normal`, `high`, or a number of units of work
+    (`tools.layout.budget`).
+    """
 
     name = "effort"
 
@@ -72,7 +74,9 @@ class Effort(click.ParamType):
 
 
 def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option `--effort`, which counts work, so that the result does not depend on the machine's speed."""
+    """Return the option `--effort`, which limits a search by units of work, so that the result does not depend on the
+    machine's speed.
+    """
     return click.option(
         "--effort",
         type=Effort(),
@@ -87,12 +91,14 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Return the requested units, or else the default, but not more than the units for about `seconds`."""
+    """Return the requested units of work, or otherwise the default, but not more than the units for about `seconds`
+    seconds.
+    """
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
 
 def tell_end(cut: bool, stopped: bool, best: str) -> None:
-    """Print on stderr that the time limit, or Ctrl-C, which exits with 130, ended a search."""
+    """Print on stderr that the time limit or Ctrl-C ended a search; after Ctrl-C, exit with the code 130."""
     if cut:
         click.echo(LATE, err=True)
     if stopped:
@@ -101,8 +107,8 @@ def tell_end(cut: bool, stopped: bool, best: str) -> None:
 
 
 class RecipeOrCommand(click.Group):
-    """A `RecipeOrCommand` is a group whose first word is one of its commands or a recipe, which goes to the command
-    `of_recipe`.
+    """A `RecipeOrCommand` is a click group whose first argument is the name of one of its commands, or a recipe; the
+    command `of_recipe` then receives the recipe.
     """
 
     of_recipe: click.Command
@@ -121,7 +127,9 @@ class RecipeOrCommand(click.Group):
         return "", self.of_recipe, args
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does, but options that are not the group's belong to the recipe's command."""
+        """Parse the arguments as click does, but pass options that are not those of the group to the command for
+        recipes.
+        """
         if not args:
             raise click.UsageError(
                 f"give a RECIPE.yaml, or one of the commands that `{ctx.command_path} --help` lists", ctx
@@ -130,13 +138,13 @@ class RecipeOrCommand(click.Group):
         return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write both forms of the command line: with a recipe, and with a command."""
+        """Write both forms of the command line in the help: with a recipe, and with a command."""
         formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help of the group, which is the same for a recipe with `--help`: the help of the recipe's command,
-        then the commands.
+        """Write the help of the group, which is also printed for a recipe with `--help`: first the help of the command
+        for recipes, and then the list of commands.
         """
         self.format_usage(ctx, formatter)
         recipe = click.Context(self.of_recipe, parent=ctx, info_name="")
@@ -162,7 +170,9 @@ class SpaceProgress(Progressing):
         super().__init__("looking at every mesh of the devices")
 
     def tell(self, phase: str, done: int, of: int, best: float) -> None:
-        """Show the progress of a phase, and the seconds of the best step so far (infinite: none)."""
+        """Show the progress of a phase, and the step time in seconds of the best layout so far (infinite if there is
+        none).
+        """
         found = f", best step {best:.2f} s" if math.isfinite(best) else ""
         self.show(f"{_WORDS[phase]}, {done:,} of {of:,}{found}", done, of)
 

@@ -1,9 +1,10 @@
 """This module finds the MindFormers keys in which a configuration differs from its recipe, and writes them as a child
 recipe (a file with this recipe as its base).
 
-Only keys with a different effect are written, including those of the machine that the search assumed. Values that the
-recipe shares through anchors change at all their places. Lists are written as a whole, because a child cannot change
-single entries of its base's list. The result is never written over the recipe or a file from which it inherits.
+The child recipe contains only keys whose change has an effect, including the keys of the cluster that the search
+assumed. Values that the recipe shares through YAML anchors change at all their places. Lists are written as a whole,
+because a child cannot change single entries of its base's list. The child recipe never replaces the recipe itself or a
+file from which the recipe inherits.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, stage_layers_of, swaps
 
 
 def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the file of a recipe that can be loaded, and all files that it inherits."""
+    """Yield the file of a recipe that can be loaded, and all files from which it inherits."""
     path = Path(recipe)
     yield path
     bases = yaml.safe_load(path.read_text(encoding="utf-8")).get(BASE_CONFIG) or []
@@ -77,8 +78,8 @@ def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.PathLike[str] | None) -> None:
-    """Refuse (RecipeError) a `target` of the command line's `option` that is one of the recipe's own files, under any
-    name.
+    """Raise RecipeError if `target`, the value of the command-line option `option`, is one of the recipe's own files,
+    under any name.
     """
     if target is None or not os.path.exists(target):
         return
@@ -115,10 +116,10 @@ def stays_plugged(view: View, config: Configuration, node: int) -> bool:
 
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
-    """Return the keys to change for `config` to run on `site`.
+    """Return the keys of a recipe that must change so that `config` runs on `site`.
 
-    Some dispatchers depend on the number of devices of a node. If the memory pool was as large as the old memory limit,
-    it changes together with the limit.
+    Some dispatchers depend on the number of devices of a node. If the size of the memory pool equals the old memory
+    limit, it changes together with the limit.
     """
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)
@@ -143,12 +144,12 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
     `node` is the number of devices of a node, if it is not the recipe's. `auto` is replaced by the mode that it means
     for the recipe's own degrees and cluster.
 
-    A recipe with the plugin keeps it, and a recipe without it gets it for the mode that MindFormers lacks. The plugin
-    is switched off if one device has all experts, because then nothing is dispatched, or if groups lie across node
-    boundaries, because the plugin refuses these.
+    A recipe with the plugin `hierarchical_ep` keeps it, and a recipe without it gets it for the dispatch mode that
+    MindFormers lacks. The plugin is switched off if one device has all experts, because then no tokens are dispatched,
+    or if EP groups cross node boundaries, because the plugin refuses such groups.
 
     Raises:
-        RecipeError: MindFormers does not have this mode.
+        RecipeError: MindFormers does not have the dispatch mode of `config`.
     """
     if not config.model.experts:
         return {}
@@ -190,7 +191,7 @@ def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
     if `recipe` already runs it.
 
     Raises:
-        RecipeError: the recipe is not for several devices, or MindFormers has no key for something in `config`.
+        RecipeError: the recipe is not for several devices, or MindFormers has no key for a setting of `config`.
     """
     return _difference(recipe, changed(recipe, config, site))
 
@@ -224,9 +225,7 @@ def write_overlay(
 
 
 def require_layouts(recipe: Recipe, devices: int) -> None:
-    """Refuse (RecipeError) a recipe that can have no layout for this number of devices, because it does not split its
-    model.
-    """
+    """Raise RecipeError for a recipe that has no layout for several devices, because it does not split its model."""
     if not View(recipe).parallel and devices > 1:
         raise RecipeError(
             f"{recipe.source}: a layout on several devices needs use_parallel: True and parallel.parallel_mode: 1"
@@ -354,8 +353,9 @@ def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
 
 
 def left_off(recipe: Recipe, config: Configuration) -> list[str]:
-    """Return a line if a child for `config` keeps experts from moving only because `recipe` had no expert parallelism:
-    a search that led to `recipe` may have switched it off (`_idle_plugins`), and what was written before is not known.
+    """Return a list with one line of text if a child recipe for `config` does not move experts only because `recipe`
+    has no expert parallelism; otherwise return an empty list. An earlier search that wrote `recipe` may have switched
+    the moving of experts off (`_idle_plugins`), and the earlier setting is unknown.
     """
     view = View(recipe)
     balance, _ = Settings.look(view.get(_MOVES))

@@ -1,8 +1,8 @@
-"""This module writes the answer of `tc3 search` as one HTML file that needs no other files: table, reasons, pictures as
-inline SVG, the funnel.
+"""This module writes the answer of `tc3 search` as one HTML file that needs no other files, with the table of layouts,
+the reasons for their order, pictures as inline SVG, and the funnel of dropped candidates.
 
-Its picture shows memory against time: all candidates, their frontier, and the candidates whose layers were placed
-(report Figure 8).
+The first picture shows memory over step time for all candidates, with their Pareto frontier and the candidates whose
+layers were placed (report Figure 8).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
 
 
 def draw(found: Found, times: TimeModel, path: Path) -> Path:
-    """Draw both pictures into one file (.svg or .png): the frontier above, the winner's timeline below."""
+    """Draw both pictures of an answer into one file (.svg or .png): the frontier above, and the timeline of the fastest
+    layout below.
+    """
     figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_frontier(above, found, doubt_of(found, times))
@@ -54,7 +56,7 @@ def draw(found: Found, times: TimeModel, path: Path) -> Path:
 
 
 def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Return the `<svg>` element of one picture."""
+    """Return one picture as an `<svg>` element for the HTML page."""
     figure = new_figure(*size)
     paint(figure.subplots())
     return svg_text(figure)
@@ -64,10 +66,10 @@ def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
     """Draw candidates that fit as dots coloured by their stages, the frontier as a line, and placed candidates as
     diamonds.
 
-    Diamonds of layouts that may be the fastest (`doubt`) are filled, and have their number.
+    The diamonds of layouts that may be the fastest (`doubt`) are filled and carry the number of the layout.
 
-    "Planned" candidates have no dot, because in the ranking all those that the limit constrains lie exactly on the
-    limit.
+    Candidates with "planned" recomputation have no dot, because all of them that need recomputation to fit would lie
+    exactly on the memory limit.
     """
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator, NullLocator

@@ -1,7 +1,8 @@
 """This module prints the answer of `tc3 search` on the terminal: the table of layouts, the reasons for their order, the
 dropped candidates with the reasons, and the assumptions.
 
-Other schedules beside 1F1B have a table of their own; `to_write` says which layout `--write` writes.
+Schedules other than 1F1B and interleaved 1F1B have a separate table; `to_write` chooses the layout that `--write`
+writes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ LEFT = ("layout", "dispatch", "sharded", "recompute")
 
 
 def cells(name: str, entry: Entry, request: Request) -> list[str]:
-    """Return the cells of one layout's row in the table."""
+    """Return the cells of one layout's row in the table of layouts."""
     candidate = entry.candidate
     return [
         name,
@@ -69,7 +70,9 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the best layouts, then the recipe's own mesh with a new placement of layers, then the recipe itself."""
+    """Return the rows of the table of layouts: the best layouts, then the recipe's own mesh with a new placement of
+    layers, then the recipe itself.
+    """
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     if found.own_mesh:
         mesh = cells("mesh", found.own_mesh, found.request)
@@ -117,8 +120,8 @@ def more_stages(found: Found) -> list[str]:
 
 
 def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
-    """Return why the first layout is before the second, how sure this is, and how much faster it is than the recipe's
-    own.
+    """Return sentences that say why the first layout is faster than the second, how certain this is, and how much
+    faster the first layout is than the recipe's own layout.
     """
     lines, entries = [], found.entries
     if len(entries) > 1:
@@ -185,7 +188,7 @@ def under_words(found: Found) -> list[str]:
 
 
 def lost(found: Found) -> list[str]:
-    """Return the strategies of the short list that were dropped, and the results of dry runs."""
+    """Return lines about the strategies of the short list that were dropped, and about the results of dry runs."""
     lines = [f"dropped: {one.candidate.words}: {why}" for one, why in found.dropped]
     lines += [f"dropped by its dry run: {entry.layout}: {'; '.join(problems)}" for entry, problems in found.failed]
     for entry, doubts in found.doubtful:
@@ -204,7 +207,9 @@ def lost(found: Found) -> list[str]:
 
 
 def memory_words(request: Request) -> list[str]:
-    """Return how much memory a device may use, and how reliable predictions of it are."""
+    """Return sentences that say how much memory the run may use on a device, and how reliable predictions of this
+    memory are.
+    """
     known = known_errors()
     runs = len(known.errors)
     room = f"predictions may reach {request.room / GIB:.1f} of them"

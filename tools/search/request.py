@@ -59,7 +59,7 @@ class Limit:
     modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
-        """Return for each number (or index of a word) whether the number satisfies the limit."""
+        """Return for each of the given numbers (for words, their indices) whether it satisfies the limit."""
         numbers = np.asarray(numbers)
         if self.sign == "%":
             return numbers % self.modulus == self.values[0]
@@ -147,17 +147,17 @@ class Request:
 
     @property
     def room(self) -> float:
-        """Return the bytes that a prediction may reach on a device: the cap without its margin."""
+        """Return the bytes that a memory prediction may reach on a device: the memory cap minus the margin."""
         return Room(self.cap, self.cap_source, self.margin).bytes
 
     @property
     def room_words(self) -> str:
-        """Return the limit as text, such as ``51.4 GiB (55.5 less a margin of 7.4 %)``."""
+        """Return the memory limit as text, such as ``51.4 GiB (55.5 less a margin of 7.4 %)``."""
         return Room(self.cap, self.cap_source, self.margin).words
 
     @property
     def node(self) -> int:
-        """Return the number of devices of a node."""
+        """Return the number of devices of a node of the cluster."""
         return self.hardware.devices_per_node
 
     @property
@@ -173,7 +173,7 @@ class Request:
 
     @property
     def changed(self) -> bool:
-        """Return whether devices or batch differ from the recipe's."""
+        """Return whether the request's number of devices or global batch differs from the recipe's."""
         return (self.devices, self.global_batch) != (self.base.devices, self.base.global_batch)
 
 
@@ -245,6 +245,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
 
 
 def file_of(cluster_name: str) -> str:
-    """Return a cluster as recipes name it: the name of a hardware file, or the path of another file."""
+    """Return the name of a cluster in the form that recipes use: the name of a hardware file of this repository, or the
+    path of another file.
+    """
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))

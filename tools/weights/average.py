@@ -1,4 +1,4 @@
-"""This module averages several checkpoints of one model, as TeleChat2 does at the end of its training."""
+"""This module averages several checkpoints of one model, as the training of TeleChat2 did at its end."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def average(
     """Write the weighted sum of the weights of all checkpoints in `sources` to `target`, in the layout of these
     checkpoints. Return the number of averaged tensors.
 
-    Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out: an average
-    has none. Counters are those of the last source. A tensor of each source is in memory at a time, and the file that
-    is written.
+    Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out, because an
+    average of weights has no such state. Counters are those of the last source. Memory holds one tensor of each source
+    at a time, and the file that is being written.
 
     Args:
         sources: two or more checkpoints in MindFormers' form that were saved in one layout.
         target: the path of a folder that does not exist yet.
-        shares: the share of each checkpoint, which add up to 1; by default all shares are equal.
+        shares: the weight of each checkpoint in the sum; the shares add up to 1, and by default all are equal.
         progress: a function that is called with the name of each file.
         damaged: descriptions of the damage in `sources` that is accepted (`inventory.salvaged`); `target` records them.
 
@@ -70,7 +70,7 @@ def check_average(sources: Sequence[Source], target: Path, shares: Sequence[floa
     the headers of the files.
 
     Raises:
-        CheckpointError: as `average`, but for numbers that are not finite.
+        CheckpointError: as for `average`, except for numbers that are not finite.
     """
     shares = _shares(sources, shares)
     _fit(sources, target)

@@ -68,7 +68,7 @@ file_size_option = click.option(
 
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
-    """Inspect, average, merge, convert and reshard weights of a run's iteration or in Hugging Face's form."""
+    """Inspect, average, merge, convert and reshard weights (an iteration of a run, or a Hugging Face folder)."""
     click.get_current_context().with_resource(terminate_as_interrupt())  # else half a folder would stay
 
 
@@ -93,8 +93,8 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
     """Show what CHECKPOINT holds. The command reads only the headers of the files, which takes about a second for any
     size.
 
-    Exit code: 0 nothing is wrong with it (with --diff: equal), 1 something is (with --diff: they differ), 2 something
-    to mend first.
+    Exit codes: 0 if the checkpoint has no fault (with --diff: if the two are equal), 1 if it has a fault (with --diff:
+    if they differ), 2 for a wrong input.
     """
     source = open_source(checkpoint)
     if other is not None:
@@ -133,8 +133,9 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     """Write the average of the weights of CHECKPOINTS. CHECKPOINTS are iterations of one run, or of several runs in one
     layout.
 
-    Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is for a new run to begin
-    with (--set checkpoint.load_path=FOLDER). All files are read first and compared with their seals' checksums.
+    Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is meant as the start of a
+    new run (--set checkpoint.load_path=FOLDER). The command first reads all files and compares them with the checksums
+    that were recorded when they were saved.
     """
     given = _numbers(shares) if shares is not None else None
     sources = [open_source(path) for path in checkpoints]
@@ -159,8 +160,8 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
     """Add the adapters that plugins.lora trained to the weights of CHECKPOINT, an iteration of a run, and write weights
     of the model without adapters.
 
-    TO is a folder that is not there yet. A new run may begin with it in any layout (--set checkpoint.load_path=TO), and
-    tc3 weights convert writes it in Hugging Face's form. The optimizer's state is left out.
+    TO is a folder that does not exist yet. A new run in any layout can start from TO (--set checkpoint.load_path=TO),
+    and tc3 weights convert can convert TO to Hugging Face's form. The optimizer's state is left out.
     """
     source = open_source(checkpoint)
     plan = plan_merge(source, recipe, int(file_size * 1e9))
@@ -219,9 +220,9 @@ def convert_command(
     """Convert TeleChat3 weights from Hugging Face's form to MindFormers' form, or back. The form of FROM decides the
     direction of the conversion.
 
-    FROM is a folder of safetensors with its index, or an iteration of a run; TO a folder that is not there yet. Every
-    tensor has a place on the other side or is named. If interrupted, the same command continues. All of FROM is
-    read first and compared with its checksums.
+    FROM is a folder of safetensors with its index, or an iteration of a run; TO is a folder that does not exist yet.
+    Every tensor of FROM is converted, or named as left out. After an interruption, the same command continues the
+    conversion. The command first reads all of FROM and compares it with its checksums.
     """
     weights_in = open_source(source)
     if tokenizer and weights_in.form == "Hugging Face":
@@ -270,9 +271,10 @@ def reshard_command(
 ) -> None:
     """Write CHECKPOINT, which is one iteration of a run, in the layout of a recipe. The command needs no device.
 
-    Weights, moments, the routers' biases, moved experts and counters go along. TO gets checkpoint/iteration_*, sealed,
-    and the old run's files that a resume compares; each rank reads only its own part. With --dry-run, CHECKPOINT may
-    be a recipe: then the checkpoint that its run would save is planned.
+    The command reshards weights, optimizer moments, the routers' biases, moved experts and counters. The command writes
+    checkpoint/iteration_* with checksums into TO, and the files of the old run that a resumed run compares; each rank
+    of the new run reads only its own part. With --dry-run, CHECKPOINT may be a recipe: then the command plans for the
+    checkpoint that a run of this recipe would save.
     """
     damaged: list[str] = []
     new = apply_overrides(load_recipe(recipe), overrides)

@@ -54,7 +54,8 @@ def write_shard(source: Source, folder: Path, plan: Plan, known: dict[str, int],
     shard's file.
 
     Raises:
-        CheckpointError: a tensor of the source is not what its checksum or its twin says, or has several values.
+        CheckpointError: a tensor of the source differs from its checksum or from the tensor that it must repeat, or
+            ranks hold different copies of it.
         DataError: the file cannot be written.
     """
     sums: dict[str, int] = {}
@@ -174,16 +175,16 @@ def convert(
     damaged: Sequence[str] = (),
 ) -> None:
     """Write the converted weights to `target`, a folder that does not exist yet. The function `progress` is called with
-    the number of bytes written so far and the name of the file. A folder for Hugging Face says that the token `ends`
-    ends a document. Tensors of `source` that are `damaged` and are copied unchanged (`inventory.salvaged`) are recorded
-    in `target`.
+    the number of bytes written so far and the name of the file. The files of a Hugging Face folder state that the token
+    `ends` ends a document. Tensors of `source` that are `damaged` and are copied unchanged (`inventory.salvaged`) are
+    recorded in `target`.
 
-    What is written stands in a hidden folder beside `target` until all of it is there; run again after an interrupt or
-    a full disk, a conversion of the same source keeps the files that are whole.
+    The files are written into a hidden folder beside `target` until all of them are complete. If a conversion of the
+    same source is run again after an interruption or a full disk, it keeps the files that are complete.
 
     Raises:
-        CheckpointError: `target` exists, another process writes it, or the source is damaged.
-        DataError: it cannot be written, or the disk has no room for it.
+        CheckpointError: `target` exists, another process is writing `target`, or the source is damaged.
+        DataError: `target` cannot be written, or the disk has no room for it.
     """
     refuse_target(target)
     part = target.with_name(f".{target.name}.part")

@@ -1,5 +1,5 @@
-"""This module plans what a conversion of weights reads and writes. Planning reads only the headers of files. Each
-tensor of MindFormers and of Hugging Face is used once, or listed as unused.
+"""This module plans which tensors a conversion of weights reads, and which files it writes. Planning reads only the
+headers of files. Each tensor of MindFormers and of Hugging Face is used once, or listed as unused.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` says which files a conversion writes, and from which tensors.
+    """A `Plan` says which files a conversion writes, and from which tensors of the source.
 
     Args:
-        dtype: the type of trained weights as safetensors writes it; None: each weight keeps its type. The routers'
-            biases always keep their type.
-        copies: for each Hugging Face tensor that repeats another one, the name of that tensor, whose bits it must have:
-            DeepSeek's MTP layer repeats the embedding and the output layer.
+        dtype: the type to which trained weights are converted, as safetensors writes it; None: each weight keeps its
+            type. The routers' biases always keep their type.
+        copies: for each Hugging Face tensor that repeats another tensor, the name of the repeated tensor; both must
+            have the same bits (DeepSeek's MTP layer repeats the embedding and the output layer).
         stands_for: for each Hugging Face tensor that is not read, the name of the tensor to which it is tied.
         left_out: the number of tensors of the source that have no place in the target, by a description of these
             tensors.
@@ -84,16 +84,17 @@ class Plan:
 def plan_conversion(
     headers: Mapping[str, Header], sizes: Sizes, to: Target, dtype: str | None, limit: int, tied: bool = False
 ) -> Plan:
-    """Return the plan for converting the weights of a model with these sizes.
+    """Return the plan for converting the weights of a model with given sizes.
 
     Args:
         headers: the headers of the source's tensors.
         dtype: the type of the written weights, see `Plan`.
         limit: the largest size of a file in bytes; a file with a single tensor may be larger.
-        tied: whether the output layer of a Hugging Face source is its embedding, whatever its files hold.
+        tied: whether the output layer of a Hugging Face source is tied to its embedding, whatever tensors its files
+            hold.
 
     Raises:
-        CheckpointError: tensors are missing, unknown, of another shape or of a type that no weights have.
+        CheckpointError: tensors are missing or unknown, or have another shape, or a type that weights cannot have.
     """
     entries = table(sizes)
     repeated: dict[str, str] = {}
@@ -179,8 +180,8 @@ def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: i
 
 
 def in_files(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the tensors of each file, in order: as many in a file as its limit in bytes allows, and at
-    least one.
+    """Distribute tensors over files, and return the names of the tensors of each file, in order: each file has as many
+    tensors as its limit in bytes allows, and at least one.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -194,8 +195,8 @@ def in_files(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...
 
 
 def file_of(to: Target, number: int, count: int) -> str:
-    """Return the name of the file with this number that a conversion writes; for MindFormers, which numbers files by
-    ranks, it is the name of the file of one of `count` ranks.
+    """Return the name of the file with a given number that a conversion writes. MindFormers numbers files by ranks, so
+    in its form this is the name of the file of one of `count` ranks.
     """
     if to == "MindFormers":
         return f"weights-model-{number:07d}-{count:07d}.safetensors"
@@ -209,8 +210,9 @@ DTYPES = {"bf16": "BF16", "fp32": "F32"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """A `Conversion` holds the plan of a conversion, the sizes of the model, and the path of the recipe. It also says
-    whether a config.json was compared with the recipe, and which token id ends a document in the recipe's data.
+    """A `Conversion` holds the plan of a conversion, the sizes of the model, and the path of the recipe. A `Conversion`
+    also says whether a config.json was compared with the recipe, and which token id ends a document in the recipe's
+    data.
     """
 
     plan: Plan
@@ -279,8 +281,8 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
         dtype, limit: the arguments of `plan_conversion` with these names.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, or belongs to another model. RecipeError: there is no recipe,
-            or its model is one that Hugging Face's DeepseekV3 is not.
+        CheckpointError: the checkpoint is incomplete, or belongs to another model. RecipeError: there is no recipe, or
+            Hugging Face's DeepseekV3 cannot express its model.
     """
     to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
     if source.form == "one file":
@@ -317,7 +319,7 @@ def model_of(recipe: Recipe) -> Sizes:
     """Return the sizes of the Hugging Face model that corresponds to the model of a recipe.
 
     Raises:
-        RecipeError: MindFormers does not train such a model; or DeepseekV3, and Llama, have no such thing.
+        RecipeError: MindFormers does not train the recipe's model, or neither DeepseekV3 nor Llama can express it.
     """
     resolved = resolve(recipe)
     schema = load_schema()

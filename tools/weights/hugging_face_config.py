@@ -1,8 +1,8 @@
 """This module writes the config.json of a Hugging Face folder, and compares an existing config.json with the model of a
 recipe.
 
-It is what transformers' DeepseekV3ForCausalLM, of a dense model LlamaForCausalLM, and vLLM's TeleChat3ForCausalLM and
-TeleChat2ForCausalLM build the model from.
+From this config.json, DeepseekV3ForCausalLM of transformers (LlamaForCausalLM for a dense model), and
+TeleChat3ForCausalLM and TeleChat2ForCausalLM of vLLM, build the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNCOMPARED = ("pad_token_id", "max_position_embeddings", "attention_dropout", "
 
 
 def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json for a model with these sizes whose weights have the type `dtype` (float32,
+    """Return the content of config.json for a model with given sizes, whose weights have the type `dtype` (float32 or
     bfloat16).
     """
     if sizes.telechat2:
@@ -59,7 +59,8 @@ def check_config(folder: Path, sizes: Sizes) -> dict[str, Any] | None:
     if the folder has no config.json.
 
     Raises:
-        CheckpointError: it cannot be read, or describes another model: its weights would fit and compute another thing.
+        CheckpointError: config.json cannot be read, or describes another model, whose weights would have the same
+            shapes but compute other results.
     """
     file = folder / FILE
     if not file.exists():

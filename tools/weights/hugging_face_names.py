@@ -1,8 +1,8 @@
 """This module maps the weights of TeleChat3 and TeleChat2 between MindFormers' names and Hugging Face's names. The
 module uses only NumPy.
 
-Every MindFormers tensor is cut into one or more Hugging Face tensors and every element has exactly one place on the
-other side, so gradients, Adam moments and updates convert like weights. Names are those of
+Every MindFormers tensor is cut into one or more Hugging Face tensors, and every element has exactly one place in the
+Hugging Face tensors, so gradients, Adam moments and updates can be converted like weights. The names come from
 `plugins/hugging_face_weights/plan.py`.
 """
 
@@ -88,15 +88,13 @@ class Entry:
         return array
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Return the tensor of MindFormers that is made of these tensors of Hugging Face; this is the inverse of
-        `split`.
-        """
+        """Join tensors of Hugging Face to the tensor of MindFormers, and return it; this is the inverse of `split`."""
         pieces = list(self.pieces(parts.__getitem__))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def pieces(self, part: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the tensor that `join` returns in pieces, one for each expert. The function `part(i)` is called once
-        for each tensor i of Hugging Face.
+        """Yield the tensor that `join` returns in pieces, one piece for each expert. The function `part(i)` is called
+        once for each tensor i of Hugging Face.
         """
         if self.how == "gate_up":
             both = [part(0), part(1)]
@@ -127,7 +125,7 @@ def table(sizes: Sizes) -> list[Entry]:
 
 
 def names_of(sizes: Sizes) -> Model:
-    """Return those properties of a model that determine the names of its weights, such as the number of layers."""
+    """Return the properties of a model that determine the names of its weights, such as the number of layers."""
     hf = sizes.hf
     if sizes.is_dense:
         return Model(sizes.layers, 0, sizes.layers, 0, latent_query=False, grouped=True, telechat2=sizes.telechat2)
@@ -153,8 +151,8 @@ def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
 
 
 def to_mindformers(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """Return Hugging Face's tensors, joined and named as in MindFormers' model. This raises the errors that
-    `to_hugging_face` raises.
+    """Return Hugging Face's tensors, joined and named as in MindFormers' model. The function raises the errors of
+    `to_hugging_face`.
     """
     _check(arrays, hugging_face_shapes(sizes))
     return {entry.mindformers: entry.join([arrays[name] for name in entry.parts]) for entry in table(sizes)}

@@ -1,5 +1,5 @@
 """This module describes the model of a recipe in the terms of Hugging Face's configurations (TeleChat3-MoE in those of
-DeepseekV3Config, dense models in those of LlamaConfig), and lists what these classes cannot express.
+DeepseekV3Config, dense models in those of LlamaConfig), and lists the settings that these classes cannot express.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sizes:
         latent_eps: the epsilon of the two norms inside latent attention. DeepseekV3Config cannot express it: Hugging
             Face builds these norms with LATENT_EPS, MindFormers with rms_norm_eps.
         interleaved: whether the rows of a dense `linear_fc1` alternate between gate and up.
-        mtp_layers: the number of MTP layers; Hugging Face's class has none, and the reference model adds them.
+        mtp_layers: the number of MTP layers; Hugging Face's class has no MTP layers, and the reference model adds them.
         mtp_factor: the weight of the MTP loss.
         aux_coefficient: the coefficient of the sequence-wise balance loss (DeepSeek-V3 technical report, section
             2.1.2).
@@ -100,14 +100,15 @@ _SAME = {
 
 
 def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
-    """Return the sizes of the Hugging Face model that corresponds to MindFormers' TransformerConfig with these fields.
+    """Return the sizes of the Hugging Face model that corresponds to a TransformerConfig of MindFormers with the given
+    fields.
 
     Args:
         fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
-        bias_updated: whether the recipe's callbacks move the router's bias.
+        bias_updated: whether the recipe's callbacks update the router's bias.
 
     Raises:
-        RecipeError: DeepSeek-V3 in Hugging Face has no such thing.
+        RecipeError: Hugging Face's DeepSeek-V3 classes cannot express a setting of the model.
     """
     for holds, key, right in _rules(fields):
         if not holds:
@@ -167,7 +168,7 @@ def one_stream(fields: Mapping[str, Any], what: str) -> None:
     only one residual stream.
 
     Raises:
-        RecipeError: the recipe has several.
+        RecipeError: the recipe's model has several residual streams.
     """
     if (streams := fields.get(STREAMS, 1)) > 1:
         raise RecipeError(
@@ -267,10 +268,10 @@ def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
 
     Args:
         fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
-        yarn: what `plugins.yarn` makes of it; None for plain RoPE.
+        yarn: the scaling of RoPE that `plugins.yarn` sets; None for plain RoPE.
 
     Raises:
-        RecipeError: Llama (TeleChat2) in Hugging Face has no such thing.
+        RecipeError: the Hugging Face classes of Llama (or TeleChat2) cannot express a setting of the model.
     """
     telechat2 = bool(fields["add_bias_linear"] and fields[ONLY_OUTPUTS])
     named = "TeleChat2" if telechat2 else "Llama, which TeleChat3's dense models are,"

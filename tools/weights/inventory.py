@@ -27,8 +27,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Values:
-    """A `Values` holds what reading the elements of a group of tensors has shown: their norm, values that are not
-    finite, and copies that differ.
+    """A `Values` holds the results of reading all elements of a group of tensors: their norm, the values that are not
+    finite, and the copies that differ between ranks.
 
     Args:
         norm: the L2 norm of all elements, in float64.
@@ -70,8 +70,8 @@ class Group:
 
 
 def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
-    """Return the tensors of `source` in groups: first the groups of weights, then those of the optimizer's state, then
-    all others. Within each kind, the groups are in the order of the files.
+    """Return the tensors of `source` in groups: first the groups of weights, then the groups of the optimizer's state,
+    then all other groups. Within each kind, the groups are in the order of the files.
 
     Args:
         values: whether all tensors are read, one at a time, to compute norms and to find values that are not finite.
@@ -129,7 +129,7 @@ def salvaged(
         progress: a function that is called with the name of each tensor that is read.
 
     Raises:
-        CheckpointError: something is, and that is not allowed.
+        CheckpointError: a tensor is damaged, and damaged tensors are not accepted.
     """
     found = [f"{source.path}: {line}" for source in sources for line in damage(source, progress)]
     if found and not allowed:
@@ -142,8 +142,8 @@ def salvaged(
 
 
 def damage(source: Source, progress: Callable[[str], None] = lambda name: None) -> list[str]:
-    """Return a line of text for each way in which the elements of the weights in `source` differ from what was saved,
-    or are not finite.
+    """Return a line of text for each kind of damage in `source`: elements of weights that differ from the saved
+    elements, or that are not finite.
     """
     found = faults(source, checksums=True)
     if (source.stored.folder / SALVAGED).exists():
@@ -157,11 +157,12 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
 
 
 def faults(source: Source, checksums: bool) -> list[str]:
-    """Return a sentence for each way in which the files of `source` differ from what its seals say or, of a Hugging
-    Face folder that `tc3 weights convert` wrote, its checksums.json.
+    """Return a sentence for each difference between the files of `source` and its seals (files with recorded sizes and
+    checksums) or, for a Hugging Face folder that `tc3 weights convert` wrote, its checksums.json.
 
     Args:
-        checksums: whether every file is read; otherwise only the sizes are compared, which only seals hold.
+        checksums: whether every file is read to compare checksums; otherwise only the sizes are compared, which only
+            seals record.
     """
     reason = source.seal_fault(checksums)
     corrupted = [f"{file} does not match its checksum: corrupted" for file in (_corrupted(source) if checksums else ())]
@@ -203,8 +204,8 @@ class Change:
 
     Args:
         relative: the L2 norm of the difference divided by the L2 norm of A's tensor; inf if A's tensor is zero.
-        largest: the largest absolute difference of two elements. Both numbers are nan if an element of A or B is not
-            finite.
+        largest: the largest absolute difference of two elements. `relative` and `largest` are nan if an element of A or
+            B is not finite.
     """
 
     name: str
@@ -217,12 +218,12 @@ class Comparison:
     """A `Comparison` holds the differences between the tensors of two checkpoints A and B.
 
     Args:
-        only: the names of the tensors that only A has, and of those that only B has.
+        only: the names of the tensors that only A has, and the names of the tensors that only B has.
         other: (name, type and shape in A, type and shape in B) for tensors whose type or shape differs.
         same: the names of the tensors whose bits are equal.
         changes: all other tensors, the largest relative difference first.
         differing: ("A" or "B", the name of a tensor, the ranks whose copy in this checkpoint differs from that of the
-            first rank). Only the copies of the first ranks were compared with the other checkpoint.
+            first rank). Only the copies of the first ranks were compared between A and B.
     """
 
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -288,7 +289,7 @@ _TITLES = {"weights": "weights", "optimizer": "optimizer's state", "other": "cou
 
 
 def summary_lines(source: Source, groups: list[Group], fault: str | None, values: bool) -> Iterator[str]:
-    """Yield lines of text about all weights of a checkpoint together."""
+    """Yield lines of text with a summary of all weights of a checkpoint."""
     step = "step unknown" if source.step is None else f"step {source.step:,}"
     yield f"{source.path}: {source.form}, {step}, files of {source.ranks} rank{'s' * (source.ranks > 1)}"
     for kind in KINDS:

@@ -33,14 +33,14 @@ from tools.weights.source import Source, is_of_the_model, refuse_target, require
 
 @dataclass(frozen=True)
 class Merge:
-    """A `Merge` says what merging adapters into weights reads and writes.
+    """A `Merge` says which tensors a merge of adapters into weights reads, and which files it writes.
 
     Args:
         files: the names of the tensors of each file to write.
         headers: the headers of these tensors, by name.
         scale: the factor of the adapters' products, alpha / rank.
         adapted: the names of the weights to which an adapter's product is added.
-        recipe: the path of the recipe that has these settings.
+        recipe: the path of the recipe with the settings of the adapters.
     """
 
     files: tuple[tuple[str, ...], ...]
@@ -56,15 +56,15 @@ class Merge:
 
 
 def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
-    """Return what merging the adapters of `source` into its weights would read and write. The function reads only the
-    headers of the files.
+    """Return the plan for merging the adapters of `source` into its weights. The function reads only the headers of the
+    files.
 
     Args:
         recipe: the path of the recipe; None for the recipe of the run that saved `source`.
         limit: the largest size of a file in bytes; a file with a single tensor may be larger.
 
     Raises:
-        CheckpointError: there is no iteration, it is not complete, or its adapters differ from those of the recipe.
+        CheckpointError: `source` is not an iteration of a run, is incomplete, or has other adapters than the recipe.
         RecipeError: there is no recipe, or it does not have `plugins.lora`.
     """
     if source.form != "MindFormers":
@@ -110,10 +110,11 @@ def merge(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write the merged weights to `target`, a folder that does not exist yet. The tensors are whole, so a run in any
-    layout can start from them, and `tc3 weights convert` can read them.
+    """Write the merged weights to `target`, a folder that does not exist yet. The written tensors are not cut over
+    ranks, so a run in any layout can start from them, and `tc3 weights convert` can read them.
 
-    W + scale x B A is summed in float64 and rounded once to the type of W. The optimizer's state is left out.
+    The merged weight W + scale x B A is computed in float64 and rounded once to the type of W. The optimizer's state is
+    left out.
 
     Args:
         progress: a function that is called with the number of bytes written so far and the name of the file.
@@ -121,7 +122,8 @@ def merge(
             `target`.
 
     Raises:
-        CheckpointError: `target` exists, or ranks hold different copies of a tensor. DataError: it cannot be written.
+        CheckpointError: `target` exists, or ranks hold different copies of a tensor. DataError: `target` cannot be
+            written.
     """
     refuse_target(target)
     with atomic_folder(target) as part:

@@ -1,5 +1,5 @@
-"""This module reshards a checkpoint: it writes the files of the checkpoint's new layout, and the files that make the
-folder complete.
+"""This module reshards a checkpoint: it writes the files of the checkpoint in the new layout, and the further files
+(such as metadata.json) that make the folder a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, 
 def metadata_of(plan: Plan) -> dict[str, Any]:
     """Return the content of the metadata.json of a resharded checkpoint.
 
-    A slice is in one file. MindFormers looks for it at its first holder, and finds the file of another by `rank_group`.
+    Each slice is in only one file. MindFormers looks for a slice in the file of the first rank that holds it, and finds
+    the file of another rank by `rank_group`.
     """
     storage: dict[str, Any] = {}
     for move in plan.moves:
@@ -146,7 +147,7 @@ def write_file(old: Mapped, folder: Path, plan: Plan, job: tuple[int, Kind]) -> 
     """Write the file of one rank with one kind of tensors (weights or optimizer state), and flush the file to the disk.
 
     Raises:
-        DataError: it cannot be written. CheckpointError: an old file cannot be read.
+        DataError: the file cannot be written. CheckpointError: a file of the old checkpoint cannot be read.
     """
     rank, kind = job
     file = plan.file(rank, kind)
@@ -280,11 +281,11 @@ def reshard(
     """Write the resharded checkpoint to `target`, a folder that does not exist yet, completely or not at all. The
     function `progress` is called with the number of bytes written so far and the name of the file.
 
-    What is `damaged` in `source` and taken all the same (`inventory.salvaged`) is said beside the weights.
+    Tensors of `source` that are `damaged` and are copied nevertheless (`inventory.salvaged`) are recorded in `target`.
 
     Raises:
         CheckpointError: `target` exists, or the source is damaged.
-        DataError: it cannot be written, or there is no room.
+        DataError: `target` cannot be written, or the disk has no room for it.
     """
     refuse_target(target)
     require_room(next(folder for folder in target.absolute().parents if folder.exists()), target, plan.bytes)

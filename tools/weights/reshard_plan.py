@@ -54,8 +54,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Copied:
-    """A `Copied` is a small tensor whose layout the checkpoint does not list, such as a counter. Each of `ranks` of the
-    new layout gets the tensor that one rank of the old layout wrote.
+    """A `Copied` is a small tensor whose layout the checkpoint does not list, such as a counter. Each rank in `ranks`
+    of the new layout gets the tensor that one rank of the old layout wrote.
 
     Args:
         file: the file of the old checkpoint from which the tensor is read.
@@ -98,8 +98,8 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all listed tensors. A resharding reads and writes each of their
-        elements once.
+        """Return the number of bytes of all tensors in `moves`. A resharding reads and writes each of their elements
+        once.
         """
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 
@@ -109,7 +109,7 @@ class Numbers:
     """A `Numbers` holds the numbers of bytes that a resharding reads and writes, and that later loading reads.
 
     Args:
-        changing: the number of bytes that are written to the file of another rank than the rank that had them.
+        changing: the number of bytes that the new checkpoint has in the file of another rank than the old checkpoint.
         largest_rank: the largest number of bytes in the files of one rank.
         largest_slice: the largest number of bytes in a slice of a tensor.
         online, online_rank: the number of bytes that all ranks, and that the busiest rank, would read if MindFormers
@@ -133,8 +133,8 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return for each tensor the rank that writes each slice of its new layout. Among the ranks that hold a slice, it
-    is the rank that has the fewest bytes to write so far.
+    """Return for each tensor the rank that writes each slice of the new layout. Of the ranks that hold a slice, this is
+    the rank that has the fewest bytes to write so far.
     """
     load = np.zeros(world, np.int64)
     found = []
@@ -169,7 +169,9 @@ def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int,
 
 
 def numbers(plan: Plan) -> Numbers:
-    """Return how many bytes a resharding reads and writes, and how many of them move to another rank's file."""
+    """Return the number of bytes that a resharding reads and writes, and the number of bytes that move to another
+    rank's file.
+    """
     written, online, loading = (np.zeros(plan.world, np.int64) for _ in range(3))
     stays = largest = 0
     for move in plan.moves:
@@ -254,7 +256,7 @@ class Resharding:
         self, given: Path, written: Path, recipe: Path, dry_run: bool, overrides: Sequence[str] = ()
     ) -> list[str]:
         """Return lines of text that say what the resharding did, or would do if it is only planned. The argument
-        `overrides` holds the overrides of the recipe whose layout was taken.
+        `overrides` holds the overrides of the recipe that gives the new layout.
         """
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"
@@ -294,7 +296,8 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
     """Return the plan for resharding a checkpoint on disk to the layout of a recipe.
 
     Raises:
-        CheckpointError: it is not whole, of another model, or has experts that have moved where `recipe` has none.
+        CheckpointError: the checkpoint is incomplete or of another model, or has moved experts although `recipe` does
+            not keep the placements of experts (plugins.expert_balance).
         RecipeError: see `target_of`.
     """
     if source.form != "MindFormers":
@@ -332,7 +335,7 @@ def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
     recipe `new`. The function reads no file of a checkpoint, because both layouts follow from the recipes.
 
     Raises:
-        CheckpointError: the two are not one model. RecipeError: see `target_of`.
+        CheckpointError: the two recipes do not describe the same model. RecipeError: see `target_of`.
     """
     target, saved = target_of(new), saved_by(old)
     _check(Path(old.source), {name: placed.shape for name, (_, placed) in saved.items()}, target)

@@ -1,9 +1,10 @@
-"""This module describes how a recipe lays out each tensor: over how many tensor- or expert-parallel ranks the weight is
-divided, and over how many data-parallel ranks its optimizer state is. Tensors have MindFormers' parameter names.
+"""This module computes the layout of each tensor in a run of a recipe: the number of tensor- or expert-parallel ranks
+over which a weight is cut, and the number of data-parallel ranks over which its optimizer state is cut. Tensors have
+MindFormers' parameter names.
 
-`tools.estimate.configuration` says over how many ranks a weight is cut and its optimizer's state spread. This module
-says which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for experts one
-of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, in the order of ranks.
+`tools.estimate.configuration` computes the number of ranks over which a weight and its optimizer state are cut. This
+module finds these ranks in MindSpore 2.9.0's order: the ranks of a stage form a matrix dp x cp x tp, or for experts a
+matrix groups x ep, and the optimizer's shards are parts of a tensor-parallel slice, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Lying:
-    """A `Lying` says how a tensor is cut into equal slices, and which ranks hold each slice. Slices are counted in
-    row-major order.
+    """A `Lying` says how a tensor is cut into slices of equal size, and which ranks hold each slice. Slices are counted
+    in row-major order.
 
     Args:
         shape: the shape of the whole tensor.
@@ -86,7 +87,7 @@ class Layout:
         return _places(self.devices, self.axes)
 
     def lying(self, shape: Shape) -> Lying:
-        """Return how a tensor of this shape is cut into slices by the layout, and which ranks hold each slice."""
+        """Return how this layout cuts a tensor of a given shape into slices, and which ranks hold each slice."""
         return Lying(shape, self.cuts, _holders(self.devices, self.axes, self.first))
 
     def as_metadata(self) -> dict[str, Any]:
@@ -179,8 +180,8 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Return the shape and layout that a checkpoint's tensor has in the run: those of the weight with whose name
-        the tensor's name ends; if there is no such weight, the whole tensor is held by all ranks.
+        """Return the shape and layout that a checkpoint's tensor has in the run. The shape and layout are those of the
+        weight with whose name the tensor's name ends; if there is no such weight, all ranks hold the whole tensor.
         """
         if name in self.states:
             return Placed(shape, self.states[name].layout)
@@ -196,7 +197,8 @@ def target_of(recipe: Recipe) -> Target:
     """Return the layout of every tensor in a run of a recipe.
 
     Raises:
-        RecipeError: it has no model, or one whose weights' names are not known here (fused projections of MLA).
+        RecipeError: the recipe has no model, or a model for whose weights this module does not know the names (fused
+            projections of MLA).
     """
     resolved = resolve(recipe)
     view, config = View(resolved), from_recipe(resolved)

@@ -1,5 +1,5 @@
 """This module reads weights from a checkpoint of a run, from a Hugging Face folder, or from one safetensors file. The
-module also refuses to write to folders that exist or disks that are too full.
+module also raises errors before weights are written to an existing folder or to a disk without enough room.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Form = Literal["MindFormers", "Hugging Face", "one file"]
 
 @dataclass(frozen=True)
 class Source:
-    """A `Source` holds the headers of weights in any form, and reads their values tensor by tensor.
+    """A `Source` holds the headers of weights in any of these forms, and reads the values of the weights tensor by
+    tensor.
 
     Args:
         path: the path as the user gave it. form: how the weights are stored.
@@ -45,8 +46,8 @@ class Source:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """Return for each tensor its type, the shape of the whole tensor, and its number of bytes without copies, by
-        name.
+        """Return for each tensor name the tensor's type, its shape (not cut over ranks), and its number of bytes
+        without copies.
         """
         found = {}
         for name, tensor in self.stored.tensors.items():
@@ -71,7 +72,7 @@ class Source:
 
     @cached_property
     def step(self) -> int | None:
-        """Return the training step after which the weights were saved; return None if it is not known."""
+        """Return the training step after which the weights were saved; return None if the step is unknown."""
         return saved_step(self.stored.folder)
 
     def seal_fault(self, checksums: bool) -> str | None:
@@ -110,7 +111,9 @@ class Source:
         return array, differing
 
     def require_same(self, name: str, differing: tuple[int, ...]) -> None:
-        """Raise CheckpointError if the copies of a tensor on the ranks `differing` are not that of the first rank."""
+        """Raise CheckpointError if `differing` names ranks whose copies of a tensor differ from the copy of the first
+        rank.
+        """
         if differing:
             ranks = ", ".join(map(str, differing))
             raise CheckpointError(
@@ -138,8 +141,8 @@ def open_source(path: Path) -> Source:
     """Return the weights in the folder or file `path`.
 
     Raises:
-        CheckpointError: nothing there, nothing of a known form, a damaged file, or files that are not as their index
-            says.
+        CheckpointError: the path does not exist or holds no weights of a known form, a file is damaged, or the files do
+            not agree with their index.
     """
     if path.is_file():
         return Source(path, "one file", Stored(path.parent, {path.name: read_headers(path)}))
@@ -161,7 +164,9 @@ def open_source(path: Path) -> Source:
 
 
 def is_of_the_model(name: str) -> bool:
-    """Return whether a tensor of a checkpoint is a weight, or a router's bias, which no gradient trains."""
+    """Return whether a tensor of a checkpoint is a weight of the model, or a router's bias (which is not trained by
+    gradients).
+    """
     return kind_of(name) == "weights" or name.endswith(".expert_bias")
 
 
@@ -178,10 +183,10 @@ def require_room(folder: Path, target: Path, size: int, written: int = 0) -> Non
     """Raise an error if the disk of `folder` has no room for the `size` bytes that are to be written to `target`.
 
     Args:
-        written: the number of these bytes that are on the disk already.
+        written: the number of those of the `size` bytes that are already on the disk.
 
     Raises:
-        DataError: there is too little room, or the disk cannot be asked.
+        DataError: the disk has too little room, or its free space cannot be determined.
     """
     try:
         free = shutil.disk_usage(folder).free

@@ -57,8 +57,8 @@ def imbalance_command(
     """Report how evenly the documents of PREFIX.idx load the devices of a recipe, without and with the plugin
     attention_balance.
 
-    The command reads only the index, no token of PREFIX.bin. PREFIX takes the place of the recipe's data_path. Memory
-    grows by about 12 bytes per document. Step times are modelled.
+    The command reads only PREFIX.idx and no token of PREFIX.bin. PREFIX takes the place of the recipe's data_path. The
+    command needs about 12 bytes of memory per document. Step times are predicted by a model, not measured.
     """
     from rich.console import Console
 

@@ -1,16 +1,18 @@
 """This module measures before a run how unevenly a corpus loads the devices of a recipe, without and with
 `plugins/attention_balance`.
 
-1. Document lengths from PREFIX.idx, mapped; the dataset's index as MindFormers will build it; no token is read.
-2. Documents of every sample that the run trains, against the room of the compressed mask.
-3. Some steps, spread over the run: the cost of each sample, who trains it, and what the slowest device does over the
-   mean.
+1. The module maps the document lengths of PREFIX.idx into memory, and builds the dataset's index as MindFormers will
+   build it; no token is read.
+2. The module counts the documents of every sample that the run trains, and compares this number with the number of
+   documents that the compressed attention mask can hold.
+3. For some steps, spread over the run, the module computes the cost of each sample, the device that trains the sample,
+   and the work of the slowest device divided by the mean over devices.
 
-Modelled: a device's computation takes as long as its FLOPs say, equally fast for attention and the rest, or the costs
-that the recipe's plugin section measured; the estimator predicts the other seconds of a step (`seconds`). Experts that
-get more tokens than others are not counted; they make the gain a smaller part of the step. Memory: for each document 4
-bytes of mapped lengths, 4 bytes an epoch and 4 while they are shuffled; some 28 bytes for each sample of the dataset;
-and one window of steps.
+The time of a device's computation is modelled: it is proportional to the FLOPs, at the same FLOP rate for attention and
+all other work, or follows the measured costs in the recipe's plugin section. The estimator predicts the other seconds
+of a step (`seconds`). The model does not include experts that get more tokens than others; such experts make the gain a
+smaller part of the step. The module needs this memory: for each document 4 bytes of mapped lengths, 4 bytes for each
+epoch, and 4 bytes during the shuffling; about 28 bytes for each sample of the dataset; and one window of steps.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ class Seconds:
     """A `Seconds` holds the predicted seconds of a step.
 
     Args:
-        cluster: the cluster on which it runs.
-        whole: seconds of a step whose samples are one document each, as tc3 search has it.
-        even: seconds of a step whose samples all cost what the corpus's samples cost on average.
+        cluster: the cluster on which the step runs.
+        whole: seconds of a step in which each sample is one document, as `tc3 search` assumes.
+        even: seconds of a step in which every sample has the average cost of the corpus's samples.
         stretched: the part of `even` in which devices compute, or wait for computing devices.
-        error: the usual error of such predictions, in words.
+        error: the usual error of predicted step times, in words.
     """
 
     cluster: str
@@ -75,7 +77,8 @@ def seconds_of(recipe: Recipe, hardware: Hardware, attended: float = 1.0) -> Sec
     recipe may be `auto`.
 
     Args:
-        attended: pairs of tokens that attend to each other over those of samples of one document.
+        attended: the number of token pairs that attend to each other, divided by that number for samples that consist
+            of one document each.
     """
     if View(recipe).on_cpu:
         return "it runs on CPU workers"
@@ -99,8 +102,8 @@ _COUNTED = 1 << 20  # shorter documents are counted by length; of longer ones a 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A `Distribution` holds values and how often each occurs: int64 [n] each, the values rising. A value is either the
-    number of tokens of a document or the number of documents of a sample.
+    """A `Distribution` holds distinct values in rising order, and the number of times that each value occurs, both as
+    int64 [n]. A value is either the number of tokens of a document or the number of documents of a sample.
     """
 
     values: np.ndarray
@@ -117,7 +120,9 @@ class Distribution:
         return int(self.values @ self.counts)
 
     def quantile(self, share: float) -> int:
-        """Return the smallest value that at least the share `share` of all values does not exceed."""
+        """Return the quantile `share` of the values: the smallest value that at least this share of all values does not
+        exceed.
+        """
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
@@ -149,7 +154,7 @@ class Counter:
         self._long: list[np.ndarray] = []
 
     def add(self, values: np.ndarray) -> None:
-        """Count further values: int [n], at least 0."""
+        """Add values to the count; the values are an int array [n] of numbers that are at least 0."""
         long = values >= _COUNTED
         if long.any():
             self._long.append(np.asarray(values[long], np.int64))
@@ -165,11 +170,11 @@ class Counter:
 
 
 def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
-    """Count document lengths, int32 [documents], which may be memory-mapped. The argument `name` is the name of the
-    file in error messages.
+    """Return the distribution of document lengths, which are int32 [documents] and may be memory-mapped. The argument
+    `name` is the name of the file in error messages.
 
     Raises:
-        DataError: a document has no tokens.
+        DataError: a document has no token.
     """
     counter = Counter()
     reporter.start("reading document lengths", len(lengths))
@@ -194,9 +199,10 @@ class Result:
     """A `Result` says how a corpus loads the devices of a recipe that masks documents from each other.
 
     Args:
-        dataset: samples that the dataset holds; epochs: passes over the corpus in them.
-        samples: documents of each sample that the run trains.
-        steps: what the chosen steps say.
+        dataset: the number of samples in the dataset. epochs: the number of passes over the corpus that the dataset
+            makes.
+        samples: the distribution of the number of documents per sample, over the samples that the run trains.
+        steps: the results for the steps that were examined.
     """
 
     setting: Setting
@@ -211,8 +217,9 @@ class Imbalance:
     """An `Imbalance` holds the result for one corpus and one recipe.
 
     Args:
-        equal: the reason if every sample costs the same; then there is no result.
-        seconds: a step of the recipe, or why it is not predicted.
+        equal: the reason why every sample costs the same, in which case `result` is None; "" if the costs of samples
+            differ.
+        seconds: the predicted seconds of a step of the recipe, or the reason why there is no prediction.
     """
 
     prefix: str
@@ -224,7 +231,9 @@ class Imbalance:
 
     @property
     def uneven(self) -> tuple[float, float] | None:
-        """Return the predicted seconds of a step (without, with) the plugin, or None if unknown."""
+        """Return the predicted seconds of a step as (seconds without the plugin, seconds with the plugin), or None if
+        they are unknown.
+        """
         if self.result is None or isinstance(self.seconds, str):
             return None
         model = self.result.steps.model
@@ -252,13 +261,16 @@ def imbalance(
     corpus.
 
     Args:
-        steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.
-        window: global batches whose samples may change places; None: what the recipe says, or 1.
+        steps: the number of global batches to examine, rounded up to whole windows; None for a number that takes a few
+            seconds.
+        window: the number of consecutive global batches among which the plan may exchange samples; None for the
+            recipe's value, or 1 if the recipe has none.
         cluster: the cluster for which seconds are predicted.
 
     Raises:
         DataError: the index is missing or broken, or the corpus has less than one sample.
-        RecipeError: see `equal_costs` and `setting_of`; a sample with more documents than the mask holds.
+        RecipeError: as for `equal_costs` and `setting_of`, or a sample has more documents than the attention mask can
+            hold.
     """
     reporter = reporter or Reporter()
     equal, hardware = equal_costs(recipe), cluster_of(cluster)
@@ -287,7 +299,7 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
 def documents_of_samples(index: GPTIndex, count: int, reporter: Reporter) -> np.ndarray:
     """Return the number of documents (or parts of one) in each of the dataset's first samples, as int32 [count].
 
-    Equal to the counts of `segments_of`, from the sample index only.
+    The counts are equal to those of `segments_of`, but this function reads only the sample index.
     """
     out = np.empty(count, np.int32)
     reporter.start("counting the documents of samples", count)

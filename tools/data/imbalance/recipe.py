@@ -1,10 +1,10 @@
 """This module reads the settings of a recipe that determine the balance of its data, and computes the work of each
 device in some steps of a run.
 
-Samples, layout, cost of a sample and separation of documents are read by the readers of `plugins/attention_balance`,
-so that what is predicted is what the plugin would do. Steps are computed without and with the plugin's plan. One plan,
-made with the whole model's cost as in training, is read twice: by attention only, and by attention and the part that
-is linear in tokens.
+The functions of `plugins/attention_balance` read the samples, the layout, the cost of a sample and the separation of
+documents from the recipe, so that the prediction describes what the plugin would do. The module computes each step
+without and with the plugin's plan. The plan is made with the cost of the whole model, as in training, and is evaluated
+twice: by the cost of attention only, and by the cost of attention and of the work that is linear in tokens.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ class Setting:
     other.
 
     Args:
-        sequence_length: tokens of a sample. seed: the seed of the dataset's shuffling.
+        sequence_length: the number of tokens of a sample. seed: the seed of the dataset's shuffling.
         training_share: the part of the documents, from the first on, that is trained on.
-        wanted: samples that the dataset is asked for.
+        wanted: the number of samples that the run requests from the dataset.
         steps: the number of steps of the run.
         layout, cost: the layout and the cost in the form that the planner reads.
-        context_parallel: ranks that take consecutive parts of each sample; 1 where none do.
-        room: documents of a sample that the mask holds; None for a mask without such a limit.
-        padding: entries of the mask behind these documents that must stay padding.
-        notes: what to know before believing the numbers.
+        context_parallel: the number of context-parallel ranks that take consecutive parts of each sample; 1 if samples
+            are not cut.
+        room: the number of documents per sample that the attention mask can hold; None for a mask without such a limit.
+        padding: the number of entries of the mask after these documents that must stay padding.
+        notes: sentences about the limits of the measurement, which the reader of the results must know.
     """
 
     sequence_length: int
@@ -86,10 +87,12 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     """Return the setting of a recipe, as if PREFIX were its only corpus.
 
     Args:
-        window: global batches whose samples may change places; None: what the recipe's plugin section says, or 1.
+        window: the number of consecutive global batches among which the plan may exchange samples; None for the value
+            in the recipe's plugin section, or 1 if the section has none.
 
     Raises:
-        RecipeError: it is not resolved, lacks a size, its sizes do not fit each other, or its plugin section is wrong.
+        RecipeError: the recipe is not resolved, lacks a size, has sizes that do not fit each other, or has a wrong
+            plugin section.
     """
     require_resolved(recipe)
     view, settings = View(recipe), plugin.read(View(recipe).get(_PLUGIN) or {})
@@ -212,7 +215,7 @@ _CONTEXT_SAMPLES = 32
 @dataclass(frozen=True)
 class OneStep:
     """A `OneStep` holds the attention work of each rank's micro-batches in one step, [ranks, micro-batches], divided by
-    the mean, once without and once with the plan.
+    the mean, once without and once with the plan of `plugins/attention_balance`.
     """
 
     number: int
@@ -222,21 +225,23 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds the results of the chosen steps. Each pair of values consists of the value without the plan and
-    the value with the plan.
+    """A `Steps` holds the results for the examined steps. Each pair of values consists of the value without and the
+    value with the plan of `plugins/attention_balance`.
 
     Args:
-        numbers: int64 [steps].
-        attention, model: time over that of a step whose samples all cost the same, float64 [steps], by attention and
-            by all work.
-        micro_batch_loads, step_loads: attention of a rank's micro-batch, and of its step, over the mean of the step:
-            float64 [len(SHARES)], means over steps.
-        speed_up: modelled computation of these steps without the plan over that with it, waiting included.
-        attention_share: the share of attention in all work. of_one_document: attending pairs divided by those of
-            undivided samples.
-        one_step: the middle one of them.
-        context: attending pairs of the slowest context-parallel rank over the mean, for samples cut into consecutive
-            parts and by `context_parallel.balanced`; None without context parallelism that cuts samples.
+        numbers: the numbers of the examined steps, int64 [steps].
+        attention, model: the time of each step divided by the time of a step whose samples all cost the same, float64
+            [steps]; `attention` counts only the work of attention, and `model` all work.
+        micro_batch_loads, step_loads: the quantiles `SHARES` of the attention work of a rank's micro-batch, and of a
+            rank's step, divided by the mean of the step: float64 [len(SHARES)], averaged over the steps.
+        speed_up: the modelled computation time of these steps without the plan, divided by the time with the plan; both
+            include waiting.
+        attention_share: the share of attention in all work. of_one_document: the number of attending token pairs,
+            divided by that number for samples of one document.
+        one_step: the result of one step in the middle of the run.
+        context: the number of attending token pairs of the slowest context-parallel rank divided by the mean over
+            ranks, for samples that are cut into consecutive parts, and for samples that `context_parallel.balanced`
+            cuts; None if no context parallelism cuts samples.
     """
 
     numbers: np.ndarray

@@ -22,8 +22,8 @@ BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first an
 
 
 def as_json(found: Imbalance) -> dict[str, Any]:
-    """Return the imbalance of a corpus as one JSON object. Pairs are [without, with] the plugin, and loads are divided
-    by the mean of their step.
+    """Return the imbalance of a corpus as one JSON object. Each pair is [value without the plugin, value with the
+    plugin], and loads are divided by the mean of their step.
     """
     rows = [dict(zip(("from", "below", "documents", "tokens"), row, strict=True)) for row in found.documents.octaves()]
     tokens = {str(share): found.documents.weighted_quantile(share) for share in QUANTILES}
@@ -109,7 +109,7 @@ def _loads(sides: tuple[np.ndarray, np.ndarray]) -> dict[str, list[float]]:
 
 
 def print_text(found: Imbalance, console: Console) -> None:
-    """Print the documents, then the samples and steps, and then how to interpret the results."""
+    """Print statistics of the documents, then of the samples and steps, and then an explanation of the results."""
     documents = found.documents
     console.print(
         f"{found.prefix}: {documents.count:,} documents, {documents.total:,} tokens, "

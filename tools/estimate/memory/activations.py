@@ -1,20 +1,22 @@
-"""This module counts the activations that a layer keeps for its backward, under every recompute option. All sizes are
-bytes of one micro-batch on one device.
+"""This module counts the activations that a layer keeps for its backward pass, under every recompute option. All sizes
+are bytes of one micro-batch on one device.
 
-Activations are counted tensor by tensor, as by Korthikanti et al. (arXiv 2205.05198). Without gates, with dropout and
-unfused attention, the sum is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism, and has 10
-instead of 10 / t without it.
+Activations are counted tensor by tensor, as by Korthikanti et al. (arXiv 2205.05198). For a model without gated MLPs,
+with dropout and with unfused attention, the sum equals their formula s b h (10 / t + 24 / t + 5 a s / (h t)) with
+sequence parallelism, and the formula with 10 instead of 10 / t without sequence parallelism.
 
-If the computing weights are not sharded, Megatron holds more tensors than the kept activations.
+If the weights in the compute dtype are not sharded, Megatron holds more tensors than the activations kept for the
+backward pass.
 
 The following tensors were found in Megatron's sources, and their sizes are not fitted:
 
-* Transformer Engine keeps one spare gradient, in the precision that computes, of every shape that a matmul's weight has
+* Transformer Engine keeps one spare gradient in the compute dtype for every shape that the weight of a matmul has
   (`get_dummy_wgrad` in its pytorch/module/base.py; linear layers since 2.3, grouped ones since 2.10). Megatron Core
-  takes the output layer's from there as well (core/tensor_parallel/layers.py). The spare gradients are never freed.
-* Without Transformer Engine this gradient is allocated for each weight, and freed after it is accumulated.
-* The backward pass of a layer needs most when the MLP's activation function is differentiated: the gradients of the
-  first products and of the activation's result exist, and the result itself is freed.
+  also takes the spare gradient of the output layer from this function (core/tensor_parallel/layers.py). The spare
+  gradients are never freed.
+* Without Transformer Engine, Megatron allocates such a gradient for each weight, and frees it after it is accumulated.
+* The backward pass of a layer needs the most memory when the MLP's activation function is differentiated: then the
+  gradients of the first matrix products and of the activation function's result exist, and the result itself is freed.
 * In the backward pass of the loss the output layer computes the gradient of its input, and gathers this input again.
 """
 
@@ -44,8 +46,8 @@ from tools.model import Weight, weights
 
 
 def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
-    """Return the bytes of Transformer Engine's spare gradients of a stage's weights; weights of one shape count
-    once.
+    """Return the bytes of Transformer Engine's spare gradients for a stage's weights; weights of the same shape share
+    one spare gradient.
     """
     if not config.spare_gradients:
         return 0.0
@@ -54,7 +56,7 @@ def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
 
 
 def megatron_layer_pass(config: Configuration, kind: str) -> float:
-    """Return the largest number of bytes of gradients while a layer's backward runs."""
+    """Return the largest number of bytes of gradients at one moment of a layer's backward pass, in Megatron."""
     model, done, tokens = config.model, work(config, kind), config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     gates = 2 if model.gated else 1
@@ -69,8 +71,8 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Return the bytes of the logits, of the gradient of the output layer's input, and of that input after it is
-    gathered again.
+    """Return the bytes that Megatron's loss needs: the logits, the gradient of the output layer's input, and this input
+    after it is gathered again.
     """
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
@@ -105,7 +107,9 @@ _DROPPED = 3  # and where some are dropped: what is left, and the mask
 
 
 def saved(config: Configuration, kind: str, option: str = "none") -> float:
-    """Return the bytes that one layer keeps; option is "none", "select", "communication" or "full"."""
+    """Return the bytes of activations that one layer keeps for its backward pass; `option` is "none", "select",
+    "communication" or "full".
+    """
     return sum(saved_parts(config, kind, option).values())
 
 
@@ -205,8 +209,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return the bytes of communication buffers: the bytes for a gathered activation, and the bytes for the token
-    copies of one micro-batch that the device receives for its experts or gets back from the experts.
+    """Return two sizes of communication buffers in bytes: the size for a gathered activation, and the size for the
+    token copies of one micro-batch that the device receives for its experts or gets back from other experts.
 
     The gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
     """
@@ -234,7 +238,9 @@ def working(config: Configuration, layers: Iterable[tuple[str, str]]) -> float:
 
 
 def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tuple[str, float]:
-    """Return the name of the part of a pass that needs the bytes of `working`, and these bytes."""
+    """Return the name of the part of a pass (a kind of layer, or the loss) that needs the most working memory, and its
+    bytes, which are those of `working`.
+    """
     found = [("", 0.0)]
     pairs = dict.fromkeys(layers)
     for kind, option in pairs:

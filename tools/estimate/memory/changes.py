@@ -1,7 +1,7 @@
 """This module lists changes of a run that reduce its memory on a device, each change by itself or two together.
 
-A change keeps the devices and the global batch. To find how much memory it frees, the changed run's memory is predicted
-anew. `tools.memory` finds the recipe's keys for a change, and its cost in step time.
+A change keeps the devices and the global batch. The memory of the changed run is predicted anew, which shows how much
+memory the change frees. `tools.memory` finds the recipe's keys for a change, and its cost in step time.
 
 If a recipe does not fit, `tc3 dryrun` gives advice by the same function.
 """
@@ -41,7 +41,7 @@ class Change:
 
     @property
     def peak(self) -> float:
-        """Return the bytes of the stage that needs most."""
+        """Return the peak memory in bytes of the stage that needs the most memory."""
         return max(self.peaks)
 
 
@@ -56,7 +56,7 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
 
 
 def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
-    """Return the pairs of changes of which the second frees memory in addition to the first."""
+    """Return the pairs of changes in which the second change frees memory in addition to the first change."""
     found = []
     for (name, apply), (other, second) in combinations(_moves(config), 2):
         if name.split(" ")[0] == other.split(" ")[0]:
@@ -177,7 +177,7 @@ def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
     """Recompute only as many whole layers of each stage (the first of each chunk) as are needed to fit; return None if
     no layer or every layer would be recomputed.
 
-    Layers are added in turns over the chunks, beginning with the chunk that has most micro-batches in flight.
+    Layers are added to the chunks in turn, beginning with the chunk that has the most micro-batches in flight.
     """
     now = run.recompute.full or tuple((0,) * run.pp for _ in run.layers)
     found: Table = now

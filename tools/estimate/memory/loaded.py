@@ -1,15 +1,15 @@
 """This module counts the memory of the fullest device of a stage under uneven loads (`tools.estimate.loads`).
 
 A device that receives more tokens keeps more rows for its backward pass, and needs more working memory and larger
-receive buffers. All three grow in proportion to its load in each layer. The fullest device is searched among all
-devices of a group, because a device that is the fullest one in every layer is rare. Even loads give `stage_memory` to
-the last byte.
+receive buffers. These three parts of a device's memory grow in proportion to the device's load in each layer. The
+fullest device is searched among all devices of a group, because a single device is rarely the fullest device in every
+layer. For even loads the result equals `stage_memory` exactly.
 
 * Each layer has its own load, and the micro-batches in flight are those of the schedule's fullest moment. If the loads
-  differ by micro-batch, all micro-batches in flight are assumed to be as full as the step's fullest one in each chunk,
-  which is an upper bound.
-* If only the load of the fullest device of each layer is known (one max/mean), it is assumed to be the same device in
-  all layers, which is an upper bound, too.
+  differ by micro-batch, all micro-batches in flight are assumed to be as full as the step's fullest micro-batch in each
+  chunk, which is an upper bound.
+* If only the load of the fullest device of each layer is known (one max/mean), the same device is assumed to be the
+  fullest in all layers, which is an upper bound, too.
 * The memory that HCCL reserves does not depend on the rows that an AlltoAllV moves: HCCL has two buffers for each
   communicator, which are not part of the job's memory (`tools.dryrun.memory.hccl_buffers`).
 
@@ -132,7 +132,8 @@ class Even:
     """An `Even` holds the bytes of a stage's device at even loads, as a compile has counted them.
 
     Args:
-        stage: the number of the stage. total: the bytes. least, most: the errors by which the total may be off at most.
+        stage: the number of the stage. total: the bytes at even loads. least, most: the smallest and the largest
+            possible number of bytes, given the known error.
     """
 
     stage: int
@@ -142,8 +143,8 @@ class Even:
 
 
 class Needs(NamedTuple):
-    """A `Needs` holds the bytes of the fullest device in each step, [steps]: the least possible, the expected and the
-    largest possible number.
+    """A `Needs` holds the bytes of the fullest device in each step, [steps]: the smallest possible, the expected and
+    the largest possible number of bytes.
     """
 
     least: np.ndarray
@@ -152,7 +153,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
-    """Return the memory that a stage needs under the loads `shares`, which have the same form as for `peaks`.
+    """Return the memory of a stage under the loads `shares`, which have the same form as in `peaks`.
 
     Args:
         even: the bytes at even loads that a compile has counted. Only the bytes that the loads add are then modelled,
@@ -193,13 +194,14 @@ class Judged:
     """A `Judged` says how a run fits under uneven loads.
 
     Args:
-        fits: the verdict at even loads, as far as the model's known error allows one.
+        fits: whether the run surely fits at even loads, given the model's known error.
         up_to: the largest max/mean, assumed in every layer, with which the run surely fits; 0: the run does not surely
             fit at even loads.
-        full: the stage that first exceeds the limit. most: the largest max/mean that a router can cause.
+        full: the stage that exceeds the limit first if max/mean grows. most: the largest max/mean that a router can
+            cause.
         loads: the loads that the user gave; None: the user gave no loads. stages: the numbers of the stages that are
             judged. needs: the memory of each stage under `loads`.
-        room: the memory that a device has.
+        room: the memory that the run may use on a device.
     """
 
     fits: bool
@@ -223,7 +225,7 @@ class Judged:
 
     @property
     def open(self) -> np.ndarray:
-        """Return for each step whether the model's known error leaves open if the step fits."""
+        """Return for each step whether the model's known error leaves open whether the step fits the limit."""
         return (np.max([one.most for one in self.needs], axis=0) > self.room.bytes) & ~self.over
 
     @property
@@ -268,8 +270,8 @@ class Judged:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for `--json`; `steps` counts the steps of each verdict, and `stages` holds the fullest step
-        of each stage.
+        """Return the verdicts as values for `--json`; the key `steps` holds the number of steps with each verdict, and
+        `stages` holds the fullest step of each stage.
         """
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
         if self.loads is None:
@@ -293,8 +295,8 @@ def judge(config: Configuration, room: Room, loads: Loads | None = None, compile
     `loads`.
 
     Args:
-        compiled: the bytes of some or all stages that a compile has counted; only these stages are judged. Empty: all
-            stages are modelled.
+        compiled: the bytes that a compile has counted for some or all stages; only these stages are judged. If it is
+            empty, the memory of all stages is modelled.
     """
     evens: dict[int, Even | None] = {one.stage: one for one in compiled} or dict.fromkeys(range(config.pp))
     ratios = [limit_ratio(config, stage, room.bytes, even) for stage, even in evens.items()]

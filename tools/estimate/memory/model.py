@@ -1,13 +1,14 @@
-"""This module counts the memory of one device of each stage: weights, gradients, optimizer state, activations by
-schedule, buffers.
+"""This module counts the memory of one device of each pipeline stage: weights, gradients, optimizer state, the
+activations that the schedule keeps, and buffers.
 
-Weights are kept in fp32 with two Adam moments; with a sharded optimizer both are sharded over the ranks that hold
-copies. Gradients are accumulated in fp32, and a copy of the weights in the compute precision computes. Both are cut
-only over tp and ep, unless gradients (`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too.
-For MindFormers recipes these four equal what MindSpore's compiled graph holds (`tc3 dryrun`). The sum is 18 bytes per
-parameter, as in Megatron. A MindFormers recipe may keep weights in another type (`params_dtype`); then there is no fp32
-copy of them. AdamW still keeps its moments in fp32 (core/optim/adamw.py, `clone_state`), and the accumulated gradients
-are clones of the weights (wrapper.py, `accu_grads`).
+Weights are kept in fp32 with two Adam moments; a sharded optimizer shards weights and moments over the ranks that hold
+copies. Gradients are accumulated in fp32, and the passes compute with a copy of the weights in the compute dtype.
+Accumulated gradients and this copy are cut only over tp and ep, unless gradients (`shard_gradients`) or the copied
+weights (`shard_weights`) are sharded, too. For MindFormers recipes the bytes of weights, moments, accumulated gradients
+and copied weights equal the bytes in MindSpore's compiled graph (`tc3 dryrun`). Together, weights, moments, gradients
+and the copy need 18 bytes per parameter, as in Megatron. A MindFormers recipe may keep weights in another type
+(`params_dtype`); then there is no fp32 copy of the weights. AdamW still keeps its moments in fp32 (core/optim/adamw.py,
+`clone_state`), and the accumulated gradients are clones of the weights (wrapper.py, `accu_grads`).
 
 `tools.estimate.from_recipe` sets the bytes of an element; this module multiplies them by the number of elements.
 
@@ -43,12 +44,12 @@ class StageMemory:
         weights: the weights that the optimizer updates.
         state: the optimizer's moments.
         accumulated: accumulated gradients, and the spare gradients of Transformer Engine.
-        gathered: weights in the computing type, if they are kept for the whole step.
+        gathered: weights in the compute dtype, if they are kept for the whole step.
         activations: activations that are kept for the backward pass, at the fullest moment of the schedule.
         working: the bytes that one pass needs in addition to the kept activations.
         buffers: communication buffers.
         update: the bytes that clipping and the optimizer need after the last pass, in addition to weights, state and
-            accumulated gradients. At this time no weights are gathered and no activations are kept.
+            accumulated gradients. During the update no weights are gathered and no activations are kept.
     """
 
     weights: float
@@ -62,7 +63,7 @@ class StageMemory:
 
     @property
     def static(self) -> float:
-        """Return the bytes that do not depend on the micro-batch: weights, gradients and optimizer state."""
+        """Return the bytes of weights, gradients and optimizer state, which do not depend on the micro-batch."""
         return self.weights + self.state + self.accumulated + self.gathered
 
     @property
@@ -77,11 +78,13 @@ class StageMemory:
 
     @property
     def peak(self) -> float:
-        """Return the bytes at the fullest moment of a step."""
+        """Return the bytes of the stage's device at the fullest moment of a step."""
         return max(self.in_passes, self.in_update)
 
     def as_json(self) -> dict[str, float]:
-        """Return the parts in bytes, with the fullest moment as "peak"."""
+        """Return the bytes of each part of the memory as a dictionary, with the bytes at the fullest moment of a step
+        under the key "peak".
+        """
         return asdict(self) | {"peak": self.peak}
 
 
@@ -93,7 +96,9 @@ def stage_weights(config: Configuration, stage: int) -> list[Weight]:
 
 
 def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int]]:
-    """Return the weights of each kind of layer on a stage, with the number of such layers (`stage_weights`)."""
+    """Return the weights of each kind of layer on a stage, with the number of layers of this kind; the weights are
+    those of `stage_weights`.
+    """
     kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
     if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
         kinds["embedding"] = 1
@@ -135,8 +140,9 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
     gradients.
 
     MindFormers (wrapper.py, `shard_grad_scale` and `grad_scale`) divides each accumulated gradient by the loss scale
-    into a new tensor. All of these exist at once, because clipping needs the norm of all gradients before the first
-    weight is updated. Each accumulated gradient is then set to zero by operators with two results of its size.
+    into a new tensor. All of these new tensors exist at the same time, because clipping needs the norm of all gradients
+    before the first weight is updated. Each accumulated gradient is then set to zero by operators that make two tensors
+    of its size.
 
     Args:
         gradients: the bytes of the divided gradient and of the accumulated gradient, for each trained weight.
@@ -146,8 +152,8 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
-    """Return the bytes by (part, module of `tools.estimate.memory.training_graph`); together they are the bytes of
-    `static_memory`.
+    """Return the bytes of `static_memory`, divided by part and by module: a dictionary with the keys (part, module of
+    `tools.estimate.memory.training_graph`).
     """
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
@@ -262,8 +268,8 @@ def _layer_weights(config: Configuration) -> float:
 
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
-    """Return the micro-batches in flight, [vectors, chunks], at those moments of the schedule at which most are in
-    flight.
+    """Return the numbers of micro-batches in flight, [vectors, chunks], at the moments of the schedule at which most
+    micro-batches are in flight.
     """
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
@@ -291,7 +297,7 @@ def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
 
 def stage_layers(config: Configuration, stage: int) -> list[list[tuple[str, str]]]:
     """Return for each chunk of a stage the kind and the recompute option of each layer, in the order of
-    `Configuration.stage_kinds`; the option of embedding and head has no effect.
+    `Configuration.stage_kinds`; the recompute option of the embedding and the head has no effect.
     """
     found, ends = [], mtp_option(config)
     for chunk, kinds in enumerate(config.stage_kinds(stage)):
@@ -360,5 +366,5 @@ def all_stages(config: Configuration) -> list[StageMemory]:
 
 
 def peak_memory(config: Configuration) -> float:
-    """Return the bytes of the stage that needs most."""
+    """Return the peak memory in bytes of the stage that needs the most memory."""
     return max(memory.peak for memory in all_stages(config))

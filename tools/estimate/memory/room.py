@@ -3,8 +3,8 @@ device, minus a margin.
 
 The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
 
-`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. No such run used
-MindFormers or Ascend, because none has been published with its memory.
+`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. No run in `rows.yaml`
+used MindFormers or Ascend, because no such run has been published with its memory.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no l
 
 
 def fit_between(least: float, most: float, limit: float, proven: float | None = None) -> str:
-    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT`, by the only rule that `tc3 memory`, `dryrun` and `search --verify`
-    use.
+    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT`, by the common rule of `tc3 memory`, `tc3 dryrun` and `tc3 search
+    --verify`.
 
     Args:
-        least, most: the bounds of the bytes on a device; both are the same if the number is known exactly.
+        least, most: the lower and the upper bound of the bytes on a device; the two are equal if the number of bytes is
+            known exactly.
         limit: the bytes that a job may use.
-        proven: the bytes up to which the job surely fits, if the error may be larger than these bounds.
+        proven: the number of bytes up to which the job surely fits, if the error may be larger than the bounds say.
     """
     if least > limit:
         return DOES_NOT_FIT
@@ -57,10 +58,10 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """A `MemoryErrors` holds the known errors of predicted memory.
+    """A `MemoryErrors` holds the known errors of predicted memory on published runs.
 
     Args:
-        errors: run -> predicted over measured memory - 1.
+        errors: for each run, predicted memory / measured memory - 1.
     """
 
     errors: Mapping[str, float]
@@ -90,7 +91,9 @@ class MemoryErrors:
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
     def differences(self, found: Mapping[str, float]) -> list[str]:
-        """Return a sentence for each run whose prediction error `found` now differs from the recorded error."""
+        """Return a sentence for each run whose prediction error in `found` differs from the error that errors.yaml
+        records.
+        """
         return [
             f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
             for name, error in self.errors.items()
@@ -123,7 +126,7 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Room:
-    """A `Room` is the memory that a job may use.
+    """A `Room` describes the memory that a job may use on a device.
 
     Args:
         cap: the bytes that the job may use on a device; source: the source of this number, in words.
@@ -157,8 +160,8 @@ def room_of(
         margin: the estimator's known error by default.
 
     Raises:
-        RecipeError: `context.max_device_memory` is not a size such as "58GB", or the model cannot predict the recipe's
-            memory.
+        RecipeError: `context.max_device_memory` is not a size such as "58GB", or the memory model cannot predict the
+            recipe's memory.
     """
     require_known(recipe)
     limit = limit_of(recipe)
@@ -171,10 +174,10 @@ def room_of(
 
 
 def require_known(recipe: Mapping[str, Any]) -> None:
-    """Refuse a recipe whose memory the model cannot predict.
+    """Raise an error for a recipe whose memory the model cannot predict.
 
     Raises:
-        RecipeError: its optimizer_level is level3.
+        RecipeError: the recipe's `optimizer_level` is level3.
     """
     if look(recipe, LEVEL) == "level3":
         words = (

@@ -1,14 +1,14 @@
 """This module computes and draws the live bytes of one device over a training step.
 
-For each moment a time line has the bytes that exist for the whole step, those that are kept for a backward pass, and
-those that the running pass needs. The same function composes the time lines of the analytical model and of the dry
-run's compiled graph.
+For each moment a time line has the bytes that exist for the whole step, the bytes that are kept for a backward pass,
+and the bytes that the running pass needs. The same function composes the time lines of the analytical model and of the
+dry run's compiled graph.
 
-**What is live between passes.**
+**The tensors that are live between passes.**
 
-A pass is an operation of `tools.pipeline.schedules`. The tensors that a forward keeps exist from its start until its
-backward (or its weight gradients, if these are a separate pass) ends. Between passes only these tensors exist. The
-update (clipping and the optimizer) follows after the last pass.
+A pass is an operation of `tools.pipeline.schedules`. The tensors that a forward pass keeps exist from its start to the
+end of its backward pass (or of its weight-gradient pass, if that is separate). Between passes only these tensors exist.
+The update (clipping and the optimizer) follows after the last pass.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UPDATED = ("weights", "state", "accumulated")  # parts that the update has, too;
 
 class Owner(NamedTuple):
     """An `Owner` names the use of some bytes of memory: one of `PARTS`, and a module of
-    `tools.estimate.memory.training_graph` or a pass in words.
+    `tools.estimate.memory.training_graph` or the name of a pass.
     """
 
     part: str
@@ -53,7 +53,7 @@ Bytes = Mapping[Owner, float]
 
 
 class Timed(NamedTuple):
-    """A `Timed` is a pass with its start and end."""
+    """A `Timed` is a forward or backward pass with its start and end times."""
 
     op: Op
     start: float
@@ -80,7 +80,7 @@ class TimeLine:
 
     @property
     def total(self) -> np.ndarray:
-        """Return for each moment the bytes of all owners together, [moments]."""
+        """Return for each moment the total bytes of all owners, [moments]."""
         return self.live.sum(axis=1)
 
     @property
@@ -90,25 +90,25 @@ class TimeLine:
 
     @property
     def fullest(self) -> int:
-        """Return the moment with the most bytes (up to rounding): the first such moment in a backward, otherwise the
-        first.
+        """Return the moment with the most bytes (up to rounding). Of several such moments, return the first moment in a
+        backward pass, or the first moment if no backward pass is among them.
         """
         full = self.total >= self.peak * (1 - 1e-12)
         behind = full & np.array([label.startswith("B") for label in self.labels])
         return int((behind if behind.any() else full).argmax())
 
     def at_peak(self) -> list[tuple[Owner, float]]:
-        """Return (owner, bytes) at the peak, the largest first, without owners that hold nothing."""
+        """Return the pairs (owner, bytes) at the peak, the largest first, without owners that hold no bytes."""
         found = zip(self.owners, map(float, self.live[self.fullest]), strict=True)
         return sorted(((owner, size) for owner, size in found if size), key=lambda pair: -pair[1])
 
     def peak_as_json(self) -> dict[str, Any]:
-        """Return the peak's bytes, its pass and its owners, most first."""
+        """Return the bytes at the peak, the pass that runs then, and the owners of the bytes, the largest first."""
         owners = [owner._asdict() | {"bytes": size} for owner, size in self.at_peak()]
         return {"bytes": self.peak, "pass": self.labels[self.fullest], "owners": owners}
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json` and files, with bytes as whole numbers."""
+        """Return the time line as values for `--json` and for files, with bytes as whole numbers."""
         at = self.fullest
         return {
             "unit": self.unit,
@@ -138,7 +138,7 @@ def stitch(
         inside: the additional bytes that a pass needs, in moments of equal length.
         end: the time at which the last pass ends.
         update: the bytes that clipping and the optimizer need in addition to weights, state and accumulated gradients.
-            Their duration is unknown, and is drawn as the mean time of a pass.
+            The duration of clipping and the optimizer is unknown, and is drawn as the mean duration of a pass.
     """
     split = {(item.op.micro_batch, item.op.chunk) for item in passes if item.op.kind == "W"}
     edges, labels, rows = [0.0], [], []
@@ -176,8 +176,8 @@ def stitch(
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
     """Return the modelled time line of a stage; its peak is `stage_memory(config, stage).peak`.
 
-    The model does not know which pass of a stage needs most in addition to the kept tensors, so each pass gets the
-    largest number of bytes.
+    The model does not know which pass of a stage needs the most bytes in addition to the kept tensors, so each pass
+    gets the largest number of additional bytes.
 
     Args:
         simulation: the simulated schedule, as `simulated` returns it.
@@ -231,10 +231,10 @@ _LAST = {WORKING: "#5b8c5a", UPDATE: "#7d6b91", BUFFERS: "#a9c8a4"}
 
 
 def check_form(path: Path) -> None:
-    """Refuse a file to which no time line can be written, before the long work.
+    """Raise an error before long work begins if no time line can be written to a file.
 
     Raises:
-        DataError: the ending is not in `FORMS`, or the folder cannot be written to.
+        DataError: the ending of the file's name is not in `FORMS`, or its folder cannot be written to.
     """
     if path.suffix not in FORMS:
         raise DataError(f"--time-line {path}: the file must end in {', '.join(FORMS)}")
@@ -293,10 +293,11 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
-    """Return (label, colour, bytes [moments]) for each layer of the picture, from the bottom: constant parts, kept
-    activations by module, the running pass.
+    """Return (label, colour, bytes [moments]) for each band of the picture, from bottom to top: parts that exist for
+    the whole step, kept activations by module, and the bytes of the running pass.
 
-    Of the kept modules the largest have a band each and the rest share one, so that the bands add up to the line.
+    The modules with the most kept activations have a band each, and the other modules share one band, so that the bands
+    add up to the time line.
     """
     found = []
     for part, colour in zip([part for part in PARTS if part not in (KEPT, *_LAST)], _STATIC, strict=True):

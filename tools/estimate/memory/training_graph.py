@@ -1,33 +1,34 @@
-"""This module counts the activations that a layer of MindFormers' training_graph models keeps for its backward, under
-MindSpore 2.9.0.
+"""This module counts the activations that a layer of MindFormers' training_graph models keeps for its backward pass,
+under MindSpore 2.9.0.
 
 The tensors were counted in compiled graphs (`tc3 dryrun`: the tensors that a forward subgraph passes to its backward),
-for alltoall_deredundency and fused kernels. They are more than the mathematics needs:
+for alltoall_deredundency and fused kernels. MindFormers keeps more tensors than the mathematics needs:
 
 * norms compute in fp32, and their input and result are kept; the MLP's first product is kept in fp32, and in bf16 in
   routed experts;
-* SwiGLU is computed again in the backward pass: its result is not kept, whatever is recomputed;
+* SwiGLU is always computed again in the backward pass, so its result is not kept under any recompute option;
 * with context parallelism the gathered keys and values of the whole sequence are kept and not gathered again (also with
   ulysses_degree_in_cp, which is not passed to flash attention);
 * each permutation and exchange of routed copies keeps its tensor, because only routing decides the number of copies,
   and the backward pass reads the shape from the tensor;
-* `select_recompute` of the norms saves the memory of their results, and `select_comm_recompute` saves nothing that a
-  graph shows; `tools.estimate.configuration` describes the memory that other operators save.
+* `select_recompute` of the norms saves the memory of their results, and `select_comm_recompute` saves no memory in a
+  compiled graph; `tools.estimate.configuration` describes the memory that recomputing other operators saves.
 
 * all tensors that are not fp32 in this list have the type `compute_dtype`; if this is fp32, no tensor is cast and kept
-  twice. The flash kernel of grouped-query attention then gets fp16 (attention.py:332), and that of MLA gets fp32;
-* a pass of a pipeline copies the weights that already have the computing type, unless they are gathered from optimizer
+  twice. With fp32, the flash kernel of grouped-query attention gets fp16 inputs (attention.py:332), and the flash
+  kernel of MLA gets fp32 inputs;
+* a pass of a pipeline copies the weights that already have the compute dtype, unless they are gathered from optimizer
   shards, and each pass casts narrower weights (`params_dtype`); a layer that is not recomputed keeps these copies for
   its backward pass.
 
-In the backward pass the gradient of the largest weight exists in the computing type and in its own type, before it is
-accumulated.
+In the backward pass the gradient of the largest weight exists in the compute dtype and in the weight's dtype, before it
+is accumulated.
 
-The kept bytes are within 1 % of the graphs of the 438B recipe; the additional bytes of a pass are between 15 % below
-and 14 % above those of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the copies (those of the 105B by 38 %).
-This padding, 6 to 9 % of a layer's bytes, is not counted.
+The kept bytes are within 1 % of the bytes in the compiled graphs of the 438B recipe; the additional bytes of a pass are
+between 15 % below and 14 % above the bytes in the graphs of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the
+copies (those of the 105B by 38 %). The padding of the token copies, 6 to 9 % of a layer's bytes, is not counted.
 
-The modules to which memory belongs (`MODULES`) have the same names for the model's bytes and for those of a compiled
+The modules to which memory belongs (`MODULES`) have the same names for modelled bytes and for the bytes of a compiled
 graph.
 """
 
@@ -80,12 +81,12 @@ _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first
 
 @lru_cache(maxsize=256)
 def module_of_weight(name: str) -> str:
-    """Return the module of a weight of `tools.model`; weights that no pattern names belong to attention."""
+    """Return the module of a weight of `tools.model`; weights whose names match no pattern belong to attention."""
     return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)
 
 
 def module_of_path(path: str) -> str:
-    """Return the module of a parameter's name, or of an operator's path of cells, in MindFormers."""
+    """Return the module to which a name of a parameter, or an operator's path of cells, in MindFormers belongs."""
     return next((module for pattern, module in _PARAMETERS if re.search(pattern, path)), OTHER)
 
 
@@ -186,7 +187,8 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 def layer_pass(config: Configuration, kind: str, option: str) -> float:
     """Return the largest number of bytes that a layer's backward pass needs, in addition to the tensors that the
-    forward pass has kept for it. The results of what the layer's recompute option runs again are included.
+    forward pass has kept for it. The returned bytes include the results of the operators that the layer's recompute
+    option runs again.
     """
     again, groups = option == "full", [name for name in parts_of(option) if name in configuration.PATTERNS]
     gradients = config.item + config.weight_item
@@ -224,9 +226,10 @@ def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
     """Return (bytes of the result, ranks, stride) of every exchange that one micro-batch's logits need before the loss.
 
     Logits have the shape [sequence, batch], and the loss needs [batch, sequence]. If both dimensions are cut, MindSpore
-    moves all logits to ranks in another order to transpose them, and back. It uses an AllGather or AlltoAll over every
-    digit of the rank, twice; the base of the digits is the largest number of which dp and cp are powers (8 for 8 x 8; 2
-    for 32 x 4, 16 x 8 and 64 x 2, as compiled graphs show; assumed if dp and cp are not such powers).
+    moves all logits to ranks in another order to transpose them, and back. MindSpore uses an AllGather or AlltoAll over
+    every digit of the rank's number, twice; the base of the digits is the largest number of which dp and cp are powers
+    (8 for 8 x 8; 2 for 32 x 4, 16 x 8 and 64 x 2, as compiled graphs show; if dp and cp are not such powers, the result
+    is an assumption).
     """
     if not config.training_graph or config.cp == 1 or config.dp == 1:
         return []

@@ -1,16 +1,18 @@
-"""This module fits the efficiencies of a device (`tools.estimate.efficiency`) to a few measured steps on it.
+"""This module fits the efficiencies of a device (`tools.estimate.efficiency`) to a few training steps that were
+measured on the device.
 
-The fit is a robust least squares on the logarithm of step time, by Gauss-Newton inside sane bounds. It has three steps:
+The fit is a robust least-squares fit of the logarithm of step time, by the Gauss-Newton method within plausible bounds.
+The fit has three steps:
 
 1. *sensitivity*: find the change of each row's predicted time with each parameter (the unit is a factor of e; for a
   share in [0, 1], it is the whole range);
-2. *choice*: choose one parameter after the other, always the one that changes the rows most in a way that the earlier
-  ones cannot imitate. A parameter that changes them by less than `TELLING` is not chosen, and there are at most as many
-  parameters as rows. The others keep their values;
-3. *fit*: fit the chosen parameters. Rows that are off by more than `OUTLIER` have less weight (Huber). A penalty for
-  the distance from the starting values decides what the rows do not determine; it is weak for parameters that differ
-  much between device types (`SPREAD`). Parameters of software or hosts therefore stay nearly the same on all devices,
-  and parameters of the device are free.
+2. *choice*: choose one parameter after another, always the parameter whose change affects the predicted times of the
+  rows most in a way that changes of the earlier parameters cannot. A parameter that changes these times by less than
+  `TELLING` is not chosen, and at most as many parameters as rows are chosen. The other parameters keep their values;
+3. *fit*: fit the chosen parameters. Rows whose prediction is off by more than `OUTLIER` have less weight (Huber). A
+  penalty for the distance from the starting values decides where the rows do not determine the values; this penalty is
+  weak for parameters that differ much between device types (`SPREAD`). Parameters of software or hosts therefore stay
+  nearly the same on all devices, and parameters of the device can change freely.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class Calibration:
     Args:
         efficiency: the efficiencies: fitted for the parameters in `fitted`, otherwise unchanged.
         kept: parameter -> the reason why the rows do not determine it.
-        errors: row -> (before, after), predicted over measured step time - 1.
+        errors: row -> (error before, error after the fit); an error is predicted / measured step time - 1.
         skipped: row -> the reason why it was not used.
     """
 
@@ -104,11 +106,10 @@ class Calibration:
 
 def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:
     """Return the efficiencies that fit the step times of `rows`; the fit begins with the efficiencies of `start`, and
-    all rows count as measured on `cluster` (a name or file), whatever hardware they name.
+    all rows count as measured on `cluster` (the name of a cluster or a file), whatever hardware the rows name.
 
     Raises:
-        DataError: no row has both a configuration and a step time, or a row cannot have been measured on such a
-            cluster.
+        DataError: no row has both a configuration and a step time, or a row cannot have been measured on `cluster`.
     """
     used, skipped = [], {}
     for row in rows:
@@ -148,7 +149,9 @@ def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return `values` with the parameters `names` set to `where`, which has the form of the result of `coordinates`."""
+    """Return the parameters `values`, of which `names` are set to `where`; `where` has the form of the result of
+    `coordinates`.
+    """
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)
@@ -162,8 +165,8 @@ def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarr
     """Return the allowed range of each of the `coordinates`; no link of these clusters may be faster than its nominal
     figure.
 
-    Beyond the nominal figure the predicted time does not change (`DeviceTimes._speed`), so the fit could not return
-    from there.
+    Above the nominal figure the predicted time does not change (`DeviceTimes._speed`), so a fit that has gone above
+    this figure could not return.
     """
     bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
     for name, fractions in (

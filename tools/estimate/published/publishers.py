@@ -1,20 +1,22 @@
-"""This module turns each publisher's rows into runs, with assumptions about their software where a row gives no value.
+"""This module turns each publisher's rows of measurements into runs, with assumptions about the publisher's software
+for values that a row does not state.
 
-Each source has one set of settings. Rules that do not use the measurement choose the values that a row leaves out.
+Each source of rows has one set of settings. Rules choose the values that a row does not state, and these rules do not
+use the row's measurement.
 
 Sources of the settings: the papers of Megatron-LM (arXiv 2104.04473, 2205.05198), the defaults of Megatron Core and
-Megatron-Bridge, the Llama 3 and DeepSeek-V3 reports; all are quoted from memory, except for the values that the rows
-themselves state.
+Megatron-Bridge, the Llama 3 and DeepSeek-V3 reports; all of these are quoted from memory, except for the values that
+the rows state.
 
 Rows of torchtitan ("FSDP32 TP8") and of Megatron Core's benchmark of one MoE layer are parsed from their text, and rows
 of MindFormers model cards from the files that the card links: `model`, `moe`, `parallel`, `recompute`.
 
 Megatron-Bridge's performance recipes have settings for MoE models that its tables of results do not show.
 
-Dispatcher, overlap, recomputed operators and CUDA graphs were read in its repository (perf_recipes of deepseek, qwen
-and gpt_oss, and the configurations before them, releases r0.1.0 to r0.6.0 of October 2025 to August 2026). The rules
-depend only on device, release and model. Token drop of Megatron-Bridge pads to a capacity factor of 1, so each expert
-gets the average number of rows.
+The settings of dispatcher, overlap, recomputed operators and CUDA graphs were read in the repository of Megatron-Bridge
+(perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, releases r0.1.0 to r0.6.0 of October
+2025 to August 2026). The rules for rows of Megatron-Bridge depend only on device, release and model. Token drop of
+Megatron-Bridge pads to a capacity factor of 1, so each expert gets the average number of rows.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Settings:
             activations that are kept, fp32 residual).
         node_limit: see `configuration.Model`.
         overlap_tp_backward, wide_gradients: see `configuration.Configuration`.
-        interleaved: whether a row without vpp is interleaved nevertheless (its source has no such column).
+        interleaved: whether a row without a value of vpp has an interleaved pipeline nevertheless, because its source
+            has no column for vpp.
         logit_bytes, spare_gradients, cp_exchanges_heads: see `configuration.Configuration`.
         overlap: whether tensor-, data- and pipeline-parallel communication overlaps with computation (MindFormers: only
             data-parallel).
@@ -133,7 +136,7 @@ def public_model(name: str) -> Model:
     """Return the public model whose name a row states.
 
     Raises:
-        Unexpressed: models.yaml has no such model, or it cannot be expressed.
+        Unexpressed: models.yaml has no such model, or the model cannot be expressed.
     """
     for entry in _models()["models"]:
         if re.search(entry["match"], name.lower().replace("_", " ").replace("llama 3", "llama3")):
@@ -160,7 +163,7 @@ def _model(entry: dict[str, Any]) -> Model:
 
 
 def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[str]) -> int:
-    """Return the number of samples in a micro-batch for a row that does not state it."""
+    """Return the assumed number of samples in a micro-batch for a row that does not state this number."""
     if micro_batches:
         return max(1, samples // micro_batches)
     batch = 1
@@ -171,8 +174,8 @@ def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[
 
 
 def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
-    """Return the number of interleaved chunks for a row that does not state it: the smallest number above 1 that
-    divides the number of a stage's layers.
+    """Return the assumed number of interleaved chunks for a row that does not state this number: the smallest number
+    above 1 that divides the number of a stage's layers.
     """
     if pp == 1:
         return 1
@@ -184,14 +187,18 @@ def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) ->
 
 
 def recomputation(words: str, layers: Table, selective: str) -> Recompute:
-    """Return the kind of recomputation that words such as "full_recompute_no_sp" state; unknown words mean none."""
+    """Return the kind of recomputation that words such as "full_recompute_no_sp" state; unknown words mean no
+    recomputation.
+    """
     if words.startswith("full"):
         return Recompute(full=layers)
     return Recompute(select=layers, selective=selective) if "selective" in words else Recompute()
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Read torchtitan's columns: the layout ("FSDP32 TP8"), the samples of a data-parallel rank, and the technique."""
+    """Read the columns of a torchtitan row: the layout ("FSDP32 TP8"), the samples of a data-parallel rank, and the
+    technique.
+    """
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
     if unknown:
@@ -240,7 +247,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
 
 
 def layer_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return a configuration that computes only one MoE layer's MLP, forward and backward."""
+    """Return the configuration of a benchmark row that runs only the MLP of one MoE layer, forward and backward."""
     model = Model(
         pattern=pattern_of(1, config["experts"]),
         hidden=config["hidden"],
@@ -335,10 +342,10 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return what a row of a MindFormers model card says as (configuration, samples of a step, assumptions).
+    """Return the content of a row of a MindFormers model card as (configuration, samples of a step, assumptions).
 
     Raises:
-        Unexpressed: LoRA, or a model whose dimensions are not known.
+        Unexpressed: the row's run uses LoRA, or the dimensions of its model are not known.
     """
     if config.get("lora"):
         raise Unexpressed("LoRA trains a few weights only; that is not modelled")

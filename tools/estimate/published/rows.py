@@ -1,10 +1,10 @@
 """This module reads a measurements file, and turns each row into a `Configuration`, or into the reason why it has none.
 
-There are three kinds of `config` blocks: explicit dimensions, the name of a public model (models.yaml), and the files
-that MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out. The row's group
-(`publishers`) determines these values, never the row's measurement, and they are listed in `assumptions`.
+The `config` block of a row has one of three kinds: explicit dimensions, the name of a public model (models.yaml), or
+the files that MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out. The settings
+of the row's group (`publishers`) determine these values, never the row's measurement, and `assumptions` lists them.
 
-Before a row is used, its values are checked against what a run can have.
+Before a row is used, its values are checked against the values that a run can have.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _NEGATIVE = Range(-10_000, 10_000, whole=False)
 
 
 def check_row(row: Mapping[str, Any], place: str) -> None:
-    """Refuse values that are not allowed in any row.
+    """Raise an error if a row has values that are not allowed in any row.
 
     Raises:
         DataError: the row has no id, a block of the wrong kind, or a text in the place of a number; the message names
@@ -196,7 +196,7 @@ class Row:
 
     Args:
         samples: the number of samples in the row's step; 0 if the row does not state it.
-        masked: whether its FLOPs include the masked half of attention.
+        masked: whether the row's FLOPs include the masked half of attention.
         reason: the reason why the row has no configuration.
     """
 

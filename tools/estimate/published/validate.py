@@ -29,8 +29,9 @@ class Prediction:
         step_time_s: the seconds of the row's step.
         tflops_per_device: model FLOPs without recomputation, counted in the way of the row's source.
         mfu: the share of the device's bf16 peak, from 0 to 1.
-        peak_memory_gb: the peak of the stage that needs most, in units of 1e9 bytes.
-        step_error, memory_error: predicted / measured - 1; None if there is no measurement.
+        peak_memory_gb: the peak memory of the stage that needs the most memory, in units of 1e9 bytes.
+        step_error, memory_error: the errors of step time and peak memory, predicted / measured - 1; None if the row has
+            no measurement.
     """
 
     row: Row
@@ -44,7 +45,7 @@ class Prediction:
     memory_error: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the prediction in the stable form that `--json` prints."""
+        """Return the prediction as the values that `--json` prints, whose form stays stable."""
         found: dict[str, Any] = {"id": self.row.id}
         found |= {name: getattr(self, name) for name in QUANTITIES}
         found |= {"reason": self.reason, "assumptions": list(self.row.assumptions)}
@@ -110,14 +111,14 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def measured_seconds(row: Row) -> float | None:
-    """Return the seconds of the row's step; None if the row has no configuration, or no time."""
+    """Return the measured seconds of the row's step; None if the row has no configuration or no step time."""
     if row.config is None:
         return None
     return measured_step(row, _step_flops(row) / row.config.global_batch)
 
 
 def measured_step(row: Row, flops_per_sample: float) -> float | None:
-    """Return the seconds of the row's step, as measured or computed from the row's throughput."""
+    """Return the seconds of the row's step, which were measured or are computed from the measured throughput."""
     measured, config = row.measured, row.config
     assert config is not None
     for name in ("step_time_s", "derived_step_time_s", "implied_step_time_s"):
@@ -139,7 +140,7 @@ def measured_step(row: Row, flops_per_sample: float) -> float | None:
 
 
 def measured_memory(row: Row) -> float | None:
-    """Return the bytes of the device that uses most, if the row states them."""
+    """Return the measured bytes of the device that uses the most memory, if the row states them."""
     measured, config = row.measured, row.config
     assert config is not None
     if _number(measured, "peak_memory_GiB"):
@@ -155,8 +156,8 @@ def _number(measured: Mapping[str, Any], name: str) -> bool:
 
 
 def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
-    """Return {"rows", "mean", "worst"} for "all", for each device and for each group: the number of the rows that are
-    used to `fit`, and the mean and the worst of their absolute errors.
+    """Return {"rows", "mean", "worst"} for "all" rows, for each device and for each group: the number of rows that are
+    used to `fit`, and the mean and the largest of their absolute errors.
     """
     groups: dict[str, list[float]] = {"all": []}
     for prediction in predictions:

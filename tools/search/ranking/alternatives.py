@@ -1,9 +1,9 @@
 """This module finds the additional results of `tc3 search`: the best layouts of other pipeline schedules, and the
 effect of swapping.
 
-1F1B and interleaved 1F1B are ranked in any case. Each other schedule is handled separately: its legal candidates are
-ranked (by its filling of equal stages, see `tools.pipeline.simulate.filling`), the layers of the best few are placed
-with the same effort as for 1F1B, and the results are compared by simulating the schedule.
+1F1B and interleaved 1F1B are always ranked. Each other schedule is handled separately: its legal candidates are ranked
+(by its filling of equal stages, see `tools.pipeline.simulate.filling`), the layers of the best few are placed with the
+same effort as for 1F1B, and the results are compared by simulating the schedule.
 
 The cost of swapping a layer's activations to the host is printed beside that of recomputing them. Swapping is only
 simulated, because MindFormers 1.9.0 does not pass `swap_config` to any model (docs/schedules.md).
@@ -40,7 +40,7 @@ OF_EACH = 3  # candidates of a schedule that are placed
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A `Scheduled` holds the best layout of one other schedule."""
+    """A `Scheduled` holds the best layout of one pipeline schedule other than 1F1B and interleaved 1F1B."""
 
     schedule: str
     entry: Entry | None  # its fastest layout; None with `why` where it has none
@@ -55,7 +55,7 @@ class Scheduled:
         return f"simulated only: {self.reason}" if self.reason else "runnable"
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json`."""
+        """Return the layout of this schedule as values for `--json`."""
         found = self.entry.as_json() if self.entry else None
         words = {"schedule": self.schedule, "runnable": not self.reason, "reason": self.reason or None}
         return {**words, "strategy": found, "why": self.why or None}
@@ -72,7 +72,7 @@ class BySchedule:
     cut: bool = False
 
     def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
-        """Return the fastest layout among the schedules that a recipe can ask for.
+        """Return the fastest layout among the schedules that a recipe can use.
 
         Args:
             uneven: the layouts ranked under uneven loads, the best first; if given, this order decides which schedule
@@ -86,7 +86,8 @@ class BySchedule:
 
 
 def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the schedules that `--schedule` names, without those that the search considers in any case.
+    """Return the schedules that `--schedule` names, without 1F1B and interleaved 1F1B, which the search always
+    considers.
 
     Raises:
         RecipeError: a schedule does not exist, or the search does not rank it.
@@ -106,7 +107,7 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def require_writable(names: Sequence[str]) -> None:
-    """Refuse (RecipeError) to write a recipe if none of the schedules can run."""
+    """Raise RecipeError if a recipe is to be written, but MindFormers can run none of the requested schedules."""
     if names and all(why_not(name) for name in names):
         raise RecipeError(f"--write: no recipe can ask for --schedule {names[0]}: {why_not(names[0])}")
 

@@ -1,9 +1,9 @@
 """This module predicts the peak memory of every stage and the seconds of a step, for a whole block of candidates at
 once.
 
-The results are those of `tools.estimate.memory.model` and `tools.estimate.time_model`. Their functions compute each
-term once, and the term is then looked up for all candidates. Memory is a sum of terms, each of which depends only on a
-few degrees:
+The results are those of `tools.estimate.memory.model` and `tools.estimate.time_model`. The functions of these modules
+compute each term once, and the term is then looked up for all candidates. Memory is a sum of terms, each of which
+depends only on a few degrees:
 
     static        weights, gradients, optimizer state      by stage, tp, ep, sharding (and devices of a stage)
     activations   kept by micro-batches in flight          by stage, tp, cp, samples, number of micro-batches, policy
@@ -11,9 +11,9 @@ few degrees:
                   (both also by ep and sharding where passes copy weights)
     buffers       of communication                         by stage, tp, cp, samples, whether experts are spread
 
-A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), the time of a stage's gradients
-and optimizer depends on its weights and their sharding. The reference results are `all_stages` and `TimeModel.step`
-(the closed form of the pipeline) for a candidate's configuration.
+A layer's time depends on tp, cp, ep, samples and dispatch mode (the time of a head also on dp), the time of a stage's
+gradients and optimizer depends on its weights and their sharding. The reference results are `all_stages` and
+`TimeModel.step` (the closed form of the pipeline) for a candidate's configuration.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Memo:
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the value of a key; the value of a new key is computed by `make`."""
+        """Return the stored value of a key; for a new key, `make` computes the value."""
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
@@ -56,12 +56,12 @@ class Memo:
         return configuration(self.request, block.candidate(row, "none"))
 
     def of(self, key: Hashable, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:
-        """Return the value of a key; if the key is new, the value is computed from a row's configuration."""
+        """Return the stored value of a key; for a new key, the value is computed from the configuration of a row."""
         return self.get(key, lambda: function(self.config(block, row), *more))
 
 
 def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
-    """Return a row's values in the given columns as whole numbers."""
+    """Return the values of one row of a block in the given columns as whole numbers."""
     return tuple(int(block.columns[name][row]) for name in names)
 
 
@@ -94,8 +94,8 @@ class MemoryTable:
         self._loaded = ("ep",) if request.skews else ()  # what a pass depends on, too, if loads differ by it
 
     def peaks(self, block: Block) -> np.ndarray:
-        """Return the bytes [rows, policies, stages] of the peaks, for the policies of `POLICIES`, which recompute all
-        layers alike.
+        """Return the peak memory in bytes, [rows, policies, stages], for each policy of `POLICIES`, which recomputes
+        all layers in the same way.
         """
         example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
@@ -220,7 +220,7 @@ def _buffers(config: Configuration, kind: str) -> float:
 
 
 def kind_counts(config: Configuration) -> np.ndarray:
-    """Return the number of layers of each kind, [chunks, stages, kinds]."""
+    """Return the number of layers of each kind for each chunk and stage, [chunks, stages, kinds]."""
     counts = np.zeros((config.chunks, config.pp, len(KINDS)), int)
     for stage in range(config.pp):
         for chunk, kinds in enumerate(config.stage_kinds(stage)):
@@ -241,7 +241,7 @@ _LAYER_COLUMNS = [KINDS.index("dense"), KINDS.index("moe"), KINDS.index("mtp")]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """A `StageTimes` holds seconds of one micro-batch on each stage of each candidate."""
+    """A `StageTimes` holds the seconds of one micro-batch on each stage of each candidate."""
 
     work: np.ndarray  # [rows, policies, stages] forward and backward of a stage
     sending: np.ndarray  # [rows] of one activation to the next stage
@@ -260,7 +260,7 @@ class TimeTable(TimeModel):
         self.kinds = [kind for kind in KINDS if kind not in without]
 
     def stages(self, block: Block) -> StageTimes:
-        """Return the times of the stages of each candidate, for each policy that recomputes all layers alike."""
+        """Return the times of the stages of each candidate, for each policy of uniform recomputation."""
         example = self._config(block, 0)
         counts = kind_counts(example).sum(axis=0)
         layers = np.zeros_like(counts)
@@ -280,8 +280,8 @@ class TimeTable(TimeModel):
         waiting for the fullest device hides gradients, although it does not (`TimeModel.step`).
 
         Args:
-            work: [rows, stages] forward and backward of one micro-batch.
-            sending: as in `StageTimes`.
+            work: [rows, stages] the seconds of the forward and backward pass of one micro-batch.
+            sending: the seconds of sending, as in `StageTimes`.
         """
         m = block.columns["m"]
         pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)
@@ -307,13 +307,13 @@ class TimeTable(TimeModel):
         """Return lower bounds [rows] in seconds for the step of any layout of these candidates' layers, without a
         memory limit.
 
-        The bound consists of a stage's own work and of the time before its first and after its last pass, averaged over
-        the stages so that each layer counts the same wherever it is: with one chunk, stage s needs at least m w_s plus
-        the sum of w_j of the stages j before it. With several chunks only the stages' work counts. Gradients and
+        The bound is the mean over the stages of a stage's own work plus the time before its first and after its last
+        pass, so that each layer has the same weight on every stage: with one chunk, stage s needs at least m w_s plus
+        the sum of w_j over the stages j before s. With several chunks only the work of the stages counts. Gradients and
         optimizer are left out, because they depend on the layout of the layers.
 
         Args:
-            work: [rows, stages] forward and backward of one micro-batch that recomputes nothing.
+            work: [rows, stages] the seconds of the forward and backward pass of one micro-batch without recomputation.
         """
         m = block.columns["m"]
         each = m / block.pp if block.vpp > 1 else 1 / (1 - (1 - 1 / m) ** block.pp)

@@ -1,14 +1,15 @@
-"""This module ranks the whole space by predicted step time: every legal candidate that fits, with its memory and time.
+"""This module ranks the whole space of strategies by predicted step time: it returns every legal candidate that fits,
+with its memory and time.
 
 A candidate is ranked with balanced layers (`candidates`) and the closed form of the pipeline. For "planned"
 recomputation each stage takes the cheapest mix of two uniform policies that keeps the memory limit: memory is convex in
-the mix, so the mix fits if linear interpolation between the two policies fits. Per-layer recomputation reaches this if
-layers may be divided, and comes close with whole layers.
+the mix, so the mix fits if linear interpolation between the two policies fits. Recomputation that differs between
+layers reaches this mix if layers may be divided, and comes close to it with whole layers.
 
-`Chances` finds the candidates that could still be faster than the best placed one, and a lower bound for the whole
-space. Every candidate has a bound that needs no further computation (`Ranking.bounds`). If this bound is below the best
-time, the search computes tighter ones (`tools.layout.place`). A candidate whose bound is above the best time is proven
-not to be faster, according to the estimator.
+`Chances` finds the candidates that could still be faster than the best placed candidate, and a lower bound for the
+whole space. Every candidate has a lower bound that needs no further computation (`Ranking.bounds`). If this bound is
+below the best time, the search computes tighter bounds (`tools.layout.place`). A candidate whose bound is above the
+best time is proven not to be faster, according to the estimator.
 
 If no strategy is feasible, `explain_infeasible` returns the reason and the nearest request with a feasible strategy: a
 smaller margin, no limit, another number of devices, or more memory.
@@ -33,7 +34,7 @@ _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
 @dataclass(frozen=True)
 class Ranked:
-    """A `Ranked` is a candidate with its predicted step seconds and the bytes of the stage that needs most."""
+    """A `Ranked` is a candidate with its predicted step seconds and the peak bytes of its fullest stage."""
 
     candidate: Candidate
     seconds: float
@@ -42,9 +43,9 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """A `Ranking` holds all candidates that fit, each with its step seconds, the bytes of the stage that needs most,
-    and a lower bound in seconds for its layouts (`TimeTable.least`); a table [candidates, 3] holds block, row and index
-    in `RECOMPUTE`.
+    """A `Ranking` holds all candidates that fit, each with its step seconds, the bytes of the stage that needs the most
+    memory, and a lower bound in seconds for its layouts (`TimeTable.least`); a table [candidates, 3] holds the block,
+    the row and the index in `RECOMPUTE` of each candidate.
     """
 
     blocks: list[Block]
@@ -62,8 +63,8 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return the seconds and the peak memory with which a candidate is ranked; None if the candidate is not legal
-        or does not fit.
+        """Return the step seconds and the peak memory with which a candidate is ranked; return None if the candidate is
+        not legal or does not fit.
         """
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
@@ -73,8 +74,8 @@ class Ranking:
         return None
 
     def fastest(self) -> Iterator[Ranked]:
-        """Yield the candidates from the fastest to the slowest; equally fast ones come in the order of their memory,
-        and then in their order in the space.
+        """Yield the candidates from the fastest to the slowest; equally fast candidates come in the order of their
+        memory, and then in their order in the space.
         """
         for index in np.lexsort((self.peaks, self.seconds)):
             yield self.at(int(index))
@@ -82,9 +83,10 @@ class Ranking:
     def short_list(self, count: int) -> list[Ranked]:
         """Return the fastest distinct candidates.
 
-        The list has one candidate, the fastest, for the same degrees and micro-batch, and at most two for the same tp,
-        pp, cp and ep. Otherwise one layout would fill the list with its dispatch modes, sharding and recomputation.
-        Uniform recomputation is in the list only if limits exclude "planned", which is never slower.
+        Of candidates with the same degrees and micro-batch the list has only the fastest, and of candidates with the
+        same tp, pp, cp and ep at most two. Otherwise the variants of one layout with other dispatch modes, sharding and
+        recomputation would fill the list. Uniform recomputation is in the list only if limits exclude "planned", which
+        is never slower.
         """
         taken: list[Ranked] = []
         layouts: set[tuple[int, ...]] = set()
@@ -186,7 +188,7 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
 
     Args:
         peaks, works: [rows, policies, stages] the bytes at the peak, and the seconds of a micro-batch, if all layers
-            follow one policy. If no policy fits, the stage gets the policy that needs least memory.
+            follow one policy. If no policy fits, the stage gets the policy that needs the least memory.
     """
     least = peaks.argmin(axis=1)[:, None]
     best_peak = np.take_along_axis(peaks, least, axis=1)[:, 0]
@@ -206,8 +208,8 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
 
 
 class Chances:
-    """A `Chances` holds the lower bounds of the candidates to be placed; `best` is the seconds of the best layout so
-    far.
+    """A `Chances` holds the lower bounds on the step time of the candidates to be placed; `best` is the step time in
+    seconds of the best layout so far.
     """
 
     def __init__(self, ranking: Ranking, best: float):
@@ -235,8 +237,8 @@ class Chances:
 
     @property
     def left(self) -> list[Ranked]:
-        """Return the candidates that could still be faster by their bounds, the smallest bound first; a candidate that
-        was placed could be faster in another placement.
+        """Return the candidates that could still be faster than the best layout according to their lower bounds, the
+        smallest bound first. A candidate that was already placed could be faster in another placement.
         """
         some = [one for one in self.open if self.bound(one.candidate) < self.best]
         return sorted(some, key=lambda one: (self.bound(one.candidate), one.seconds))
@@ -272,7 +274,7 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return in words how much memory would be enough for some strategy, if a device has that much memory."""
+    """Return in words how much memory would suffice for at least one strategy, if a device has that much memory."""
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

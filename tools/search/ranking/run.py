@@ -1,9 +1,9 @@
 """This module runs a whole search: it ranks the space, places the layers of every candidate that could be the fastest,
-and compares the best ones with the recipe's own layout.
+and compares the best layouts with the recipe's own layout.
 
-An `Entry` is one line of the result: a run with its predicted step, its memory, and where its time goes. The layers of
-candidates are first placed quickly, and then by the solver of the pipeline optimiser (`_Placing`), several candidates
-at a time (`tools.search.ranking.workers`).
+An `Entry` is one line of the result: a layout with its predicted step time, the parts of this time, and its memory. The
+layers of candidates are first placed quickly, and then by the solver of the pipeline optimiser (`_Placing`), several
+candidates at a time (`tools.search.ranking.workers`).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Entry:
 
     @property
     def exposed(self) -> float:
-        """Return the seconds of communication that is not hidden."""
+        """Return the seconds of communication in a step that computation does not hide."""
         return exposed_of(self.parts)
 
     @property
     def layout(self) -> str:
-        """Return ``dp256 tp2 pp8 vpp2 ep16, 64 x 1``, as `tc3 check` writes it, with number and samples of
-        micro-batches.
+        """Return the layout as text, such as ``dp256 tp2 pp8 vpp2 ep16, 64 x 1`` (the degrees as `tc3 check` writes
+        them, and the number and samples of micro-batches).
         """
         c = self.config
         stages = f"pp{c.pp}" + (f" vpp{c.chunks}" if c.chunks > 1 else "")
@@ -74,7 +74,7 @@ class Entry:
 
     @property
     def recompute(self) -> str:
-        """Return the number of layers that recompute, by option: ``full 16, select 30 of 54``."""
+        """Return the number of layers that recompute, by option, as text such as ``full 16, select 30 of 54``."""
         config, counts = self.config, Counter[str]()
         for chunk, row in enumerate(config.layers):
             for stage, count in enumerate(row):
@@ -84,7 +84,7 @@ class Entry:
         return f"{', '.join(words)} of {config.model.layers}" if words else "none"
 
     def as_json(self) -> dict[str, Any]:
-        """Return values for `--json`: degrees, tables, seconds and GiB."""
+        """Return the layout as values for `--json`: degrees, tables, seconds and GiB."""
         c, recompute = self.config, self.config.recompute
         return {
             "name": self.name,
@@ -152,7 +152,7 @@ class ByStages:
 
 @dataclass
 class Found:
-    """A `Found` is the answer of a search for parallel strategies."""
+    """A `Found` holds the answer of a search for parallel strategies."""
 
     request: Request
     ranking: Ranking
@@ -190,8 +190,8 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """Return the largest share by which the step of another layout could be shorter than the fastest step found; 1
-        without a bound.
+        """Return the largest share by which the step of another layout could be shorter than the fastest step found;
+        return 1 if there is no lower bound.
 
         The fastest step found counts even if a dry run has dropped its layout since.
         """
@@ -211,8 +211,8 @@ class Found:
 
     @property
     def unverified(self) -> str:
-        """Return why the best layout has not passed a requested dry run; "" if the layout has passed, or if no dry run
-        was requested.
+        """Return the reason why the best layout has not passed a requested dry run; "" if it has passed, or if no dry
+        run was requested.
         """
         if not self.to_verify or not self.entries or self.passed:
             return ""
@@ -223,8 +223,8 @@ class Found:
 def search(
     request: Request, top: int, budget: Budget, times: TimeModel, progress: Progress, at_once: int | None = None
 ) -> Found:
-    """Rank, place and judge the candidates; Ctrl-C while placing ends the search with the results so far, and Ctrl-C
-    while ranking raises KeyboardInterrupt.
+    """Rank the candidates, place the layers of the best ones and judge the layouts. Ctrl-C during placement ends the
+    search with the results so far, and Ctrl-C during ranking raises KeyboardInterrupt.
     """
     ranking = rank(request, partial(progress, "ranking"))
     found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
@@ -262,11 +262,11 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
-    """Add the ranking under the loads of `--loads`; if Ctrl-C ends this, nothing is added, and the search counts as
-    interrupted.
+    """Add to the answer the ranking under the loads of `--loads`; if Ctrl-C interrupts this, no ranking is added, and
+    the search counts as interrupted.
 
     Args:
-        others: requested schedule -> its fastest layout.
+        others: for each other requested schedule, its fastest layout.
     """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)
@@ -495,5 +495,5 @@ class _Placing:
 
 
 def own_mesh(request: Request) -> Candidate:
-    """Return the recipe's own mesh with its layers placed anew."""
+    """Return the candidate with the recipe's own mesh, whose layers are to be placed anew."""
     return candidate_of(request.base)._replace(recompute=PLANNED)

@@ -1,5 +1,5 @@
-"""This module places layers with three choices for each: keep, recompute or swap to the host. Swapping is only
-simulated, never executed.
+"""This module places layers with three choices for the activations of each layer: keep them, recompute them, or swap
+them to the host. Swapping is only simulated, never executed.
 
 MindFormers 1.9.0 swaps by `model.model_config.swap` with `layer_swap` (whole layers) or `op_swap` (operators by
 pattern); `swap_config` is not passed to any model. A layer's activations are sent to the host while the layers after it
@@ -11,11 +11,12 @@ The model assumes a stage that is never idle (bubbles hide more):
 * the forward and backward passes of any micro-batch hide the sending, because the link works in both directions at
   once;
 * the first layer of a backward pass is fetched during the pass before it, which is assumed to be a backward pass, too;
-* only the swapped layers that are being transferred need memory on the device: the one whose backward pass runs and the
-  one that is fetched ahead of it, however many micro-batches are in flight.
+* only the swapped layers that are being transferred need memory on the device: the layer whose backward pass runs and
+  the layer that is fetched ahead of it, however many micro-batches are in flight.
 
-The model leaves out the host's memory bandwidth, which all devices of a node share, other traffic on the link, and a
-micro-batch whose backward directly follows its forward (the last stage), which should not be swapped.
+The model leaves out three effects: the host's memory bandwidth, which all devices of a node share; other traffic on the
+link; and micro-batches whose backward pass directly follows their forward pass (on the last stage), which should not be
+swapped.
 
 Two options are offered for each kind of layer: to swap everything except its input, or to swap the largest set of
 modules whose transfer the backward pass hides.
@@ -50,7 +51,7 @@ class Swapped:
 
 
 def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swapped:
-    """Return the memory and time of a micro-batch's layer if `moved` of the `saved` bytes are swapped.
+    """Return the memory and time of one layer for one micro-batch if `moved` of its `saved` bytes are swapped.
 
     Args:
         one_way: the seconds to transfer `moved` bytes over the link to the host in one direction. backward: the seconds
@@ -65,7 +66,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """A `Swapping` holds the gain of swapping as a third choice for each layer."""
+    """A `Swapping` holds the gain in step time if swapping is a third choice for each layer."""
 
     without_s: float  # seconds of a step; infinite where nothing fits
     with_s: float
@@ -78,7 +79,7 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
     """Place `config`'s layers with and without swapping, with half of the effort for each.
 
     Raises:
-        RecipeError: the bandwidth to the host is unknown, or layers of this model are not placed.
+        RecipeError: the bandwidth to the host is unknown, or layers of this model cannot be placed by the optimiser.
     """
     every = ways(config)
     if not every:
@@ -121,7 +122,7 @@ def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Sw
 
 
 def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Swapped]]:
-    """Return for each kind of layer and each way to swap the cost of swapping."""
+    """Return the cost of swapping for each kind of layer and each way to swap."""
     found = {}
     for kind in dict.fromkeys(config.model.pattern):
         layer, parts = model.layer(config, kind), saved_parts(config, kind)
@@ -135,7 +136,9 @@ def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Sw
 
 
 def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> float:
-    """Return the largest number of bytes of these tensors that the link can transfer during a layer's backward pass."""
+    """Return the largest number of bytes of a layer's kept tensors that the link can transfer during the layer's
+    backward pass.
+    """
     every = [size for size in sizes if size]
     sets = chain.from_iterable(combinations(every, count) for count in range(len(every) + 1))
     return max(total for total in map(sum, sets) if _to_host(model, total) <= backward)

@@ -1,12 +1,12 @@
-"""This module ranks the layouts that a search placed under uneven loads of devices: by expected seconds, with the
-chance to run out of memory.
+"""This module ranks the layouts of a search under uneven loads of devices, by the expected seconds of a step and with
+the probability of running out of memory.
 
 The space is searched twice (`tools.search.ranking.run.search_under`): at even loads, and with the mean max/mean of the
-loads in every layer, at each `expert_parallel`, because 51 million candidates are too many for a step of each layer.
-The best layouts of both searches and the recipe's own are then predicted under the loads themselves
-(`tools.estimate.loads`), each with the loads that it has at its own `expert_parallel`. A layout that exceeds the memory
-limit in some step is ranked after all others, because one such step ends a run. The list includes the fastest layout of
-each schedule of `--schedule`.
+loads in every layer, at each `expert_parallel`, because 51 million candidates are too many to predict each of them
+layer by layer and step by step. The best layouts of both searches and the recipe's own are then predicted under the
+loads themselves (`tools.estimate.loads`), each layout with the loads at its own `expert_parallel`. A layout that
+exceeds the memory limit in some step is ranked after all others, because one such step ends a run. The list includes
+the fastest layout of each schedule of `--schedule`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Uneven:
     """An `Uneven` is a layout with its predictions under uneven loads.
 
     Args:
-        name: its rank at even loads, a schedule, or "recipe". layout: the layout in words. config: the configuration of
-            the run. even_s: the seconds of a step at even loads. seconds: the expected seconds of a step under `loads`.
-            judged: whether it fits under `loads`.
+        name: the number of the layout in the ranking at even loads, the name of a schedule, or "recipe". layout: the
+            layout in words. config: the configuration of the run. even_s: the seconds of a step at even loads. seconds:
+            the expected seconds of a step under `loads`. judged: whether and how the layout fits under `loads`.
     """
 
     name: str
@@ -60,17 +60,17 @@ class Uneven:
 
     @property
     def runs_out(self) -> int:
-        """Return the number of steps that need more memory than the limit."""
+        """Return the number of the loads' steps in which the layout needs more memory than the limit."""
         return int(self.judged.over.sum())
 
     @property
     def chance(self) -> float:
-        """Return the share of the steps that need more memory than the limit."""
+        """Return the share of the loads' steps in which the layout needs more memory than the limit."""
         return float(self.judged.over.mean())
 
     @property
     def cells(self) -> list[str]:
-        """Return a row of a table with the columns of `HEADS`."""
+        """Return this layout as a table row with the columns of `HEADS`."""
         steps, up_to = len(self.judged.over), self.judged.up_to
         return [
             self.name,
@@ -101,7 +101,7 @@ def under(
     """Return the predictions for a layout under the loads that `--loads` asks for.
 
     Raises:
-        RecipeError, DataError: as `tools.estimate.loads.loads_of`.
+        RecipeError, DataError: as for `tools.estimate.loads.loads_of`.
     """
     loads = loads_of(text, config)
     seconds = times.under(config, loads, simulated=True).total
@@ -116,8 +116,8 @@ def in_order(every: Sequence[Uneven]) -> list[Uneven]:
 
 
 def words(ranked: Sequence[Uneven]) -> list[str]:
-    """Return whether another layout wins under the loads than at even loads, and how much longer a step takes under the
-    loads.
+    """Return in words whether the fastest layout under the loads is another one than at even loads, and how much longer
+    a step takes under the loads.
     """
     placed = [one for one in ranked if one.numbered]
     if not placed:

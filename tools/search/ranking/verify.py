@@ -1,14 +1,14 @@
 """This module runs dry runs of the best strategies: it writes each strategy as a recipe file, lets MindSpore compile
-the recipe for all devices without having any, and drops the strategy if this fails.
+the recipe for all devices without needing any device, and drops the strategy if this fails.
 
-A quick dry run compiles each kind of layer once. It shows whether MindSpore accepts the strategy, and gives the exact
-bytes of weights, gradients and optimizer state. For activations the larger of two numbers counts: the search's own
-prediction, and the sum that the dry run computes for each stage from its kinds of layer. A full dry run compiles every
-kind of stage unchanged, and only its own estimate counts.
+A quick dry run compiles each kind of layer once. A quick dry run shows whether MindSpore accepts the strategy, and
+gives the exact bytes of weights, gradients and optimizer state. For activations the larger of two numbers counts: the
+search's own prediction, and the sum that the dry run computes for each stage from its kinds of layer. A full dry run
+compiles every kind of stage unchanged, and only its own estimate counts.
 
 If the memory of a dry run differs from that of the search by more than the dry run's own error, the term with the
-largest difference is named. In strategies with an equal layer this term is corrected by the same factor, and strategies
-that then exceed the limit are dropped without a dry run.
+largest difference is named. In other strategies with an equal layer this term is corrected by the same factor, and
+strategies that then exceed the limit are dropped without a dry run.
 
 A strategy above the limit fails. A strategy below the limit, but by less than the search's margin, is neither failed
 nor proven to fit, because both estimates have errors of this size.
@@ -44,7 +44,9 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """A `DryRun` holds the result of a dry run: refusals, or errors other than memory, and bytes by stage."""
+    """A `DryRun` holds the result of a dry run of a strategy: the errors other than too much memory, and the bytes of
+    each stage.
+    """
 
     problems: list[str]
     exact: list[int]
@@ -104,7 +106,9 @@ class Wrong:
 
 
 def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
-    """Return the term that a dry run contradicts; None where both agree within the dry run's error."""
+    """Return the term of the memory model that a dry run contradicts; return None if the two agree within the dry run's
+    error.
+    """
     every = all_stages(entry.config)
     if len(found.exact) != len(every):
         return None
@@ -132,7 +136,7 @@ Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is 
 def dry_run(path: Path, full: bool) -> DryRun:
     """Check and compile a recipe by a dry run.
 
-    Raises KeyboardInterrupt on Ctrl-C; the compiles that were over are kept in the dry run's cache.
+    Raises KeyboardInterrupt on Ctrl-C; compiles that had ended before are kept in the dry run's cache.
     """
     recipe = without_files(load_recipe(path))
     refused = [str(finding) for finding in check_recipe(recipe).errors]
@@ -165,16 +169,17 @@ def verify(
     *,
     loads: Sequence[Judged | None] = (),
 ) -> None:
-    """Make dry runs of entries one after the other: the first `count`, and more until one of them compiles and fits. If
-    a dry run contradicts a term of the memory model, later entries with an equal layer that would exceed the cap with
-    the corrected term are refused without a dry run.
+    """Make dry runs of the entries one after another: of the first `count` entries, and of further entries until one of
+    them compiles and fits. If a dry run contradicts a term of the memory model, later entries with an equal layer that
+    would exceed the cap with the corrected term are refused without a dry run.
 
     Args:
-        request: the request, with its memory limit of a device, its margin and its machine.
-        told: a function that is called with the number of each entry and its verdict.
-        full: compile every kind of stage.
-        run: the dry run.
-        loads: for each entry, the result under the requested loads; empty: loads are even.
+        request: the request of the search, with the memory limit of a device, the margin and the cluster.
+        told: a function that is called with the number and the verdict of each entry.
+        full: whether each dry run compiles every kind of stage (a full dry run) and not every kind of layer (a quick
+            one).
+        run: the function that makes a dry run.
+        loads: for each entry, the result under the requested loads; if it is empty, loads are even.
     """
     passed = False
     learned: dict[tuple[object, ...], Wrong] = {}

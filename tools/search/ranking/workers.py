@@ -1,7 +1,8 @@
-"""This module places and bounds candidates in several processes at a time.
+"""This module places the layers of candidates, and computes lower bounds for candidates, in several processes at a
+time.
 
-Every function here takes a request and candidates, and returns the results of `tools.layout.place` for them. The answer
-of a job does not depend on the number of processes.
+Every function of this module takes a request and candidates, and returns the results of `tools.layout.place` for these
+candidates. The result for a candidate does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ Results = Callable[[Callable[..., Any], Sequence[Job]], Iterator[tuple[int, Any]
 
 
 def processes() -> int:
-    """Return how many placements run at the same time; the solver uses one core for each placement."""
+    """Return the number of placements that run at the same time; the solver uses one core for each placement."""
     return max(1, len(os.sched_getaffinity(0)))
 
 
 def place_all(
     request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
 ) -> bool:
-    """Place every "planned" candidate and report each when it is done; return False if Ctrl-C or SIGTERM ended this
-    early.
+    """Place the layers of every candidate with "planned" recomputation, and report each placement when it is done;
+    return False if Ctrl-C or SIGTERM ended this early.
 
     Candidates whose recomputation is not "planned" are not placed, because the user's limits fix their recomputation.
-    Each candidate gets the effort of `budget`, however many run at a time, and the same share of its seconds as a
-    deadline.
+    Each candidate gets the effort of `budget`, however many candidates are placed at the same time, and an equal share
+    of the seconds of `budget` as its deadline.
     """
     todo = [one for one in ranked if one.candidate.recompute == PLANNED]
     at_once = min(at_once or processes(), max(1, len(todo)))
@@ -84,7 +85,7 @@ def place_one(
     seconds: float,
     start: Placement | None = None,
 ) -> Placement:
-    """Return a candidate's placement by the solver, with the effort that it took."""
+    """Return a candidate's placement by the solver, with the effort that the solver spent."""
     # with groups half of it is as without them
     budget = Budget(2 * effort if request.groups else effort, seconds)
     found = place(configuration(request, candidate), times, request.room, budget, groups=request.groups, start=start)
@@ -94,12 +95,12 @@ def place_one(
 def screen_one(
     request: Request, candidate: Candidate, times: TimeModel, beat: float, effort: float = WHOLE_EFFORT
 ) -> Placement:
-    """Return a candidate's quick placement, with at most `effort` for its bound by whole layers."""
+    """Return a candidate's quick placement, with at most `effort` units of work for the bound by whole layers."""
     return screen(configuration(request, candidate), times, request.room, beat, request.groups, effort)
 
 
 def floors(request: Request, candidates: Sequence[Candidate], times: TimeModel, beat: float) -> list[float]:
-    """Return for each candidate a lower bound in seconds."""
+    """Return for each candidate a lower bound on its step time in seconds."""
     every = (configuration(request, one) for one in candidates)
     return [floor_seconds(config, times, request.room, beat, request.groups) for config in every]
 
