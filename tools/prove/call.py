@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tools.dryrun.graph_text import Node, TensorType, listed
-from tools.prove import moves
+from tools.prove import moves, places
 from tools.prove.spread import Alike, Certain, NotKnown, Spread, Zeros, plain
 
 
@@ -29,7 +29,7 @@ class Part:
     @property
     def spread(self) -> Spread:
         """Return how this part, as a separate tensor, is distributed over the ranks (its spread)."""
-        return moves.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
+        return places.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
 
 
 # a Spread, a Part, an Order, a list of values (a tuple of the graph), or a number, text or tuple that is written out

@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tools.prove.call import Call, Value, rule
+from tools.prove.moves import reduce_sum
 from tools.prove.spread import (
     Spread,
     by_element,
     extent,
     multiply,
-    reduce_sum,
     refusal,
     require_home,
     tidy,

@@ -1,18 +1,17 @@
 """This module computes how a value is distributed over the ranks (its `tools.prove.spread.Spread`) after an operator
-that changes its shape or joins and splits its dimensions, and after a collective.
+that changes its shape, adds up dimensions or joins and splits them, and after a collective.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, product
 
+from tools.prove.places import wherever_all
 from tools.prove.spread import (
     Atom,
     Block,
-    Contradiction,
     Dim,
     NotKnown,
     Rows,
@@ -21,6 +20,7 @@ from tools.prove.spread import (
     alike,
     as_partial,
     as_tensor,
+    by_element,
     extent,
     joined,
     logical,
@@ -44,7 +44,6 @@ def _flat(x: Spread) -> list[tuple[int, Atom]]:
 
 _OF_SAMPLES = "dp"  # pieces over these axes are rather of the batch than of the sequence
 _OF_TOKENS = ("dp", "cp")  # pieces over these axes are of the batch or of the sequence, and not of heads
-_TRIED = 1_000  # places of loose pieces; of many values, there are too many for all
 _BY_DATA = 1_000_003  # stands for a number of rows that the data decide; a prime, so that no reshape divides it
 
 
@@ -148,7 +147,8 @@ def _with_pieces(
             follows = next((each for _, each in placed[place:] if not isinstance(each, str)), None)
             if isinstance(follows, Rows):  # grouped tokens: the ranks' dimension stands in front of theirs
                 number = between[0] if between else behind
-            if last == behind or isinstance(follows, Rows):
+            guessed = place > 0 and placed[place - 1][1] in loose  # `last` is then a guess, too
+            if (last == behind and not guessed) or isinstance(follows, Rows):
                 loose.discard(atom)
             elif not firm and (bool(between) if before or after else len(between) != units or not between):
                 loose.add(atom)
@@ -168,6 +168,42 @@ def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
         return x
     moved = {atom for (atom, before), (_, now) in zip(own, other, strict=True) if before != now}
     return replace(x, dims=dims, loose=x.loose | {atom for atom in moved if isinstance(atom, str)})
+
+
+def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
+    """Return how the sum of a value over dimensions `axes` (None: all) is distributed over ranks (its spread)."""
+    require_home(x)
+    if x.greatest:
+        raise refusal((x,), f"the maximum of only a rank's own piece over {', '.join(sorted(x.greatest))} is added up")
+    gone = set(range(len(x.dims))) if axes is None else {axis % len(x.dims) for axis in axes}
+
+    def reduced(given: Spread) -> Spread:
+        cuts = frozenset(atom for number in gone for atom in given.dims[number] if isinstance(atom, str))
+        dims = tuple(
+            () if number in gone else dim for number, dim in enumerate(given.dims) if keep or number not in gone
+        )
+        return Spread(dims, x.partial | cuts, x.powers, x.shifted, x.loose - cuts)
+
+    found = {reduced(given).partial for given in placements(x)}
+    unsure = frozenset().union(*found) - frozenset.intersection(*found)  # these axes may be summed over, or not
+    return replace(reduced(x), loose=reduced(x).loose | unsure)
+
+
+def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
+    """Return how the mean of a value over some dimensions is distributed over the ranks (its spread); if such a
+    dimension is cut, each rank divides by too few elements.
+    """
+    found = reduce_sum(x, axes, keep)
+    return scaled(found, found.partial - x.partial, 1)
+
+
+def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
+    """Return how the maximum of a value over some dimensions is distributed over the ranks (its spread); if such a
+    dimension is cut, each rank finds the maximum of its own piece.
+    """
+    by_element(x)
+    found = reduce_sum(x, axes, keep)
+    return replace(found, partial=frozenset(), greatest=found.partial)
 
 
 def transpose(x: Spread, order: Sequence[int]) -> Spread:
@@ -450,43 +486,3 @@ def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, in
         dims[join] = (Block(home, sizes[axis], at), *dims[join])
     renamed = tuple(tuple(axis if atom == taken else atom for atom in dim) for dim in dims)
     return replace(x, dims=renamed, loose=x.loose - {axis}, dropped=x.dropped - {axis})
-
-
-def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
-    """Return the result of `move` for the first possible placement of a value's loose pieces (pieces whose dimension is
-    not known yet) for which `move` raises no error.
-    """
-    return next(wherever_all(move, x))
-
-
-def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread]:
-    """Yield the result of `move` for each possible placement of a value's loose pieces (pieces whose dimension is not
-    known yet) for which `move` raises no error.
-    """
-    first: Contradiction | None = None
-    right = False
-    for given in placements(x):
-        try:
-            found = move(given)
-        except Contradiction as error:
-            first = first or error
-            continue
-        right = True
-        yield found
-    if not right:
-        assert first
-        raise first
-
-
-def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequence[Spread]) -> Spread:
-    """Return the result of `move` on several values, for the first possible placement of their loose pieces (pieces
-    whose dimension is not known yet) for which `move` raises no error.
-    """
-    first: Contradiction | None = None
-    for each in islice(product(*map(placements, given)), _TRIED):
-        try:
-            return move(each)
-        except Contradiction as error:
-            first = first or error
-    assert first
-    raise first

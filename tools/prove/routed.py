@@ -23,6 +23,7 @@ from typing import Any
 from tools.prove import documents
 from tools.prove.call import Call, Order, Value, rule
 from tools.prove.experts import ways
+from tools.prove.moves import reduce_sum
 from tools.prove.spread import (
     Dim,
     NotKnown,
@@ -32,7 +33,6 @@ from tools.prove.spread import (
     by_element,
     check_linear,
     plain,
-    reduce_sum,
     refusal,
     tidy,
 )

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tools.dryrun.graph_text import Node
-from tools.prove import attention, documents, experts, layers, moves, routed, slices, tokens
+from tools.prove import attention, documents, experts, layers, moves, places, routed, slices, tokens
 from tools.prove.call import TABLE, Call, Order, Part, Value, rule
+from tools.prove.moves import reduce_largest, reduce_mean, reduce_sum
 from tools.prove.spread import (
     Alike,
     Certain,
@@ -32,9 +33,6 @@ from tools.prove.spread import (
     extent,
     matmul,
     multiply,
-    reduce_largest,
-    reduce_mean,
-    reduce_sum,
     refusal,
     require_home,
     scaled,
@@ -347,7 +345,7 @@ def _elements(call: Call) -> Value:
 
 @rule("Tile", says="It repeats the value along dimensions, which must be whole.")
 def _tile(call: Call) -> Value:
-    found = moves.wherever(lambda x: moves.tile(x, call.values[1]), call.spread(0))
+    found = places.wherever(lambda x: moves.tile(x, call.values[1]), call.spread(0))
     of_flat = len(found.dims) == 1 and "CrossEntropyLoss/Grad_SumExt" in call.node.scope  # a gradient of a sum
     if "Router" not in call.node.scope and not of_flat:
         return found
@@ -357,7 +355,7 @@ def _tile(call: Call) -> Value:
 
 @rule("BroadcastTo", says="It repeats the value along dimensions of one element.")
 def _broadcast(call: Call) -> Value:
-    return moves.wherever(lambda x: moves.broadcast(x, call.outputs[0].shape), call.spread(0))
+    return places.wherever(lambda x: moves.broadcast(x, call.outputs[0].shape), call.spread(0))
 
 
 @rule("Split", "SplitWithSize", says="It splits a dimension, which must be whole, or separates pieces that were "
@@ -384,7 +382,7 @@ def _concat(call: Call) -> Value:
         if ordered and len({item.source for item in members}) == 1 and len(set(first.sizes)) == 1:
             return moves.rejoin(first.whole, first.axis, len(members), axis)
     spreads = [item.spread if isinstance(item, Part) else item for item in members]
-    return moves.wherever_they_fit(lambda given: moves.concat(given, axis), spreads)
+    return places.wherever_they_fit(lambda given: moves.concat(given, axis), spreads)
 
 
 @rule("MakeTuple", says="It makes a tuple of its arguments.")
@@ -407,7 +405,7 @@ def _take(call: Call) -> Value:
         x, wanted = call.spread(0), call.outputs[0].shape
         cuts = (tuple(atom for atom in dim if isinstance(atom, str)) for dim in x.dims)
         return replace(x, dims=tuple(tidy((*cut, size)) for cut, size in zip(cuts, wanted, strict=True)))
-    return moves.wherever(lambda x: slices.take(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
+    return places.wherever(lambda x: slices.take(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 
 @rule("StridedSliceGrad", says="It pads with zeros: along axes whose ranks put their slice at different offsets, the "
@@ -416,7 +414,7 @@ def _pad(call: Call) -> Value:
     by = _starts(call, 2, call.node.inputs[0].shape)
     if not by and (more := tokens.padded_back(call.spread(0), call.values[2], call.outputs[0].shape)) is not None:
         return more
-    return moves.wherever(lambda x: slices.pad(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
+    return places.wherever(lambda x: slices.pad(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
 
 
 def _starts(call: Call, begin: int, piece: Sequence[int]) -> dict[int, tuple[str, ...]]:

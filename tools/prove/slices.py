@@ -38,7 +38,7 @@ def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes
     if block is None:
         require_home(x)
     elif block.others:  # the pieces may belong to another dimension
-        x = replace(x, loose=x.loose | set(by[0]))
+        x = replace(x, loose=x.loose.union(*by.values()))
     for number, size in enumerate(shape):
         axes = by.get(number, ())
         if not axes and extent(x.dims[number]) != size:
@@ -59,13 +59,19 @@ def take(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes
 def _taken_block(
     x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
 ) -> Block | None:
-    """Return the gathered pieces in front of dimension 0, if a slice only divides them among the ranks along axes."""
-    lead, *rest = x.dims[0] or (1,)
-    inside = any(isinstance(atom, Block) for dim in (tuple(rest), *x.dims[1:]) for atom in dim)
-    parts = math.prod(sizes[axis] for axis in by.get(0, ()))
-    others = all(extent(dim) == size for dim, size in zip(x.dims[1:], shape[1:], strict=True))
-    whole = isinstance(lead, Block) and not inside and lead.count == parts and set(by) == {0} and others
-    return lead if whole and isinstance(lead, Block) else None
+    """Return the gathered pieces in front of the only dimension that a slice changes, if the slice divides exactly
+    these pieces among the ranks along axes; None for any other slice.
+    """
+    if len(by) != 1:
+        return None
+    ((number, axes),) = by.items()
+    blocks = [(place, atom) for place, dim in enumerate(x.dims) for atom in dim if isinstance(atom, Block)]
+    others = all(
+        extent(dim) == size for place, (dim, size) in enumerate(zip(x.dims, shape, strict=True)) if place != number
+    )
+    whole = [block for place, block in blocks if place == number and x.dims[number][0] is block]
+    divided = len(blocks) == 1 and whole and whole[0].count == math.prod(sizes[axis] for axis in axes)
+    return whole[0] if divided and others else None
 
 
 def _same_piece(x: Spread, shape: Sequence[int]) -> Spread | None:
@@ -126,17 +132,28 @@ def _added_up(x: Spread, shape: Sequence[int]) -> Spread:
 def _stacked(
     x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
 ) -> Spread | None:
-    """Return the spread of a tensor in which each rank puts its piece into its own part of dimension 0, and zeros into
-    the other parts; return None for any other padding.
+    """Return the spread of a tensor in which each rank puts its piece into its own part of a dimension that had one
+    element, and zeros into the other parts; return None for any other padding.
 
     This is the gradient of a slice that divides gathered pieces among ranks.
     """
-    axes = by.get(0, ())
-    others = all(extent(dim) == size for dim, size in zip(x.dims[1:], shape[1:], strict=True))
-    only_first = set(by) == {0} and not x.dims[0] and others and shape[0] == math.prod(sizes[axis] for axis in axes)
-    if not only_first or not set(axes) <= x.holes:
+    if len(by) != 1:
+        return None
+    ((number, axes),) = by.items()
+    parts = math.prod(sizes[axis] for axis in axes)
+    others = all(
+        extent(dim) == size for place, (dim, size) in enumerate(zip(x.dims, shape, strict=True)) if place != number
+    )
+    if x.dims[number] or not others or shape[number] != parts or not set(axes) <= x.holes:
         return None
     found = moves.all_gather(x, axes, sizes)
+    if number:
+        lead, *rest = found.dims[0] or (1,)
+        if not isinstance(lead, Block) or lead.count != parts:
+            return None  # pieces of dimension 0 are in their final place, not in the padded dimension
+        dims = [tuple(rest), *found.dims[1:]]
+        dims[number] = (lead,)
+        found = replace(found, dims=tuple(dims))
     return replace(found, partial=x.partial | set(axes), loose=x.loose.difference(axes))
 
 

@@ -249,13 +249,23 @@ def placements(x: Spread) -> Iterator[Spread]:
         behind = min((atoms[other][0] for other in fixed if other > place), default=len(x.dims) - 1)
         units = [number for number in range(behind, before - 1, -1) if extent(x.dims[number]) == 1]
         ranges.append([*units, *(number for number in range(behind, before - 1, -1) if number not in units)])
-    for numbers in product(*ranges):
+    for numbers in _rising(ranges):
         moved = list(atoms)
         for place, number in zip(chosen, numbers, strict=True):
             moved[place] = number, atoms[place][1]
-        if moved != atoms and moved == sorted(moved, key=lambda item: item[0]):
+        if moved != atoms:
             dims = tuple(tuple(atom for own, atom in moved if own == number) for number in range(len(x.dims)))
             yield replace(x, dims=dims)
+
+
+def _rising(ranges: Sequence[Sequence[int]], least: int = 0) -> Iterator[tuple[int, ...]]:
+    """Yield the choices of one number from each range in which no number is smaller than the one before."""
+    if not ranges:
+        yield ()
+        return
+    for number in ranges[0]:
+        if number >= least:
+            yield from ((number, *rest) for rest in _rising(ranges[1:], number))
 
 
 def own_order(dim: Dim) -> Dim:
@@ -436,42 +446,6 @@ def by_element(*given: Spread) -> Spread:
     for x in given[1:]:
         found = joined(found, x)
     return replace(found, shifted=frozenset().union(*(x.shifted for x in given)))
-
-
-def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the sum of a value over dimensions `axes` (None: all) is distributed over ranks (its spread)."""
-    require_home(x)
-    if x.greatest:
-        raise refusal((x,), f"the maximum of only a rank's own piece over {', '.join(sorted(x.greatest))} is added up")
-    gone = set(range(len(x.dims))) if axes is None else {axis % len(x.dims) for axis in axes}
-
-    def reduced(given: Spread) -> Spread:
-        cuts = frozenset(atom for number in gone for atom in given.dims[number] if isinstance(atom, str))
-        dims = tuple(
-            () if number in gone else dim for number, dim in enumerate(given.dims) if keep or number not in gone
-        )
-        return Spread(dims, x.partial | cuts, x.powers, x.shifted, x.loose - cuts)
-
-    found = {reduced(given).partial for given in placements(x)}
-    unsure = frozenset().union(*found) - frozenset.intersection(*found)  # these axes may be summed over, or not
-    return replace(reduced(x), loose=reduced(x).loose | unsure)
-
-
-def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the mean of a value over some dimensions is distributed over the ranks (its spread); if such a
-    dimension is cut, each rank divides by too few elements.
-    """
-    found = reduce_sum(x, axes, keep)
-    return scaled(found, found.partial - x.partial, 1)
-
-
-def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the maximum of a value over some dimensions is distributed over the ranks (its spread); if such a
-    dimension is cut, each rank finds the maximum of its own piece.
-    """
-    by_element(x)
-    found = reduce_sum(x, axes, keep)
-    return replace(found, partial=frozenset(), greatest=found.partial)
 
 
 def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False) -> Spread:

@@ -12,9 +12,10 @@ from tests.tools.prove.test_spread import RANKS, SIZES, along, anything, check, 
 from tools.dryrun.graph_text import Node
 from tools.prove import moves, tokens
 from tools.prove.call import Call, Order
+from tools.prove.moves import reduce_mean
 from tools.prove.report import prove_rank, typing_of
 from tools.prove.rules import RULES
-from tools.prove.spread import Alike, Contradiction, NotKnown, Rows, Spread, plain, reduce_mean
+from tools.prove.spread import Alike, Contradiction, NotKnown, Rows, Spread, plain
 
 STEP = read("experts")
 

@@ -12,6 +12,7 @@ from tests.tools.prove.test_spread import RANKS, SIZES, anything, check, describ
 from tools.dryrun.graph_text import Node
 from tools.prove import moves, slices
 from tools.prove.call import Call, literal
+from tools.prove.moves import reduce_largest, reduce_sum
 from tools.prove.rules import RULES, TABLE, apply
 from tools.prove.spread import (
     Alike,
@@ -22,8 +23,6 @@ from tools.prove.spread import (
     joined,
     matmul,
     plain,
-    reduce_largest,
-    reduce_sum,
     tidy,
 )
 

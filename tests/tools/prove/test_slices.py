@@ -1,4 +1,6 @@
-"""Slices that start elsewhere on each rank, gathered pieces and flat values against NumPy on simulated ranks."""
+"""Slices that start elsewhere on each rank, gathered pieces and flat values against NumPy on simulated ranks, and the
+places of loose pieces.
+"""
 
 import math
 from dataclasses import replace
@@ -21,9 +23,10 @@ from tests.tools.prove.test_spread import (
     spreads_like,
     whole_of,
 )
-from tools.prove import moves, slices, tokens
+from tools.prove import moves, places, slices, tokens
+from tools.prove.moves import reduce_sum
 from tools.prove.report import against
-from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, plain, reduce_sum
+from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, plain
 
 
 @anything
@@ -126,6 +129,27 @@ def test_pieces_gathered_over_two_axes_are_taken_along_a_third() -> None:
         slices.take(moves.all_gather(given, ("b", "a"), sizes), (1, 2, 3), {0: ("c",)}, sizes)
 
 
+def test_exchanged_pieces_in_front_of_an_inner_dimension_are_taken_along_another_axis() -> None:
+    """A redistribution of logits exchanges pieces several times before the ranks of another axis take them."""
+    sizes = {"a": 2, "c": 2}
+    given, wanted = Spread(((), ("a", 2), (4,), ())), Spread(((), ("c", 2), ("a", 2), ()))
+    whole = np.random.default_rng(4).standard_normal((1, 4, 4, 1))
+    stacked = moves.exchange(given, "a", 2, 3, sizes)
+    assert stacked.shape == (1, 2, 2, 2)
+    taken = slices.take(stacked, (1, 2, 2, 1), {3: ("c",)}, sizes)
+    assert taken == wanted
+    padded = slices.pad(taken, stacked.shape, {3: ("c",)}, sizes)
+    assert padded == replace(stacked, partial=frozenset("c"))
+    for a in range(2):
+        sent = [piece(given, whole, {"a": other, "c": 0}, sizes)[:, :, 2 * a : 2 * a + 2] for other in range(2)]
+        held, total = np.concatenate(sent, axis=3), np.zeros((1, 2, 2, 2))
+        for c in range(2):
+            own = held[..., c : c + 1]
+            assert np.array_equal(own, piece(wanted, whole, {"a": a, "c": c}, sizes))
+            total[..., c : c + 1] += own
+        assert np.array_equal(total, held), "the parts of the padded gradient add up to the gradient of all pieces"
+
+
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
 @anything
 def test_pieces_gathered_over_one_axis_are_taken_along_another(order: tuple[str, str], random: Random) -> None:
@@ -209,3 +233,28 @@ def test_a_gradient_that_looks_cut_where_it_is_not_added_up_yet_is_unknown():
     with pytest.raises(NotKnown, match="cut over these ranks or still a partial sum"):
         slices.pad(Spread(((axis, 4),)), (12,), {}, SIZES)
     assert slices.pad(plain((4,)), (12,), {}, SIZES).dims == ((12,),)
+
+
+def test_pieces_behind_a_piece_whose_place_is_a_guess_are_loose_too() -> None:
+    """A mean over groups of tokens gathers them over one axis; pieces of two other axes may be in front of them."""
+    given = moves.reshape(
+        Spread((("dp", "cp.2", "cp.1", 4), (), (6,)), loose=frozenset(("dp", "cp.2", "cp.1"))), (1, 4, 6)
+    )
+    assert given.dims == (("dp",), ("cp.2", "cp.1", 4), (6,)) and given.loose >= {"cp.2", "cp.1"}
+
+
+def test_values_are_joined_where_their_loose_pieces_fit() -> None:
+    given = [Spread(((4,), (), ("a", size)), loose=frozenset("a")) for size in (2, 3)]
+    with pytest.raises(Contradiction, match="joined on each rank"):
+        moves.concat(given, 2)
+    assert places.wherever_they_fit(lambda each: moves.concat(each, 2), given).dims == ((4,), ("a",), (5,))
+
+
+def test_values_with_many_loose_pieces_are_joined_where_these_are_in_the_same_dimensions() -> None:
+    """Query, key and value of a device with one group of heads, in a mesh whose axes were divided."""
+    given = [
+        Spread(((4,), ("d.3", "d.2", "d.1"), (), ("a", size)), loose=frozenset(("d.3", "d.2", "d.1", "a")))
+        for size in (8, 2, 2)
+    ]
+    joined = places.wherever_they_fit(lambda each: moves.concat(each, 3), given)
+    assert joined.dims == ((4,), ("d.3", "d.2", "d.1"), ("a",), (12,))

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.prove import moves, slices
+from tools.prove.moves import reduce_largest, reduce_mean, reduce_sum
 from tools.prove.spread import (
     Block,
     Contradiction,
@@ -30,9 +31,6 @@ from tools.prove.spread import (
     matmul,
     multiply,
     plain,
-    reduce_largest,
-    reduce_mean,
-    reduce_sum,
     tidy,
 )
 
@@ -475,13 +473,6 @@ def test_a_piece_next_to_a_dimension_of_one_element_may_lie_in_either() -> None:
 def test_a_spread_says_what_it_is() -> None:
     given = Spread((("b", 4), (Block(0, 2, 0), 3)), frozenset("a"), (("b", -1),))
     assert str(given) == "[b*4, 2 of dimension 0*3] partial over a x b^-1"
-
-
-def test_values_are_joined_where_their_loose_pieces_fit() -> None:
-    given = [Spread(((4,), (), ("a", size)), loose=frozenset("a")) for size in (2, 3)]
-    with pytest.raises(Contradiction, match="joined on each rank"):
-        moves.concat(given, 2)
-    assert moves.wherever_they_fit(lambda each: moves.concat(each, 2), given).dims == ((4,), ("a",), (5,))
 
 
 def test_gathered_pieces_are_not_used_before_they_are_where_they_belong() -> None:

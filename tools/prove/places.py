@@ -1,0 +1,73 @@
+"""This module applies a rule to values whose loose pieces (pieces whose dimension is not known yet) may lie in several
+dimensions: it tries the possible places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, product
+
+from tools.prove.spread import Contradiction, Spread, placements
+
+_TRIED = 1_000  # places of loose pieces; of many values, there are too many for all
+
+
+def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
+    """Return the result of `move` for the first possible placement of a value's loose pieces (pieces whose dimension is
+    not known yet) for which `move` raises no error.
+    """
+    return next(wherever_all(move, x))
+
+
+def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread]:
+    """Yield the result of `move` for each possible placement of a value's loose pieces (pieces whose dimension is not
+    known yet) for which `move` raises no error.
+    """
+    first: Contradiction | None = None
+    right = False
+    for given in placements(x):
+        try:
+            found = move(given)
+        except Contradiction as error:
+            first = first or error
+            continue
+        right = True
+        yield found
+    if not right:
+        assert first
+        raise first
+
+
+def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequence[Spread]) -> Spread:
+    """Return the result of `move` on several values, for the first possible placement of their loose pieces (pieces
+    whose dimension is not known yet) for which `move` raises no error.
+    """
+    first: Contradiction | None = None
+    for each in chain([given], _equal_placements(given), islice(product(*map(placements, given)), _TRIED)):
+        try:
+            return move(each)
+        except Contradiction as error:
+            first = first or error
+    assert first
+    raise first
+
+
+def _equal_placements(given: Sequence[Spread]) -> Iterator[Sequence[Spread]]:
+    """Yield the placements of values of equally many dimensions, all cut by the same axes, in which each axis cuts the
+    same dimension of all values, beginning with those that move the fewest pieces. There are far fewer of these than
+    of all placements.
+    """
+    if len({len(x.dims) for x in given}) > 1:
+        return
+    ways = [list(islice(placements(x), _TRIED)) for x in given]
+    by_axes = [{tuple(sorted(_cut_by(one).items())): one for one in reversed(own)} for own in ways[1:]]
+    before = _cut_by(given[0])
+    for first in sorted(ways[0], key=lambda one: sum(before[axis] != now for axis, now in _cut_by(one).items())):
+        place = tuple(sorted(_cut_by(first).items()))
+        if all(place in own for own in by_axes):
+            yield [first, *(own[place] for own in by_axes)]
+
+
+def _cut_by(x: Spread) -> dict[str, int]:
+    """Return the dimension that each axis cuts."""
+    return {atom: number for number, dim in enumerate(x.dims) for atom in dim if isinstance(atom, str)}
