@@ -25,9 +25,10 @@ def rank_counts(node: int, nodes: int, most: int) -> list[int]:
     nodes.
 
     Each is a power of two and at most `most`, so that the samples or tokens of a step can be cut into that many shares.
+    So is the number of devices of each node, because msrun starts equally many on all nodes.
     """
-    wanted = (2, node, node * nodes)
-    found = {1 << min(count, most).bit_length() - 1 for count in wanted if 1 < count <= node * nodes}
+    each, times = (1 << count.bit_length() - 1 for count in (node, nodes))
+    found = {1 << min(count, most).bit_length() - 1 for count in (2, each, each * times) if 1 < count <= node * nodes}
     return sorted(found)
 
 

@@ -12,7 +12,7 @@ from launch.firsthour.calibrate import fit_memory, memory_row
 from launch.firsthour.checks import judged, run_checks, verdict
 from launch.firsthour.simulate import DEFECTS, Cluster, Play, read_cluster
 from launch.firsthour.trainings import rank_counts
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, RecipeError
 from tools.estimate.memory.model import all_stages
 from tools.hardware.units import GIB
 from tools.profile.study import run_of
