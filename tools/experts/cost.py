@@ -227,11 +227,11 @@ class Degrees(click.ParamType):
     name = "N,N"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the integers in a text; each integer is checked."""
+        """Return the integers in a text, each once; each integer is checked."""
         words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() for word in words):
             self.fail(f"{value!r}: write EP degrees such as 16,32,64", param, ctx)
-        return tuple(int(Number("devices").convert(word, param, ctx)) for word in words)
+        return tuple(dict.fromkeys(int(Number("devices").convert(word, param, ctx)) for word in words))
 
 
 @click.command("ep-report", context_settings={"help_option_names": ["-h", "--help"]})

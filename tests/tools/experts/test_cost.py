@@ -39,6 +39,11 @@ def test_text():
     assert "on 25 published runs" in result.stdout and "the recipe as it is written: hierarchical" in result.stdout
 
 
+def test_a_degree_that_is_written_twice_is_reported_once():
+    reports = json.loads(run(LARGE, "--ep", "32,16,32", "--json").stdout)["reports"]
+    assert [report["expert_parallel"] for report in reports] == [32, 16]
+
+
 def test_long_steps_are_not_cut_where_nobody_looks_at_a_terminal():
     result = run(LARGE, "--set", "parallel_config.micro_batch_num=1024")
     assert result.exit_code == 0 and "\u2026" not in result.stdout, result.output
