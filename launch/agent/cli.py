@@ -129,7 +129,6 @@ class Start:
                 check_model(recipe, checkpoint.path)
             checkpoints.keep_cost(recipe, self.run_dir, checkpoint.path)
             checkpoints.check_data_order(recipe, self.run_dir, checkpoint)
-        data.keep_digests(recipe, self.run_dir)
         return recipe
 
 

@@ -26,9 +26,9 @@ from click.core import ParameterSource
 
 from launch.run.effective import FULL_SIZE, checked_recipe
 from launch.run.msrun import ROOT, worker_count
-from launch.run.script import body, default, in_checkout, one_line, size_in_words
+from launch.run.script import body, default, in_checkout, node_size, one_line, size_in_words
 from plugins.errors import ClusterError
-from tools.process.host import DEVICES, read_hosts
+from tools.process.host import read_hosts
 from tools.schema.versions import unverified_words
 
 NOTICE = 300  # seconds between the manager's SIGTERM and its SIGKILL: time for a checkpoint
@@ -202,7 +202,7 @@ def print_job(given: Mapping[str, Any]) -> None:
         recipe=in_checkout(recipe),
         run_dir=place,
         workers=workers,
-        slots=read_hosts(nodes)[1] if nodes else min(workers, DEVICES),
+        slots=read_hosts(nodes)[1] if nodes else min(workers, node_size(flat)),
         spares=spares,
         target=str((flat.get("context") or {}).get("device_target", "Ascend")),
         options=words,

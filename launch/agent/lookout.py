@@ -31,6 +31,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -140,6 +142,16 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
+@cache
+def _mindspore() -> str:
+    """Return the folder of the installed MindSpore, with a slash at its end. The name alone says nothing, because an
+    environment or a checkout may lie below a folder that is called mindspore, too.
+    """
+    spec = find_spec("mindspore")
+    assert spec and spec.origin, "the workers of this node need MindSpore, too"
+    return f"{Path(spec.origin).parent}/"
+
+
 @dataclass(frozen=True)
 class Place:
     """A `Place` is the innermost Python call of a worker's main thread, in which the worker hangs or waits."""
@@ -153,7 +165,8 @@ class Place:
         """Return whether the worker's innermost call is in MindSpore but not in `mindspore/dataset`, so that it may
         wait for other ranks.
         """
-        return "/mindspore/" in self.file and "/mindspore/dataset/" not in self.file
+        own = _mindspore()
+        return self.file.startswith(own) and not self.file.startswith(f"{own}dataset/")
 
     def __str__(self) -> str:
         """Return the place in the form in which a user would look for it."""

@@ -235,7 +235,7 @@ class Agent:
     def _final(self, number: int, verdict: Verdict | None) -> Outcome:
         """Return the outcome of the run, as this node sees it."""
         if self.last is not None:
-            restarts = number - self.job.first
+            restarts = len(history(self.job, number))  # an agent that joins a run does not know its first attempt
             self.job.say(f"tc3: {restarts} restart{'s' * (restarts > 1)} in all")
         if self.leaving or self.failed:
             return self.outcome

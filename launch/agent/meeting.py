@@ -255,16 +255,17 @@ class Meeting:
     def _attempt(self, number: int) -> Attempt:
         """Return what `tools.runs.attempts.read_attempt` returns, read from a disk that may be lost."""
         folder = folder_of(self.run_dir, number)
-        beats: dict[str, Beat] = {}
-        ends: dict[str, End] = {}
-        for name in self.disk.names(folder):
-            if name.startswith((BEAT, END)) and (found := self.disk.read(folder / name)):
-                host = unquote(name.removeprefix(BEAT).removeprefix(END).removesuffix(".json"))
-                if name.startswith(BEAT) and (beat := parse(found.text, Beat)):
-                    beats[host] = beat
-                elif name.startswith(END) and (end := parse(found.text, End)):
-                    ends[host] = end
+        names = self.disk.names(folder)
+        beats, ends = self._by_host(folder, names, BEAT, Beat), self._by_host(folder, names, END, End)
         return Attempt(folder, number, self._form(number, PLAN, Plan), beats, ends, None)
+
+    def _by_host(self, folder: Path, names: list[str], start: str, kind: type[Form]) -> dict[str, Form]:
+        """Return the contents of the files whose names begin with `start`, by host; broken files are left out."""
+        found: dict[str, Form] = {}
+        for name in names:
+            if name.startswith(start) and (file := self.disk.read(folder / name)) and (form := parse(file.text, kind)):
+                found[unquote(name.removeprefix(start).removesuffix(".json"))] = form
+        return found
 
     def _chosen(self, number: int, what: str) -> bool:
         """Give a sign of life, and look whether it is ours to do `what`; both only now and then."""

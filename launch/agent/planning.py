@@ -314,7 +314,8 @@ def follow(job: Job, plan: Plan) -> None:
         leave_behind(job.saves, Path(plan.resume), plan.attempt)
     if plan.hosts[0] == job.host and not read(folder_of(job.run_dir, plan.attempt) / VERDICT, Verdict):
         dump_recipe(recipe, job.run_dir / "recipe.yaml")
-        if plan.attempt == job.first:
+        # `history`, because an agent does not know the first attempt of its launch
+        if plan.branch or not history(job, plan.attempt) or not (job.run_dir / data.DIGESTS).exists():
             data.keep_digests(recipe, job.run_dir)
         link_logs(job.run_dir, plan.attempt)
 

@@ -93,6 +93,7 @@ HOUR_CHECKS: tuple[HourCheck, ...] = (
     ),
 )  # fmt: skip
 BY_NAME = {check.name: check for check in HOUR_CHECKS}
+_JUDGED_AGAIN = {"hosts": "versions"}  # check -> the check that judges its evidence, also where it has failed
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ def run_checks(
             found = judged(check.name, [Finding("unknown", check.name, words, remedy=f"mend {blocked} first")], {})
         else:
             found = _run(check, work.get(check.name), check.share * budget, done, clock)
+            if check.name in _JUDGED_AGAIN:  # before the new evidence is kept, or a kill in between would keep both
+                (state / f"{_JUDGED_AGAIN[check.name]}.json").unlink(missing_ok=True)
         done[check.name] = found
         write_atomically(state / f"{check.name}.json", json.dumps(found.as_json()) + "\n")
         tell(found, found is kept)

@@ -114,11 +114,27 @@ class NpuHour(Hour):
         for count in self.counts:
             self.write_hosts(count)
 
+    def nodes_of(self, devices: int) -> tuple[list[str], int]:
+        """Return the nodes of a training on several nodes, and the number of its devices on each node, which is the
+        same on all of them.
+
+        Raises:
+            ClusterError: there are too few nodes for equal numbers of devices.
+        """
+        each = max(count for count in range(1, self.each + 1) if devices % count == 0)
+        if devices // each > len(self.names):
+            raise ClusterError(
+                f"{self.recipe}: {devices} devices cannot be divided equally among {len(self.names)} nodes of "
+                f"{self.each} devices; give a recipe whose data_parallel, model_parallel and context_parallel fill "
+                "whole nodes"
+            )
+        return self.names[: devices // each], each
+
     def write_hosts(self, devices: int) -> None:
         """Write the file that lists the nodes of a training, if the training takes several nodes."""
         if devices > self.each:
-            names = self.names[: -(-devices // self.each)]
-            self.hosts_of(devices).write_text("".join(f"{name} {self.each}\n" for name in names), encoding="utf-8")
+            names, each = self.nodes_of(devices)
+            self.hosts_of(devices).write_text("".join(f"{name} {each}\n" for name in names), encoding="utf-8")
 
     def mini(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
         """Train a small recipe on one device and in one CPU process, and compare the losses."""
@@ -159,7 +175,7 @@ class NpuHour(Hour):
         """
         script = self.work / f"{run}.sh"
         script.write_text(output(words, seconds)[0], encoding="utf-8")
-        names = self.names[: count // self.each]
+        names, _ = self.nodes_of(count)
         for name, told in call_each({name: ["bash", str(script)] for name in names}, seconds).items():
             if isinstance(told, Trouble):
                 raise ClusterError(f"{name}: `bash {shlex.quote(str(script))}` failed: {told.words}; {told.mend}")

@@ -71,7 +71,8 @@ DEFECTS: dict[str, tuple[str, ...]] = {
     "lost moments": (),
 }
 _KEYS = ("nodes", "devices_per_node", "device", "seed", "noise", "memory_gib", "efficiency", "memory", "defects")
-_MEMORY = ("activations", "buffers", "reserve_gib")
+_FACTOR = Range(0, 1000, whole=False, above=True)
+_MEMORY = {"activations": _FACTOR, "buffers": _FACTOR, "reserve_gib": Range(0, 1000, whole=False)}
 _NUMBERS = {
     "nodes": Range(2, 4096), "devices_per_node": Range(1, 64), "seed": Range(0, 2**32 - 1),
     "noise": Range(0, 0.2, whole=False), "memory_gib": Range(1, 1000, whole=False),
@@ -120,22 +121,35 @@ def read_cluster(path: Path) -> Cluster:
     """Return the cluster that a YAML file describes.
 
     Raises:
-        ClusterError: a key is unknown or missing, or a value is impossible.
+        ClusterError, RecipeError: a key is unknown or missing, or a value is impossible.
     """
     content = read_yaml(path, ClusterError)
     if not isinstance(content, dict):
         raise ClusterError(f"{path}: this is not a cluster; write a mapping with the keys {', '.join(_KEYS)}")
     refuse_unknown(f"{path}: ", content, _KEYS, ClusterError)
-    for name, span in _NUMBERS.items():
-        if name in content and (wrong := span.refusal(content[name])):
-            raise ClusterError(f"{path}: {name}: {wrong}")
-    refuse_unknown(f"{path}: memory.", content.get("memory") or {}, _MEMORY, ClusterError)
-    hardware = asdict(efficiency_of(cluster(DEFAULT_HARDWARE)))
-    refuse_unknown(f"{path}: efficiency.", content.get("efficiency") or {}, hardware, ClusterError)
+    _check_numbers(f"{path}: ", content, _NUMBERS)
+    if not isinstance(content.get("device", ""), str):
+        raise ClusterError(f"{path}: device: {content['device']!r} is not the name of a device, such as 910B3")
+    for name, kind, words in (("efficiency", dict, "mapping"), ("memory", dict, "mapping"), ("defects", list, "list")):
+        if content.get(name) is None:
+            content.pop(name, None)
+        elif not isinstance(content[name], kind):
+            raise ClusterError(f"{path}: {name}: {content[name]!r} is not a {words}")
+    refuse_unknown(f"{path}: memory.", content.get("memory", {}), _MEMORY, ClusterError)
+    _check_numbers(f"{path}: memory.", content.get("memory", {}), _MEMORY)
+    hardware = cluster(DEFAULT_HARDWARE)
+    planted = {**asdict(efficiency_of(hardware)), **content.get("efficiency", {})}
+    efficiency_of(replace(hardware, efficiency=planted, file=str(path)))
     found = Cluster(**content)
     for number, defect in enumerate(found.defects):
         _check_defect(f"{path}: defects[{number}]", defect, found)
     return found
+
+
+def _check_numbers(place: str, content: Mapping[str, Any], spans: Mapping[str, Range]) -> None:
+    for name, span in spans.items():
+        if name in content and (wrong := span.refusal(content[name])):
+            raise ClusterError(f"{place}{name}: {content[name]!r} {wrong}")
 
 
 def _check_defect(place: str, defect: Any, found: Cluster) -> None:
@@ -150,10 +164,19 @@ def _check_defect(place: str, defect: Any, found: Cluster) -> None:
         raise ClusterError(f"{place}.{missing[0]}: the key is missing, but a defect of this kind needs it")
     if "group" in defect:
         refuse_unknown(f"{place}.group: ", [defect["group"]], GROUPS, ClusterError, "group")
-    if defect["node"] not in found.hosts:
-        raise ClusterError(
-            f"{place}.node: there is no node {defect['node']!r}; the nodes are {found.hosts[0]} to {found.hosts[-1]}"
-        )
+    device = Range(0, found.devices_per_node - 1)
+    spans = {"device": device, "factor": _FACTOR, "seconds": Range(-1e9, 1e9, whole=False)}
+    _check_numbers(f"{place}.", defect, spans | {"gib": Range(0, found.memory_gib, whole=False)})
+    ends = {"node": defect["node"]}
+    if "to" in defect:
+        if not isinstance(defect["to"], list) or len(defect["to"]) != 2:
+            raise ClusterError(f"{place}.to: {defect['to']!r} must be the other end, as [node, device]")
+        ends["to[0]"] = defect["to"][0]
+        _check_numbers(f"{place}.", {"to[1]": defect["to"][1]}, {"to[1]": device})
+    for key, node in ends.items():
+        if node not in found.hosts:
+            nodes = f"{found.hosts[0]} to {found.hosts[-1]}"
+            raise ClusterError(f"{place}.{key}: there is no node {node!r}; the nodes are {nodes}")
 
 
 class Play:

@@ -25,10 +25,11 @@ def rank_counts(node: int, nodes: int, most: int) -> list[int]:
     nodes.
 
     Each number is a power of two and at most `most`, so that the samples or tokens of a step can be divided into that
-    many equal parts.
+    many equal parts. The number of devices of each node is a power of two as well, because msrun starts equally many
+    workers on all nodes.
     """
-    wanted = (2, node, node * nodes)
-    found = {1 << min(count, most).bit_length() - 1 for count in wanted if 1 < count <= node * nodes}
+    each, times = (1 << count.bit_length() - 1 for count in (node, nodes))
+    found = {1 << min(count, most).bit_length() - 1 for count in (2, each, each * times) if 1 < count <= node * nodes}
     return sorted(found)
 
 

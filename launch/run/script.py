@@ -35,7 +35,7 @@ from launch.resume.checkpoints import (
     save_path,
     step_in,
 )
-from launch.run.msrun import MASTER, ROOT, optimizer_environment, refuse_other_port, worker_count
+from launch.run.msrun import MASTER, ROOT, on_ascend, optimizer_environment, refuse_other_port, worker_count
 from launch.run.preflight import data_prefixes, held_out
 from launch.workers.cores import binds_itself
 from plugins.errors import ClusterError
@@ -154,9 +154,14 @@ class Launch:
     bind: bool = True
 
 
-def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
+def node_size(recipe: Recipe) -> int:
+    """Return how many workers a node has if no hosts file says it: as many as the recipe's groups of ranks assume."""
+    return View(recipe).node if on_ascend(recipe) else DEVICES
+
+
+def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICES) -> Cluster:
     """Return the nodes of `hosts_file` (each line has a name and its number of workers, 8 by default); without a file,
-    return names that the user has to edit.
+    return names of nodes with `each` workers that the user has to edit.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
@@ -168,17 +173,17 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
             hint = f": give {workers // slots} hosts of {slots}" if workers % slots == 0 else ""
             raise ClusterError(f"{hosts_file}: the file lists {found}, but the recipe needs {workers}{hint}")
         return Cluster(len(hosts), slots, " ".join(map(shlex.quote, hosts)), str(hosts_file))
-    if workers <= DEVICES:
+    if workers <= each:
         return Cluster(1, workers, MASTER)
-    if workers % DEVICES:
+    if workers % each:
         raise ClusterError(
-            f"{workers} workers do not fill whole nodes of {DEVICES}: list the hosts and their workers in a file and "
+            f"{workers} workers do not fill whole nodes of {each}: list the hosts and their workers in a file and "
             "give it with --nodes"
         )
-    return Cluster(workers // DEVICES, DEVICES, f"node{{0..{workers // DEVICES - 1}}}")
+    return Cluster(workers // each, each, f"node{{0..{workers // each - 1}}}")
 
 
-def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None = None) -> str:
+def launch_script(launch: Launch, recipe: Recipe, hosts_file: Path | None = None) -> str:
     """Return the bash script that trains `recipe`, the effective recipe of `launch`, on every node of its cluster.
 
     The script sources no other file.
@@ -192,7 +197,7 @@ def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | 
     )
 
 
-def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
+def sourcing_script(launch: Launch, recipe: Recipe) -> str:
     """Return the same script as `launch_script`, but with the body sourced from the checkout, as in launch/scripts/."""
     workers, cluster, port = _sizes(launch, recipe, None)
     size = size_in_words(workers, cluster.nodes)
@@ -200,7 +205,7 @@ def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
     return "\n".join([*head, *_values(launch, recipe, workers, cluster, port), SOURCING])
 
 
-def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -> tuple[int, Cluster, int]:
+def _sizes(launch: Launch, recipe: Recipe, hosts_file: Path | None) -> tuple[int, Cluster, int]:
     """Return the number of workers, their cluster and the port of msrun's scheduler.
 
     Raises:
@@ -209,7 +214,7 @@ def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -
     port = PORT if launch.port is None else launch.port
     refuse_other_port(port)
     workers = worker_count(recipe)
-    return workers, cluster_for(workers, hosts_file), port
+    return workers, cluster_for(workers, hosts_file, node_size(recipe)), port
 
 
 def size_in_words(workers: int, nodes: int) -> str:

@@ -38,6 +38,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import CHUNKS, MODE, PARALLEL, View, unresolved
 
+WIDTH = 110  # of the tables, also where nobody looks at a terminal: a cut number would be another number
 NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
 _STREAM_NAMES = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}
 _SHARED_COLOUR = "0.75"  # grey: of the shared expert
@@ -109,7 +110,7 @@ def print_text(advices: Sequence[Advice], source: str, console: Console, asked: 
     """Print a table for each EP degree, the recommended setting with its reason, and the predicted effects of changes
     under uneven loads.
     """
-    first = advices[0]
+    first, console.width = advices[0], max(console.width, WIDTH)
     console.print(f"{source} on {first.hardware.name} ({first.hardware.device}), {first.loads.words}")
     for advice in advices:
         console.print()
@@ -226,11 +227,11 @@ class Degrees(click.ParamType):
     name = "N,N"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the integers that the text of the option lists, after a check of each integer."""
+        """Return the integers that the text of the option lists, each integer once, after a check of each integer."""
         words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() for word in words):
             self.fail(f"{value!r}: write EP degrees such as 16,32,64", param, ctx)
-        return tuple(int(Number("devices").convert(word, param, ctx)) for word in words)
+        return tuple(dict.fromkeys(int(Number("devices").convert(word, param, ctx)) for word in words))
 
 
 @click.command("ep-report", context_settings={"help_option_names": ["-h", "--help"]})

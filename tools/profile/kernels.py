@@ -213,7 +213,7 @@ def _of_group(kernel: Kernel, config: Configuration) -> str:
     if re.search(r"all_?to_?all", kernel.kind, re.I):
         return "ep" if config.ep > 1 else "cp" if config.cp > 1 else OTHER
     if len(kernel.ranks) > 1:
-        return _of_ranks(kernel.ranks, config)
+        return _of_ranks(kernel, config)
     if _OPTIMIZER.search(kernel.name):
         return "data"
     copies = config.devices // config.pp // config.tp // config.cp
@@ -222,11 +222,13 @@ def _of_group(kernel: Kernel, config: Configuration) -> str:
     return left[0] if len(left) == 1 and config.ep == 1 else OTHER
 
 
-def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
+def _of_ranks(kernel: Kernel, config: Configuration) -> str:
     """Return the term by size and stride: tensor parallelism next to each other, then context, then data parallelism.
 
-    Two kinds of parallelism that make the same group are not told apart.
+    A hierarchical dispatch gathers rows along the ranks with the same place on every node of an EP group. Other kinds
+    of parallelism that make the same group are not told apart.
     """
+    ranks = kernel.ranks
     strides = {after - before for before, after in pairwise(ranks)}
     size, stride = len(ranks), strides.pop() if len(strides) == 1 else 0
     inside = config.tp * config.cp
@@ -234,6 +236,9 @@ def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
         return "tp"
     if size == config.cp and stride == config.tp:
         return "cp"
+    across = size * stride == config.ep and ranks[0] // config.ep == ranks[-1] // config.ep
+    if config.ep_mode == "hierarchical" and across and (stride != inside or _EXPERTS.search(kernel.name)):
+        return "ep"
     if stride == inside or size in (config.dp, config.dp * config.cp, config.dp * inside) or stride == 0:
         return "data"
     return "data" if stride % config.tp == 0 else OTHER

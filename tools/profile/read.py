@@ -319,6 +319,8 @@ def _executions(path: Path) -> dict[str, list[tuple[float, float]]]:
             every = [part.split(",") for part in rest.split()]
             origin = origin or int(every[0][0])
             found[name] = [((int(part[0]) - origin) * 1e-9, float(part[1]) * 1e-3) for part in every]
+            if not all(0 <= seconds < 1e12 for _, seconds in found[name]):  # nor is NaN
+                raise ValueError
         except (ValueError, IndexError):
             raise DataError(
                 f"{path}:{number}: the line must have the form `operator;kind;start,milliseconds,thread ...`"

@@ -96,15 +96,38 @@ def test_who_plans_keeps_the_recipe_and_checks_the_order_of_the_data(start, work
     agent = start()
     plan = Plan(0, 0.0, ["a", "b"], 1, "a", 5000)
     run_dir = workplace / "output" / "mini-toy"
-    assert agent.prepare(plan) == agent.job.recipe and (run_dir / "data.json").exists()
-    assert not (run_dir / "recipe.yaml").exists(), "it does not count yet"
+    assert agent.prepare(plan) == agent.job.recipe
+    assert not (run_dir / "recipe.yaml").exists() and not (run_dir / "data.json").exists(), "it does not count yet"
     follow(replace(agent.job, host="a"), plan)
-    assert (run_dir / "recipe.yaml").exists()
+    assert (run_dir / "recipe.yaml").exists() and (run_dir / "data.json").exists()
     saved = save(run_dir / "checkpoint", 2)
     write(folder_of(run_dir, 0) / "verdict.json", Verdict(0.0, "restart", "why"))
     agent = start("--set", "seed=2", "--set", "train_dataset.data_loader.config.seed=2")
     with pytest.raises(ValueError, match="the samples' order differs from that of"):
         agent.prepare(Plan(1, 0.0, ["a", "b"], 1, "a", 5000, resume=str(saved), step=2))
+
+
+def test_the_digests_of_the_data_are_those_of_the_begin_of_a_launch(start, workplace):
+    """They were written with every plan, also with one that is not followed: before its branch's checkpoints go."""
+    run_dir, agent = workplace / "output" / "mini-toy", start()
+    digests, job = run_dir / "data.json", replace(agent.job, host="a")
+
+    def rewritten(number, **more):
+        digests.write_text("old")
+        plan = Plan(number, 0.0, ["a", "b"], 1, "a", 5000, **more)
+        write(folder_of(run_dir, number) / "plan.json", plan)
+        agent.prepare(plan)
+        assert digests.read_text() == "old"
+        follow(job, plan)
+        return digests.read_text() != "old"
+
+    assert rewritten(0)
+    write(folder_of(run_dir, 0) / "verdict.json", Verdict(0.0, "restart", "why"))
+    assert not rewritten(1), "a restart trains on what the launch has begun with"
+    write(folder_of(run_dir, 1) / "verdict.json", Verdict(0.0, "give up", "why"))
+    assert rewritten(2), "of the next launch"
+    write(folder_of(run_dir, 2) / "verdict.json", Verdict(0.0, "restart", "why"))
+    assert rewritten(3, branch=True)
 
 
 def test_an_agent_that_is_started_again_joins_what_is_under_way(start, workplace):

@@ -47,6 +47,11 @@ def test_the_same_for_volcano():
     assert "\nRUN_DIR=output/my_run\n" in script
 
 
+def test_without_hosts_the_nodes_are_those_of_the_recipe():
+    done = CliRunner().invoke(agent, [str(ROOT / "recipes/xing4_29b/pretrain_4k.yaml"), "--slurm"])
+    assert "\nSLOTS=16 " in done.stdout and "\n#SBATCH --nodes=8\n" in done.stdout, "128 devices, 16 on each node"
+
+
 @pytest.mark.parametrize("words", [["--slurm", "--volcano"], []])
 def test_one_of_them_or_hosts(words):
     assert CliRunner().invoke(agent, [MINI, *words]).exit_code == 2

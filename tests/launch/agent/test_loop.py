@@ -94,6 +94,17 @@ def test_a_killed_worker_is_followed_by_an_attempt_from_the_newest_checkpoint(tm
     assert first.plan.port != second.plan.port and not left(tmp_path)
 
 
+def test_restarts_of_an_earlier_launch_are_not_counted_again(tmp_path, monkeypatch):
+    for number in range(3):
+        write(folder_of(tmp_path, number) / "plan.json", Plan(number, 1.0, ["here"], 2, "here", 9000))
+        decision = "give up" if number == 2 else "restart"
+        write(folder_of(tmp_path, number) / "verdict.json", Verdict(2.0, decision, "because"))
+    fake(monkeypatch, ["ok", "killed"], ["ok", "ok"])
+    said = []
+    assert Agent(job(tmp_path, 1, said)).run(3).code == 0
+    assert said[-1] == "tc3: 1 restart in all"
+
+
 def test_nothing_of_an_attempt_is_overwritten_and_logs_leads_to_the_newest(tmp_path, monkeypatch):
     fake(monkeypatch, ["ok", "fail"], ["ok", "ok"])
     said = []

@@ -14,7 +14,7 @@ from launch.agent.lookout import Around
 from launch.agent.meeting import Meeting, Watch
 from plugins.errors import ClusterError, DataError
 from tests.launch.agent.clock import LONG, Clock, ClockedDisk
-from tools.runs.attempts import END, Beat, End, Plan, Verdict, file_of, folder_of, read_attempt, write
+from tools.runs.attempts import BEAT, END, Beat, End, Plan, Verdict, file_of, folder_of, read_attempt, write
 
 LOOKS = st.lists(st.tuples(st.integers(0, 3), st.floats(-1e4, 1e4)), max_size=40)  # a mark, seconds since the last look
 
@@ -351,6 +351,19 @@ def test_the_verdict_waits_for_the_living_and_names_the_dead(tmp_path):
     assert seconds >= 0.7 * LOST and found.initiator == "c"
     assert asked[0].ends.keys() == {"a", "c"} and asked[0].beats["b"].step == 4 and len(asked) == 1
     assert two.verdict(0, decide) == found and len(asked) == 1
+
+
+def test_hosts_whose_names_begin_with_the_words_of_file_names_are_themselves(tmp_path):
+    """The last sign of life of end-1 was read as that of a host 1, and end-1 counted as one that never came."""
+    hosts = ["end-1", "1", "beat-1", "there-1"]
+    one, *_ = meetings(tmp_path, *hosts)
+    for step, host in enumerate(hosts):
+        folder = folder_of(tmp_path, 0)
+        write(file_of(folder, BEAT, host), Beat(host, 1.0, "step", 1.0, step))
+        write(file_of(folder, END, host), End(host, 2.0, "done", "end", step))
+    found = one._attempt(0)
+    assert {host: beat.step for host, beat in found.beats.items()} == {host: at for at, host in enumerate(hosts)}
+    assert {host: end.host for host, end in found.ends.items()} == {host: host for host in hosts}
 
 
 def test_a_run_that_goes_well_is_judged_when_the_last_one_is_done(tmp_path):

@@ -89,6 +89,19 @@ def test_a_check_that_failed_is_run_again_and_one_that_was_ok_is_not(tmp_path):
     assert calls == ["devices", "collectives", "stage", "calibrate"]
 
 
+def test_versions_are_judged_again_by_new_reports_of_the_hosts(tmp_path):
+    """Another driver that mended a host of a first start was not compared with those of the other hosts."""
+    calls = []
+    run_checks(work(calls, hosts="fail"), tmp_path, 3600, lambda outcome, kept: None)
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run_checks(work(calls, versions=KeyboardInterrupt()), tmp_path, 3600, lambda outcome, kept: None)
+    assert calls == ["hosts", "versions"]
+    calls.clear()
+    run_checks(work(calls), tmp_path, 3600, lambda outcome, kept: None)
+    assert calls == ["versions"]
+
+
 def test_partly_unknown_is_not_ok_but_bears(tmp_path):
     outcome = judged("hosts", [Finding("ok", "a", "b"), Finding("unknown", "c", "d")], {})
     assert (outcome.verdict, outcome.bears) == ("unknown", True)

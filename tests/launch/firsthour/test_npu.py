@@ -168,6 +168,23 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
     assert overlay["model"]["model_config"]["apply_rope_fusion"] is True
 
 
+def test_a_training_on_several_nodes_has_equally_many_devices_on_each(hour, monkeypatch):
+    monkeypatch.setattr(npu, "output", lambda words, seconds: ("echo\n", ""))
+    asked = []
+    monkeypatch.setattr(npu, "call_each", lambda argvs, seconds: asked.append(list(argvs)) or {})
+    hour.work.mkdir()
+    for each, devices, lines in ((8, 12, ["node0 6", "node1 6"]), (6, 16, [f"node{n} 4" for n in range(4)])):
+        hour.npus = [Path(f"/dev/davinci{number}") for number in range(each)]
+        hour.write_hosts(devices)
+        assert hour.hosts_of(devices).read_text().splitlines() == lines
+        hour._across(devices, ["train"], "run", 60)
+        assert asked.pop() == [line.split()[0] for line in lines]
+    hour.npus = hour.npus[:4]
+    hour.nodes.write_text("node0 4\nnode1 4\n")
+    with pytest.raises(ClusterError, match="7 devices cannot be divided equally among 2 nodes of 4 devices"):
+        hour.write_hosts(7)
+
+
 def test_too_few_devices_for_a_stage_leave_the_other_checks_alone(tmp_path):
     hour = NpuHour(R438, tmp_path / "work")
     hour.npus = [Path(f"/dev/davinci{number}") for number in range(8)]

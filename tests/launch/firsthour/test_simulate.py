@@ -12,7 +12,7 @@ from launch.firsthour.calibrate import fit_memory, memory_row
 from launch.firsthour.checks import judged, run_checks, verdict
 from launch.firsthour.simulate import DEFECTS, Cluster, Play, read_cluster
 from launch.firsthour.trainings import rank_counts
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, RecipeError
 from tools.estimate.memory.model import all_stages
 from tools.hardware.units import GIB
 from tools.profile.study import run_of
@@ -138,7 +138,8 @@ def test_clean_trainings_are_judged_and_not_only_said_to_be_ok(tmp_path):
 def test_numbers_of_devices_are_powers_of_two_of_the_cluster():
     assert rank_counts(8, 64, 1024) == [2, 8, 512]
     assert rank_counts(8, 512, 1024) == [2, 8, 1024]
-    assert rank_counts(6, 3, 1024) == [2, 4, 16]
+    assert rank_counts(6, 3, 1024) == [2, 4, 8], "4 devices on each of 2 nodes"
+    assert rank_counts(16, 3, 1024) == [2, 16, 32] and rank_counts(7, 5, 8) == [2, 4, 8]
     assert rank_counts(1, 1, 1024) == []
     assert rank_counts(1, 2, 1024) == [2]
 
@@ -171,6 +172,10 @@ def test_memory_that_the_runs_do_not_tell_apart_is_not_fitted():
     assert fit_memory([row, {**row, "activations": 3e9, "peak": 5e9}]) is None
 
 
+PORT = {"what": "slow port", "node": "node001", "device": 1, "factor": 0.5}
+LINK = {"what": "slow link", "node": "node001", "device": 1, "factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -188,15 +193,37 @@ def test_memory_that_the_runs_do_not_tell_apart_is_not_fitted():
             "there is no node 'node999'; the nodes are node000 to node063",
         ),
         ({"defects": ["clock"]}, "defects[0]: this is not a defect; write a mapping"),
+        ({"defects": 3}, "defects: 3 is not a list"),
+        ({"memory": ["activations"]}, "memory: ['activations'] is not a mapping"),
+        ({"memory": {"buffers": "much"}}, "memory.buffers: 'much' is not a number"),
+        ({"efficiency": {"matmul": float("nan")}}, "efficiency.matmul: nan is not finite"),
+        ({"device": 5}, "device: 5 is not the name of a device"),
+        ({"defects": [{**PORT, "factor": 0}]}, "defects[0].factor: 0 is out of range; it must be a number above 0"),
+        ({"defects": [{**PORT, "factor": "half"}]}, "defects[0].factor: 'half' is not a number"),
+        ({"defects": [{**PORT, "device": 8}]}, "defects[0].device: 8 is out of range"),
+        ({"defects": [{**LINK, "to": "node002"}]}, "defects[0].to: 'node002' must be the other end"),
+        ({"defects": [{**LINK, "to": ["node999", 1]}]}, "defects[0].to[0]: there is no node 'node999'"),
+        ({"defects": [{**LINK, "to": ["node002", "1"]}]}, "defects[0].to[1]: '1' is not a number"),
+        ({"defects": [{"what": "clock", "node": "node001", "seconds": "x"}]}, "defects[0].seconds: 'x' is not"),
+        (
+            {"memory_gib": 32, "defects": [{"what": "less memory", "node": "node001", "device": 1, "gib": 33}]},
+            "defects[0].gib: 33 is out of range",
+        ),
     ],
 )
 def test_a_wrong_cluster_is_refused_by_its_key(tmp_path, change, words):
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(change))
-    with pytest.raises(ClusterError) as error:
+    with pytest.raises((ClusterError, RecipeError)) as error:
         read_cluster(file)
     assert words in str(error.value)
     assert str(file) in str(error.value)
+
+
+def test_an_empty_section_of_a_cluster_is_none(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("nodes: 3\nmemory:\nefficiency:\ndefects:\n")
+    assert read_cluster(file) == Cluster(nodes=3)
 
 
 def test_outcomes_are_plain_json(tmp_path):

@@ -80,6 +80,18 @@ def test_thousands_of_devices_are_one_line_of_names_to_edit():
     assert done.stdout == "512 node511\n"
 
 
+def test_nodes_are_those_that_the_recipe_assumes():
+    """Sixteen devices of a node of Atlas A3 were started as two nodes, across which groups inside a node would lie."""
+    of_16 = {"model": {"model_config": {"npu_nums_per_device": 16}}}
+    text = generate({**ascend(data_parallel=32), **of_16})
+    assert "\nSLOTS=16 " in text and "\nHOSTS=(node{0..1}) " in text
+    with pytest.raises(ClusterError, match="24 workers do not fill whole nodes of 16"):
+        generate({**ascend(data_parallel=24), **of_16})
+    on_cpu = {**ascend(data_parallel=4), "model": {"model_config": {"npu_nums_per_device": 2}}}
+    on_cpu["context"] = {"device_target": "CPU"}
+    assert "\nSLOTS=4 " in generate(on_cpu), "on CPU all workers start on one host"
+
+
 @pytest.mark.parametrize(
     ("text", "workers", "nodes", "slots", "names"),
     [

@@ -39,6 +39,20 @@ def test_text():
     assert "on 25 published runs" in result.stdout and "the recipe as it is written: hierarchical" in result.stdout
 
 
+def test_a_degree_that_is_written_twice_is_reported_once():
+    reports = json.loads(run(LARGE, "--ep", "32,16,32", "--json").stdout)["reports"]
+    assert [report["expert_parallel"] for report in reports] == [32, 16]
+
+
+def test_long_steps_are_not_cut_where_nobody_looks_at_a_terminal():
+    result = run(LARGE, "--set", "parallel_config.micro_batch_num=1024")
+    assert result.exit_code == 0 and "\u2026" not in result.stdout, result.output
+    seconds = next(
+        line.split("\u2502")[1].split()[0] for line in result.stdout.splitlines() if line.startswith("step ")
+    )
+    assert float(seconds) > 100
+
+
 @pytest.mark.parametrize("name", ["telechat3_438b", "telechat3_105b"])
 def test_what_it_says_to_use_is_sound_and_takes_the_predicted_time(name, tmp_path):
     """`tc3 check` refused it beside MindFormers' own dispatcher without redundancy, which these recipes name."""

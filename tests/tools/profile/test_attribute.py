@@ -61,6 +61,22 @@ def test_a_kernel_has_its_term(wanted, found):
     assert term_of(found, CONFIG) == wanted
 
 
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "change"),
+    [
+        ("ep", (19, 27), {}),
+        ("data", (19, 27), {"ep_mode": "deduplicated"}),  # which sends rows by All-to-All only
+        ("data", (11, 19), {}),  # of two EP groups
+        ("data", (16, 20, 24, 28), {}),  # tp 4: copies of a weight may have the same ranks
+        ("ep", (16, 20, 24, 28), {"name": LAYER + "mlp-MoELayer/experts-RoutedExperts/AllGather-op1"}),
+    ],
+)
+def test_the_gather_between_the_nodes_of_an_ep_group_is_of_experts(wanted, ranks, change):
+    config = replace(CONFIG, dp=16, tp=4, cp=1, ep=16, ep_mode=change.get("ep_mode", "hierarchical"))
+    gather = kernel("hcom_allGather_", name=change.get("name", "hcom_allGather__123_0_1"), core="HCCL", ranks=ranks)
+    assert term_of(gather, config) == wanted
+
+
 def test_a_group_that_only_one_kind_of_parallelism_makes_needs_no_ranks():
     alone = replace(CONFIG, dp=1, ep=1, pp=8)
     assert term_of(kernel("hcom_allGather_", core="HCCL"), alone) == "tp"

@@ -168,7 +168,17 @@ def test_an_operator_takes_what_it_takes_in_its_quiet_quarter(tmp_path):
     assert second.start - first.start - first.seconds == pytest.approx(0.375e-3, rel=1e-3)  # 0.5, 0.5, 0 and 0.5 ms
 
 
-@pytest.mark.parametrize("line", ["no semicolons", "a;b;c", "a;b;1,x,0", ""])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no semicolons",
+        "a;b;c",
+        "a;b;1,x,0",
+        "",
+        "Default/X-op0;HostCpuOps;1000,nan,1",
+        "Default/X-op0;HostCpuOps;1000,-2.0,1",
+    ],
+)
 def test_a_line_of_another_form_is_refused_by_its_number(tmp_path, line):
     place = tmp_path / "FRAMEWORK"
     place.mkdir()
