@@ -292,8 +292,8 @@ def findings(found: Study) -> list[str]:
 
 
 def _slow_lines(found: Study) -> list[str]:
-    """Return lines about slow ranks; for a run that was not probed, only the reasons why nothing is known."""
-    if found.slow.compared is None:
+    """Return lines about slow ranks; if no rank was compared, only the reasons why nothing is known."""
+    if not found.slow.compared:
         return [f"Slow ranks: {why}." for why in found.slow.unknown]
     lines = [f"Slow: {one}." for one in found.slow.slow] or [
         f"The probes found no slow rank among {found.slow.compared:,}."

@@ -67,8 +67,8 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
             known = np.concatenate([*before, []])[-WINDOW:]
             values = np.asarray(part[name])
             above = _above(np.concatenate([known, values]))[len(known) :]
-            # a part without any number is one that does not record it, or whose rank has none: no NaN of training
-            turned_nan = np.isnan(values) & np.isfinite(values).any() & ~(skipped & (name == "global_norm"))
+            # a part without any value is one that does not record it, or whose rank has none: no NaN of training
+            turned_nan = np.isnan(values) & (name in part.recorded) & ~(skipped & (name == "global_norm"))
             for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | turned_nan):
                 score = float(above[index]) if math.isfinite(values[index]) else None
                 step = int(steps[index])

@@ -35,7 +35,7 @@ from tools.runs.readings import (
     number,
     recipe_of,
 )
-from tools.runs.study import state_of
+from tools.runs.study import JUDGED, state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.
 #
@@ -188,7 +188,8 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 class Status:
     """A `Status` is the state of a run at one moment; unknown values are None. All times of a `Status` are in seconds;
     `goodput` is a share; `quiet` is the time for which nothing new was seen. The held-out losses come from the last
-    evaluation. The field `fullest_expert` is the number of tokens of the fullest expert over the mean of its layer;
+    evaluation. The field `not_finite` names the loss and the global norm if they are NaN or infinite in the newest
+    step. The field `fullest_expert` is the number of tokens of the fullest expert over the mean of its layer;
     `idle_experts` is the number of experts, of all layers, that got no token in the newest step. If the batch grows
     (plugins/batch_ramp), `step_samples` is the number of samples of the newest step, and `stage_end` is the last step
     with this number.
@@ -220,6 +221,7 @@ class Status:
     fullest_layer: int | None = None
     idle_experts: int | None = None
     router_alarms: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
     step_samples: int | None = None
     stage_end: int | None = None
 
@@ -351,6 +353,7 @@ class Watch:
             slow_ranks=self.probes.look().slow,
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
+            not_finite=[name for name in JUDGED if not math.isfinite(number(kept.last.get(name)) or 0.0)],
             **self._batch(min(kept.step, kept.cut)),
             **self._held_out(),
             **routers_of(self.measured),
