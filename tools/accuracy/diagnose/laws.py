@@ -1,10 +1,11 @@
 """This module checks the records of one run against laws, which are relations that hold in every correct run; the
 module also defines findings and the stages in which two runs are compared.
 
-The laws are these. The built model and optimizer have the settings of the recipe. Each module's output, in the first
-step and at the end, is that of a forward pass in NumPy. The global norm is that of the gradients. AdamW explains the
-updates of the weights. The experts' loads add up to the number of choices, and biases move against the loads. Copies of
-a tensor on several ranks are equal. A resume restores the saved state.
+The laws are these. All ranks have the same global norm and learning rate. The built model and optimizer have the
+settings of the recipe. Each module's output, in the first step and at the end, is that of a forward pass in NumPy. The
+global norm is that of the gradients. AdamW explains the updates of the weights. The experts' loads add up to the number
+of choices, and biases move against the loads. Copies of a tensor on several ranks are equal. A resume restores the
+saved state.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def laws(side: Side) -> Iterator[Finding]:
     yield from _built_law(side)
     yield from _modules_law(side)
     yield from _losses_law(side)
+    yield from _alike_law(side)
     before: State | None = next((each for each in side.starts if each.step == 0), None)
     for step, state in sorted(side.states.items()):
         yield from _copies_law(side, state, UPDATE)
@@ -197,6 +199,19 @@ def _losses_law(side: Side) -> Iterator[Finding]:
             yield Finding(step, CLIPPING, "global norm", f"the global norm is {norm}", math.inf, (), side.name)
         if rate is not None and not math.isfinite(rate):
             yield Finding(step, UPDATE, "learning rate", f"the learning rate is {rate}", math.inf, (), side.name)
+
+
+def _alike_law(side: Side) -> Iterator[Finding]:
+    """Yield a finding for each step whose global norm or learning rate is not the same on every rank, as after a
+    collective that was left out, or beside the file of another run.
+    """
+    for step, numbers in side.alike.items():
+        for name, told in numbers.items():
+            (first, one), *others = sorted(told.items())
+            if wrong := [(rank, two) for rank, two in others if far(one, two) > ROUNDING]:
+                words, stage = name.replace("_", " "), CLIPPING if name == "global_norm" else UPDATE
+                what = f"{words} {one:.9g} on rank {first}, {wrong[0][1]:.9g} on rank {wrong[0][0]}"
+                yield Finding(step, stage, words, what, 1.0, tuple(rank for rank, _ in wrong), side.name)
 
 
 def _finite_law(side: Side, state: State) -> Iterator[Finding]:

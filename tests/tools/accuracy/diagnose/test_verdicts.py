@@ -118,3 +118,16 @@ def test_steps_of_only_one_run_are_named(tmp_path):
     assert diagnose(a, b).word != "differs"
     assert not a.notes
     assert any("steps 4 to 5 are not in the other run" in note or "steps 4, 5 are not" in note for note in b.notes)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("global_norm", "norm and clipping"), ("learning_rate", "update")])
+def test_a_number_that_only_one_rank_has_is_a_finding(tmp_path, name, stage):
+    """A global norm differs where a collective was left out, and in the file of another run."""
+
+    class Other(Run):
+        def metrics(self, rank, line):
+            super().metrics(rank, line | ({name: line[name] * 1.01} if rank == 1 and line.get("step") == 2 else {}))
+
+    verdict = diagnose(read_side(Other(tmp_path / "a", ranks=2).write()))
+    assert verdict.word == f"differs: {stage}, step 2"
+    assert [each.ranks for each in verdict.findings] == [(1,)]
