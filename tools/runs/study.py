@@ -21,7 +21,7 @@ from tools.checkpoint.scan import iterations, newest_saved
 from tools.files.atomic import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
-from tools.runs.failures import Failure, failures, has_failed
+from tools.runs.failures import Failure, failures, has_failed, untold
 from tools.runs.goodput import NEVER, Ledger, ledger
 from tools.runs.readings import Evaluation, Part, Run, Slow, load_run, perplexity, read_evaluations, slow_of
 
@@ -276,9 +276,13 @@ def study(folder: Path) -> Study:
     known = time if isinstance(time, Ledger) else None
     running = sum(frame.end - frame.begin for frame in known.frames) / SECOND if known else 0.0
     told = bool(run.attempts) or (len(run.parts) == 1 and _state(run) == "done")  # else: why it ended stands nowhere
-    found = mtbf(sum(one.counts for one in failed), running) if told else None
+    count, lost = sum(one.counts for one in failed), untold(run)
+    found = mtbf(count, running) if told and (count or not lost) else None
     skipped, notes = _skipped(folder)
     notes = [*run.notes, *(known.notes if known else []), *notes]
+    if lost:
+        which = f"attempt{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        notes.append(f"no record says how {which} ended, so there may have been more failures")
     cuts = [
         min([NEVER if part.left is None else part.left, *(later.start_step for later in run.parts[at + 1 :])])
         for at, part in enumerate(run.parts)

@@ -403,6 +403,24 @@ def report(folder, *options):
     return CliRunner().invoke(runs, ["report", str(folder), *options]).output
 
 
+@pytest.mark.parametrize("failed", [0, 1])
+def test_an_attempt_whose_end_nobody_recorded_may_have_failed(tmp_path, failed):
+    """After a power cut the report said that there was no failure."""
+    builder = Builder(tmp_path / "run", 20)
+    for _ in range(failed):
+        builder.plan()
+        builder.train(5, every=5)
+        builder.kill()
+    builder.plan()
+    builder.train(5, every=5)
+    builder.plan()
+    builder.train(5, every=5)
+    builder.done()
+    found, text = json.loads(report(tmp_path / "run", "--json"))["runs"][0], report(tmp_path / "run")
+    assert f"No record says how attempt {failed} ended, so there may have been more failures." in text
+    assert "There was no failure" not in text and (found["mtbf"] is None) is (not failed)
+
+
 def test_a_run_that_was_not_probed_says_nothing(run):
     assert json.loads(report(run, "--json"))["runs"][0]["slow_ranks"] == {"compared": None, "slow": [], "unknown": []}
     assert "low rank" not in report(run)
