@@ -43,6 +43,7 @@ from tools.runs.study import JUDGED, state_of
 
 Sink = Callable[[dict[str, Any]], None]
 _SPEED_OF = 50  # steps
+_CLOCKS = 1.01  # times the wall time that steps may seem to have taken by another clock
 _NEWEST = 1 << 20  # bytes at the end of a file, more than a line of routers
 
 
@@ -344,7 +345,8 @@ class Watch:
             total_steps=kept.total,
             loss=loss if isinstance(loss, float) and math.isfinite(loss) else None,
             tokens_per_second=kept.speed,
-            goodput=kept.seconds / wall if wall else None,
+            # where more was trained than time has passed, the clocks of hosts and disk do not agree
+            goodput=min(kept.seconds / wall, 1.0) if wall and kept.seconds <= _CLOCKS * wall else None,
             wall_seconds=wall,
             checkpoint_step=self.sealed[0] if self.sealed else None,
             checkpoint_age=max(0.0, self.sign - self.sealed[1]) if self.sealed and self.sign is not None else None,

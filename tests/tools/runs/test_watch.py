@@ -156,6 +156,23 @@ def test_a_loss_that_is_not_finite_is_shown(tmp_path):
     json.loads(cli.json_line(status), parse_constant=pytest.fail)
 
 
+@pytest.mark.parametrize("behind", [0, 3600])
+def test_goodput_by_clocks_that_do_not_agree_is_unknown(tmp_path, behind):
+    """Steps by the clock of a host, and plans by that of the disk."""
+    folder = tmp_path / "run"
+    builder = Builder(folder, 100)
+    builder.plan()
+    builder.train(80, every=5)
+    file = folder / "metrics" / "rank_0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line | {"time": line["time"] - behind}) + "\n" for line in lines))
+    (folder / "metrics" / "spans.jsonl").unlink(missing_ok=True)
+    builder.now = 50
+    builder.plan()
+    goodput = Watch(folder).look().goodput
+    assert goodput is None if behind else 0 < goodput <= 1
+
+
 def test_the_newest_held_out_losses_are_shown(tmp_path):
     builder = Builder(tmp_path / "run", 100)
     builder.plan()
