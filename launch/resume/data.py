@@ -27,7 +27,6 @@ import filecmp
 import json
 import math
 import os
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -44,7 +43,7 @@ from plugins.sealed_checkpoint.plan import made
 from plugins.spike_guard import plan as spike_guard
 from plugins.spike_guard.ledger import Ranges, normal, reached, read_ledger, same_until, samples_of
 from tools.checkpoint.scan import iteration, iterations, set_aside
-from tools.data.index import map_lengths, read_blend
+from tools.data.index import map_lengths, read_blend, training_share
 from tools.files.atomic import sampled_digest, whole_digest, write_atomically
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import dotted
@@ -270,17 +269,11 @@ def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
     else:
         wanted = [math.ceil(samples * (weight / sum(weights)) * _BLEND_MARGIN) for weight in weights]
     length = view.number((*CONFIG, "seq_length"), 1)
-    share = _training_share(str(view.get((*CONFIG, "split"), "1")))
+    share = training_share(str(view.get((*CONFIG, "split"), "1")))
     return [
         shuffle_of(_training_tokens(prefix, share), count, length)
         for prefix, count in zip(prefixes, wanted, strict=False)
     ]
-
-
-def _training_share(split: str) -> float:
-    """Return the first of `split`'s shares, normalised as MindFormers does."""
-    shares = [float(text) for text in re.findall(r"[.0-9]+", split)] or [1.0]
-    return shares[0] / sum(shares)
 
 
 @lru_cache

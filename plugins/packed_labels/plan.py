@@ -131,6 +131,11 @@ def enough(wanted: int, made: int) -> None:
 
 def _check(tokens: Sequence[int], labels: Sequence[int], number: int, ignore: int) -> None:
     """Hold a conversation to what its labels have to be; the last may be of a token that was cut off."""
+    if len(tokens) != len(labels):
+        raise DataError(
+            f"{LOADER}.data_files: conversation {number} has {len(tokens)} tokens and {len(labels)} labels, should be "
+            "as many"
+        )
     for place, (after, label) in enumerate(zip(tokens[1:], labels, strict=False)):
         if label not in (ignore, after):
             raise DataError(

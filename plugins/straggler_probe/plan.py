@@ -42,7 +42,7 @@ pause counts as one probe.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -132,6 +132,14 @@ def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
     return np.logaddexp.reduce(parts, axis=0) - math.log(len(LEVELS))
 
 
+def fewest(enough: float) -> int:
+    """Return the number of probes after which a rank is named at the earliest, if it is slow in all of them; `enough`:
+    see `threshold`.
+    """
+    always = np.full((math.ceil(enough), 1), math.inf)
+    return 1 + int(np.argmax(evidence(always, [0.0] * len(LEVELS)) >= enough))
+
+
 def span(values: np.ndarray, limit: float, level: Level, alarm: int) -> tuple[int, int]:
     """Return the first and the last probe in which a rank was slow, from its series `values` [K], which raised an alarm
     at probe `alarm`.
@@ -208,6 +216,7 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
     probes = max(LEAST, len({row.step for series in peers.values() for rows in series.values() for row in rows}))
     tests = len(KINDS) * sum(len(series) for series in peers.values())
     limit = threshold(tests, probes, ALARM)
+    least = fewest(limit)
     slow: list[SlowRank] = []
     silent: dict[tuple[Kind, str], set[int]] = defaultdict(set)
     compared: set[int] = set()
@@ -218,7 +227,10 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
             if len({own.rank for own in known}) < 2:
                 silent[kind, "no other rank does the same work"] |= {own.rank for own in known}
                 continue
-            compared |= {own.rank for own in known}
+            ranks_at = Counter(row.step for rows in known.values() for row in rows)
+            few = {own.rank for own, rows in known.items() if sum(ranks_at[row.step] > 1 for row in rows) < least}
+            silent[kind, f"fewer than {least} probes beside those of others cannot show a slow rank"] |= few
+            compared |= {own.rank for own in known} - few
             slow += _of_group(kind, FLOORS_ON_CPU[kind] if device == "CPU" else FLOORS[kind], known, limit)
     unknown = [Unknown(kind, tuple(sorted(ranks)), why) for (kind, why), ranks in silent.items() if ranks]
     order = {kind: place for place, kind in enumerate(KINDS)}

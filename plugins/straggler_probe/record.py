@@ -66,11 +66,18 @@ def read_run(run_dir: str | Path) -> list[Record]:
     probed.
 
     Raises:
-        DataError: see `read`.
+        DataError: see `read`; the file of a rank holds another rank's probes.
     """
     files = (Path(run_dir) / "metrics").glob(f"{_START}*{_END}")
     ranks = sorted(int(name) for file in files if (name := file.name[len(_START) : -len(_END)]).isdecimal())
-    return [record for rank in ranks for record in read(probe_file(run_dir, rank))]
+    records = {rank: read(probe_file(run_dir, rank)) for rank in ranks}
+    for rank, own in records.items():
+        if others := [record.rank for record in own if record.rank != rank]:
+            raise DataError(
+                f"{probe_file(run_dir, rank)}: the file holds probes of rank {others[0]}, should be those of rank "
+                f"{rank}; copy the run's metrics/ folders of all hosts again"
+            )
+    return [record for own in records.values() for record in own]
 
 
 def read(path: Path) -> list[Record]:

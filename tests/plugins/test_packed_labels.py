@@ -76,6 +76,13 @@ def test_what_cannot_be_learnt_is_left_out():
         pack([long, cut], True, 8, 0, IGNORE)
 
 
+@pytest.mark.parametrize("labels", [[2, IGNORE], [2, 3, IGNORE, IGNORE]])
+def test_a_conversation_needs_as_many_labels_as_tokens(labels):
+    """The labels of all conversations behind it were at other places than their tokens."""
+    with pytest.raises(DataError, match=rf"conversation 0 has 3 tokens and {len(labels)} labels, should be as many"):
+        pack([{"input_ids": [1, 2, 3], "labels": labels}], True, 8, 0, IGNORE)
+
+
 def test_labels_of_another_kind_are_refused():
     with pytest.raises(DataError, match="conversation 1: the label at token 0 is 3, but the next token is 2"):
         pack([{"input_ids": [1, 2], "labels": [2, IGNORE]}, {"input_ids": [1, 2, 3], "labels": [3, IGNORE, IGNORE]}],

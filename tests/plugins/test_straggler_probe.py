@@ -115,6 +115,33 @@ def test_who_has_no_peers_is_unknown_and_never_sound():
     assert {one.ranks for one in slow_ranks(records, {0: "a"}).unknown} == {(0, 1, 2)}
 
 
+@pytest.mark.parametrize(("ranks", "least"), [(2, 2), (3, 2), (6, 3), (12, 3), (1024, 4)])
+def test_too_few_probes_name_nobody_and_are_not_sound(ranks, least):
+    """The number is the first from which a rank that is three times as slow is named."""
+    history_of = {probes: history(np.random.default_rng(5), ranks, probes, slow={1: ("device", 2.0, 0)})
+                  for probes in (least - 1, least)}  # fmt: skip
+    early, first = (slow_ranks(records) for records in history_of.values())
+    assert (early.slow, early.compared) == ([], 0)
+    assert {(one.ranks, one.why.startswith(f"fewer than {least} probes")) for one in early.unknown} == {
+        (tuple(range(ranks)), True)
+    }
+    assert ({one.rank for one in first.slow}, first.compared, first.unknown) == ({1}, ranks, [])
+
+
+def test_ranks_that_were_never_probed_at_one_step_are_not_sound():
+    records = history(np.random.default_rng(5), 2, slow={1: ("device", 2.0, 0)})
+    apart = [replace(one, step=one.step + one.rank) for one in records]
+    assert slow_ranks(apart).compared == 0
+    assert {one.ranks for one in slow_ranks(apart).unknown} == {(0, 1)}
+
+
+def test_the_probes_of_another_rank_are_refused(tmp_path):
+    for record in history(np.random.default_rng(5), 1):
+        append(probe_file(tmp_path, 1), record)
+    with pytest.raises(DataError, match=r"probe_1\.jsonl: the file holds probes of rank 0, should be those of rank 1"):
+        read_run(tmp_path)
+
+
 def test_waits_that_the_host_does_not_see_are_unknown():
     verdict = slow_ranks(history(np.random.default_rng(5), 4, data=None))
     assert [(one.kind, one.ranks) for one in verdict.unknown] == [("data", (0, 1, 2, 3))]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import stat
 import struct
 from array import array
@@ -294,6 +295,22 @@ def _weight(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
+
+
+def training_share(split: str) -> float:
+    """Return the share of a corpus's documents, from the first one on, on which a recipe's `split` trains, normalised
+    as MindFormers does.
+
+    Raises:
+        DataError: `split` does not begin with a number above 0. The message does not say where it stands.
+    """
+    try:
+        shares = [float(text) for text in re.findall(r"[.0-9]+", split)]
+    except ValueError:  # such as 1.2.3
+        shares = []
+    if not shares or not shares[0]:
+        raise DataError("this trains on no document; write '1, 0, 0'")
+    return shares[0] / sum(shares)
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:

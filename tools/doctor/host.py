@@ -101,6 +101,7 @@ def numa_balancing(patient: Patient) -> Answer:
     """Check that Linux does not move pages between NUMA nodes by itself."""
     value = patient.root.read("/proc/sys/kernel/numa_balancing")
     if value is None:
+        told(patient.root.read("/proc/sys/kernel/osrelease"), "the kernel's settings cannot be read")
         return Answer("ok", "this kernel has none")
     return Answer("ok" if value == "0" else "warn", f"kernel.numa_balancing = {value}")
 
@@ -129,7 +130,10 @@ def huge_pages(patient: Patient) -> Answer:
 def irqbalance(patient: Patient) -> Answer:
     """Check that no service moves interrupts onto the workers' cores."""
     read = patient.root.read
-    if not any(read(path) == "irqbalance" for path in patient.root.find("/proc/[0-9]*/comm")):
+    running = {read(path) for path in patient.root.find("/proc/[0-9]*/comm")}
+    if "irqbalance" not in running:
+        hidden = "the processes of the host are not visible (in a container, run tc3 doctor on its host)"
+        told("kthreadd" in running or None, hidden)  # the kernel's own process
         return Answer("ok", "not running")
     for path in ("/etc/sysconfig/irqbalance", "/etc/default/irqbalance"):
         banned = re.search(r"^\s*IRQBALANCE_BANNED_CPU(?:LIST|S)=\"?([^\"\s]+)", read(path) or "", re.MULTILINE)
@@ -197,7 +201,8 @@ def interrupts(patient: Patient) -> Answer:
         names = [path.rpartition("/")[2] for path in patient.root.find(f"{folder}/*/")]
         if any(_DEVICE_INTERRUPTS.search(name) for name in names):
             effective = patient.root.read(f"{folder}/effective_affinity_list")
-            hit |= workers.intersection(expand(effective or patient.root.read(f"{folder}/smp_affinity_list") or ""))
+            given = effective or patient.root.read(f"{folder}/smp_affinity_list")
+            hit |= workers.intersection(expand(told(given, f"the cores of {folder} cannot be read")))
             seen += 1
     told(seen or None, "no interrupts of known devices are visible (in a container, run tc3 doctor on its host)")
     return Answer(

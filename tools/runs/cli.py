@@ -108,7 +108,8 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("phase", status.phase and f"{status.phase} for {duration(status.phase_seconds)}"),
         ("step", f"{status.step:,}{total}"),
         ("batch", _batch(status)),
-        ("loss", None if status.loss is None else f"{status.loss:.4f}"),
+        ("loss", _finite("loss", status) or (None if status.loss is None else f"{status.loss:.4f}")),
+        ("global norm", _finite("global_norm", status)),
         ("held-out loss", _held_out(status)),
         ("speed", speed),
         ("goodput", known),
@@ -118,6 +119,10 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("failures", _failures(status)),
     ]
     return [(name, text) for name, text in found if text is not None]
+
+
+def _finite(name: str, status: Status) -> str | None:
+    return "not finite" if name in status.not_finite else None
 
 
 def _batch(status: Status) -> str | None:

@@ -160,6 +160,13 @@ def has_failed(attempt: Attempt) -> bool:
     return "failed" in outcomes or (went_on and "preempted" not in outcomes)
 
 
+def untold(run: Run) -> list[int]:
+    """Return the numbers of those attempts before the newest one of which no record says how they ended, as after a
+    power cut or the kill of a launch.
+    """
+    return [one.number for one in run.attempts[:-1] if one.plan and not one.ends and one.verdict is None]
+
+
 def failure_of(attempt: Attempt) -> Failure:
     """Return the failure of an attempt that its verdict names. Without a verdict, return the failure of the first node
     that ended badly; if neither names a worker, return the failure that the logs show.

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from plugins.lines import Span
@@ -134,6 +135,14 @@ def ledger(run: Run) -> Ledger | str:
             pieces.append(Piece(before.end, frame.begin, "waiting" if known else "unknown", frame.number))
         untold = not frame.parts and frame.begin < min(frame.end, told)
         pieces += [Piece(frame.begin, frame.end, "unknown", frame.number)] if untold else _pieces(run, frame)
+    steps = (pair for part in timed for pair in pairwise(zip(part["step"], part["time"], strict=True)))
+    back = [step for (_, before), (step, time) in steps if time < before]
+    if back:
+        notes.append(
+            f"the recorded times go back at step {int(back[0]):,}{f' and {len(back) - 1:,} more' if back[1:] else ''}, "
+            "because a clock was set or the lines are of two runs; the time of steps before it is not known, and "
+            "goodput is wrong"
+        )
     if any(frame.attempt is None for frame in frames):
         notes.append(
             "the folder has no attempts/, so that starts, stops and waiting are unknown, and the time counts from "

@@ -14,7 +14,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 from plugins.errors import DataError, TC3Error
 from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import Newest, Span, as_span, spans_file
-from plugins.straggler_probe.plan import Verdict, by_stage, slow_ranks
+from plugins.straggler_probe.plan import RECOVERED, Verdict, by_stage, slow_ranks
 from plugins.straggler_probe.record import Record, read_run, record_of
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
@@ -258,11 +258,24 @@ def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
     groups = by_stage(view.devices, view.pp) if view and view.parallel else None
     found: Verdict = slow_ranks(records, groups)
     slow = [f"rank {one.rank} on {one.host}: {one.seen}" for one in found.slow]
-    unknown = []
-    for one in found.unknown:
-        shown, more = ", ".join(map(str, one.ranks[:8])), len(one.ranks) - 8
-        unknown.append(f"{one.kind} of ranks {shown}{f' and {more} more' if more > 0 else ''}: {one.why}")
-    return Slow(found.compared, slow, unknown)
+    unknown = [f"{one.kind} of {_ranks(one.ranks)}: {one.why}" for one in found.unknown]
+    return Slow(found.compared, slow, [*unknown, *_unprobed(records, view.devices if view else 0)])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown, more = ", ".join(map(str, ranks[:8])), len(ranks) - 8
+    return f"ranks {shown}{f' and {more} more' if more > 0 else ''}"
+
+
+def _unprobed(records: list[Record], ranks: int) -> Iterator[str]:
+    """Yield sentences about those ranks of a run of which all probes, or the newest ones, are missing."""
+    steps = sorted({record.step for record in records})
+    last = {record.rank: record.step for record in sorted(records, key=lambda record: record.step)}
+    if lost := sorted(set(range(ranks)) - last.keys()):
+        yield f"{_ranks(lost)}: their probes are missing"
+    for step in steps[: -RECOVERED - 1]:
+        if ended := sorted(rank for rank, newest in last.items() if newest == step):
+            yield f"{_ranks(ended)}: their probes after step {step:,} are missing"
 
 
 class Probes:
@@ -306,6 +319,7 @@ class Part:
         left: the step from which a later part, which has made no step yet, began; None if there is no such part.
         skipped: the steps whose gradients overflowed under the loss scale, so that the weights were not updated; these
             steps have no gradient norm.
+        recorded: the columns in which a step has a value, which may be NaN.
     """
 
     start_step: int
@@ -314,6 +328,7 @@ class Part:
     left: int | None = None
     columns: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
     skipped: set[int] = field(default_factory=set)
+    recorded: set[str] = field(default_factory=set)
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of one step; missing values become NaN."""
@@ -322,6 +337,8 @@ class Part:
             self.skipped.add(record["step"])
         for name, column in self.columns.items():
             value = None if overflow and name == "global_norm" else number(record.get(name))
+            if value is not None:
+                self.recorded.add(name)
             column.append(math.nan if value is None else value)
 
     def __len__(self) -> int:

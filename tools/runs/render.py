@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tools.files import page as markup
 from tools.files.figure import new_figure, save_figure, svg_text
-from tools.runs.failures import Failure
+from tools.runs.failures import Failure, untold
 from tools.runs.goodput import WORDS, Kind, Ledger, Piece
 from tools.runs.readings import loss_in_words
 from tools.runs.study import CONFIDENCE, SECOND, Study, content
@@ -294,8 +294,8 @@ def findings(found: Study) -> list[str]:
 
 
 def _slow_lines(found: Study) -> list[str]:
-    """Return lines about slow ranks; for a run that was not probed, only the reasons why nothing is known."""
-    if found.slow.compared is None:
+    """Return lines about slow ranks; if no rank was compared, only the reasons why nothing is known."""
+    if not found.slow.compared:
         return [f"Slow ranks: {why}." for why in found.slow.unknown]
     lines = [f"Slow: {one}." for one in found.slow.slow] or [
         f"The probes found no slow rank among {found.slow.compared:,}."
@@ -306,7 +306,8 @@ def _slow_lines(found: Study) -> list[str]:
 def _mtbf_line(found: Study) -> str:
     known = found.mtbf
     if known is None:
-        why = "the run has no record of how its attempts ended" if not found.run.attempts else "nor is its time"
+        ends = not found.run.attempts or untold(found.run)
+        why = "the run has no record of how its attempts ended" if ends else "nor is its time"
         return f"Mean time between failures: unknown ({why})."
     sure = f"{100 * CONFIDENCE:.0f} %"
     if known.estimate is None:

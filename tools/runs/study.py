@@ -21,7 +21,7 @@ from tools.checkpoint.scan import iterations, newest_saved
 from tools.files.atomic import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
-from tools.runs.failures import Failure, failures, has_failed
+from tools.runs.failures import Failure, failures, has_failed, untold
 from tools.runs.goodput import NEVER, Ledger, ledger
 from tools.runs.readings import Evaluation, Part, Run, Slow, load_run, perplexity, read_evaluations, slow_of
 
@@ -68,8 +68,8 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
             known = np.concatenate([*before, []])[-WINDOW:]
             values = np.asarray(part[name])
             above = _above(np.concatenate([known, values]))[len(known) :]
-            # a part without any number is one that does not record it, or whose rank has none: no NaN of training
-            turned_nan = np.isnan(values) & np.isfinite(values).any() & ~(skipped & (name == "global_norm"))
+            # a part without any value is one that does not record it, or whose rank has none: no NaN of training
+            turned_nan = np.isnan(values) & (name in part.recorded) & ~(skipped & (name == "global_norm"))
             for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | turned_nan):
                 score = float(above[index]) if math.isfinite(values[index]) else None
                 step = int(steps[index])
@@ -277,9 +277,13 @@ def study(folder: Path) -> Study:
     known = time if isinstance(time, Ledger) else None
     running = sum(frame.end - frame.begin for frame in known.frames) / SECOND if known else 0.0
     told = bool(run.attempts) or (len(run.parts) == 1 and _state(run) == "done")  # else: why it ended stands nowhere
-    found = mtbf(sum(one.counts for one in failed), running) if told else None
+    count, lost = sum(one.counts for one in failed), untold(run)
+    found = mtbf(count, running) if told and (count or not lost) else None
     skipped, notes = _skipped(folder)
     notes = [*run.notes, *(known.notes if known else []), *notes]
+    if lost:
+        which = f"attempt{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        notes.append(f"no record says how {which} ended, so there may have been more failures")
     cuts = [
         min([NEVER if part.left is None else part.left, *(later.start_step for later in run.parts[at + 1 :])])
         for at, part in enumerate(run.parts)

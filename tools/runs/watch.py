@@ -36,7 +36,7 @@ from tools.runs.readings import (
     number,
     recipe_of,
 )
-from tools.runs.study import state_of
+from tools.runs.study import JUDGED, state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.
 #
@@ -44,6 +44,7 @@ from tools.runs.study import state_of
 
 Sink = Callable[[dict[str, Any]], None]
 _SPEED_OF = 50  # steps
+_CLOCKS = 1.01  # times the wall time that steps may seem to have taken by another clock
 _NEWEST = 1 << 20  # bytes at the end of a file, more than a line of routers
 
 
@@ -189,10 +190,11 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 class Status:
     """A `Status` is the state of a run at one moment; unknown values are None. All times of a `Status` are in seconds;
     `goodput` is a share; `quiet` is the time for which the run has written no new record. The held-out losses come from
-    the last evaluation. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean of
-    its layer; `idle_experts` is the number of experts, of all layers, that got no token in the newest step. If the
-    batch grows (plugins/batch_ramp), `step_samples` is the number of samples of the newest step, and `stage_end` is the
-    last step with this number.
+    the last evaluation. The field `not_finite` names the loss and the global norm if they are NaN or infinite in the
+    newest step. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean of its
+    layer; `idle_experts` is the number of experts, of all layers, that got no token in the newest step. If the batch
+    grows (plugins/batch_ramp), `step_samples` is the number of samples of the newest step, and `stage_end` is the last
+    step with this number.
     """
 
     run: str
@@ -221,6 +223,7 @@ class Status:
     fullest_layer: int | None = None
     idle_experts: int | None = None
     router_alarms: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
     step_samples: int | None = None
     stage_end: int | None = None
 
@@ -345,7 +348,8 @@ class Watch:
             total_steps=kept.total,
             loss=loss if isinstance(loss, float) and math.isfinite(loss) else None,
             tokens_per_second=kept.speed,
-            goodput=kept.seconds / wall if wall else None,
+            # where more was trained than time has passed, the clocks of hosts and disk do not agree
+            goodput=min(kept.seconds / wall, 1.0) if wall and kept.seconds <= _CLOCKS * wall else None,
             wall_seconds=wall,
             checkpoint_step=self.sealed[0] if self.sealed else None,
             checkpoint_age=max(0.0, self.sign - self.sealed[1]) if self.sealed and self.sign is not None else None,
@@ -354,6 +358,7 @@ class Watch:
             slow_ranks=self.probes.look().slow,
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
+            not_finite=[name for name in JUDGED if not math.isfinite(number(kept.last.get(name)) or 0.0)],
             **self._batch(min(kept.step, kept.cut)),
             **self._held_out(),
             **routers_of(self.measured),

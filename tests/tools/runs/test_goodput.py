@@ -191,3 +191,20 @@ def test_steps_behind_a_start_that_has_made_no_step_yet_are_lost(tmp_path):
     (tmp_path / "metrics" / "rank_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = ledger(load_run(tmp_path))
     assert (found.kept_steps, found.lost_steps) == (5, 3)
+
+
+@pytest.mark.parametrize("jump", [-3600, -0.25, 0])
+def test_times_that_go_back_are_noted(tmp_path, jump):
+    """Of a clock that was set back an hour, goodput was given without a word."""
+    builder = Builder(tmp_path / "run", 10)
+    builder.plan()
+    builder.train(10)
+    builder.done()
+    file = tmp_path / "run" / "metrics" / "rank_0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [line for line in lines if "step" in line]
+    for line in steps[5:]:
+        line["time"] += jump - (steps[5]["time"] - steps[4]["time"]) * (jump == -0.25)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    notes = ledger(load_run(tmp_path / "run")).notes
+    assert [note for note in notes if "go back at step 6" in note] == notes[: jump < 0]

@@ -282,7 +282,8 @@ def test_a_falling_noisy_curve_has_none():
 def test_what_is_not_finite_is_a_spike_and_what_is_not_recorded_is_none():
     found = spikes([part([5.0, math.nan, 5.0, math.inf])], [NEVER])
     assert [(one.step, one.name, one.above) for one in found] == [(2, "loss", None), (4, "loss", None)]
-    assert spikes([part([math.nan] * 4)], [NEVER]) == []
+    assert spikes([part([None] * 4)], [NEVER]) == []
+    assert [one.step for one in spikes([part([5.0] * 4), part([math.nan] * 2, start=4)], [NEVER, NEVER])] == [5, 6]
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan, 1e30])
@@ -402,6 +403,24 @@ def report(folder, *options):
     return CliRunner().invoke(runs, ["report", str(folder), *options]).output
 
 
+@pytest.mark.parametrize("failed", [0, 1])
+def test_an_attempt_whose_end_nobody_recorded_may_have_failed(tmp_path, failed):
+    """After a power cut the report said that there was no failure."""
+    builder = Builder(tmp_path / "run", 20)
+    for _ in range(failed):
+        builder.plan()
+        builder.train(5, every=5)
+        builder.kill()
+    builder.plan()
+    builder.train(5, every=5)
+    builder.plan()
+    builder.train(5, every=5)
+    builder.done()
+    found, text = json.loads(report(tmp_path / "run", "--json"))["runs"][0], report(tmp_path / "run")
+    assert f"No record says how attempt {failed} ended, so there may have been more failures." in text
+    assert "There was no failure" not in text and (found["mtbf"] is None) is (not failed)
+
+
 def test_a_run_that_was_not_probed_says_nothing(run):
     assert json.loads(report(run, "--json"))["runs"][0]["slow_ranks"] == {"compared": None, "slow": [], "unknown": []}
     assert "low rank" not in report(run)
@@ -418,6 +437,23 @@ def test_a_slow_rank_is_named_in_the_report_and_in_the_watch(run):
 def test_healthy_ranks_are_none(run):
     probed(run, ranks=16)
     assert "The probes found no slow rank among 16." in report(run)
+
+
+def test_ranks_whose_probes_are_missing_are_named(tmp_path):
+    probed(tmp_path, ranks=8)
+    probe_file(tmp_path, 3).unlink()
+    ended = probe_file(tmp_path, 5)
+    ended.write_text("".join(ended.read_text().splitlines(keepends=True)[:30]))
+    recipe = Recipe({"use_parallel": True, "parallel_config": {"data_parallel": 8}})
+    found = slow_of(tmp_path, recipe)
+    assert (found.slow, found.compared) == ([], 7)
+    assert found.unknown == ["ranks 3: their probes are missing", "ranks 5: their probes after step 150 are missing"]
+    assert slow_of(tmp_path, None).unknown == found.unknown[1:]
+
+
+def test_probes_that_cannot_show_a_slow_rank_find_none(run):
+    probed(run, ranks=16, probes=1)
+    assert "no slow rank" not in report(run) and "fewer than 3 probes" in report(run)
 
 
 def test_a_stage_that_has_more_to_do_is_not_slow(tmp_path):

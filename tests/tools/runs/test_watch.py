@@ -25,6 +25,7 @@ from plugins.expert_balance.routers import Watcher, routers_file
 from plugins.straggler_probe.record import Record, probe_file
 from plugins.straggler_probe.record import append as corrupted_append
 from tests.corrupted import corrupted, places
+from tests.tools.runs import builders
 from tests.tools.runs.builders import Builder, append, random_run
 from tools.runs import cli, readings
 from tools.runs.attempts import END, End, folder_of, write
@@ -141,6 +142,35 @@ def test_a_look_before_the_recipe_is_there_does_not_follow_the_wrong_worker(tmp_
     (folder / "metrics" / "rank_0.jsonl").rename(folder / "metrics" / "rank_1.jsonl")
     status = watch.look()
     assert (status.step, status.total_steps) == (7, 50)
+
+
+def test_a_loss_that_is_not_finite_is_shown(tmp_path):
+    file = builders.empty(tmp_path)
+    append(file, builders.header(10), builders.step(1) | {"global_norm": 1.0})
+    watch = Watch(tmp_path)
+    assert watch.look().not_finite == [] and "not finite" not in cli.line(watch.look())
+    append(file, builders.step(2, loss=math.nan) | {"global_norm": math.inf})
+    status = watch.look()
+    assert (status.loss, status.not_finite) == (None, ["loss", "global_norm"])
+    assert "loss not finite, global norm not finite" in cli.line(status)
+    json.loads(cli.json_line(status), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("behind", [0, 3600])
+def test_goodput_by_clocks_that_do_not_agree_is_unknown(tmp_path, behind):
+    """Steps by the clock of a host, and plans by that of the disk."""
+    folder = tmp_path / "run"
+    builder = Builder(folder, 100)
+    builder.plan()
+    builder.train(80, every=5)
+    file = folder / "metrics" / "rank_0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line | {"time": line["time"] - behind}) + "\n" for line in lines))
+    (folder / "metrics" / "spans.jsonl").unlink(missing_ok=True)
+    builder.now = 50
+    builder.plan()
+    goodput = Watch(folder).look().goodput
+    assert goodput is None if behind else 0 < goodput <= 1
 
 
 def test_the_newest_held_out_losses_are_shown(tmp_path):

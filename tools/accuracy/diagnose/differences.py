@@ -18,9 +18,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from plugins.step_record.plan import apart
+from plugins.step_record.plan import IDS, apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
-from tools.accuracy.diagnose.gaps import beside
+from tools.accuracy.diagnose.gaps import beside, listed
 from tools.accuracy.diagnose.laws import (
     CLIPPING,
     CONFIGURATION,
@@ -134,14 +134,24 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b)
-    if b and not a.steps.keys() & b.steps.keys():
+    if b:
+        _tell_steps(a, b)
+    ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
+    gaps = tuple(f"{side.name}: {gap}" for side in (a, b) if side for gap in side.gaps)
+    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps)
+
+
+def _tell_steps(a: Side, b: Side) -> None:
+    """Note which steps only one of the two runs has; nothing is compared with them."""
+    if not a.steps.keys() & b.steps.keys():
         b.notes.append(
             f"no step is in both runs: A has {min(a.steps)} to {max(a.steps)}, B {min(b.steps)} to {max(b.steps)}; "
             "compare runs that share steps"
         )
-    ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
-    gaps = tuple(f"{side.name}: {gap}" for side in (a, b) if side for gap in side.gaps)
-    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps)
+        return
+    for side, other in ((a, b), (b, a)):
+        if more := side.steps.keys() - other.steps.keys():
+            side.notes.append(f"{listed(more)} not in the other run, so nothing of this is compared")
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
@@ -196,7 +206,11 @@ def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...
     seen = [CONFIGURATION] if b else [CONFIGURATION] * bool(a.effective) + [FORWARD] * a.held
     unknown: list[str] = []
     if b:
-        common = a.steps.keys() & b.steps.keys()
+        common = any(
+            all(side.steps[step].get(name) is not None for side in sides)
+            for step in a.steps.keys() & b.steps.keys()
+            for name in PARTS
+        )
         sampled, versions = a.samples.keys() & b.samples.keys(), a.software and b.software
         for stage, known in ((FORWARD, common), (SAMPLES, sampled), (VERSIONS, versions)):
             (seen if known else unknown).append(stage)
@@ -344,8 +358,11 @@ class _Pair:
         if set(mine) != set(others):
             yield Finding(step, SAMPLES, "data", self._whose(step, set(others), len(set(mine) & set(others))))
             return
-        if self.bits and mine != others:
-            yield Finding(step, SAMPLES, "data", "the same samples in another order, or dealt to other ranks", 1.0)
+        dealt, otherwise = ({rank: columns[IDS] for rank, columns in side.samples[step].items()}
+                            for side in (self.a, self.b))  # fmt: skip
+        if self.bits and dealt != otherwise:
+            what = "the same samples in another order, another number of times, or dealt to other ranks"
+            yield Finding(step, SAMPLES, "data", what, 1.0)
         theirs = self.b.columns(step)
         for name, pairs in self.a.columns(step).items():
             if name in theirs and pairs != theirs[name]:
@@ -368,15 +385,18 @@ class _Pair:
         mine, others = self.a.steps[step], self.b.steps[step]
         undefined = {*undefined_of(self.a), *undefined_of(self.b)}
         gravest = 0.0  # of the parts so far: what is wrong in the decoder is wrong in its MTP layer and routers, too
+        explained = 0.0  # of the loss, which is the sum of its parts
         for name in PARTS:
             one, two = mine.get(name), others.get(name)
             if one is None or two is None or one == two or (one != one and two != two):
                 continue
-            if name == "loss" and any(mine.get(each) is not None for each in PARTS[:-1]):
-                continue  # the sum of what is compared
             if name in undefined:
                 continue
-            if self.bits or not abs(one - two) <= LOSS:
+            difference = abs(one - two) if math.isfinite(one - two) else math.inf
+            if name == "loss" and explained and difference <= explained + LOSS:
+                continue
+            explained += difference
+            if self.bits or not difference <= (LOSS * len(PARTS) if name == "loss" else LOSS):
                 error = far(one, two)
                 if gravest > ROUNDING:
                     error = min(error, gravest)
@@ -386,7 +406,7 @@ class _Pair:
         if one is not None and two is not None and (error := far(one, two)) > (0.0 if self.bits else NORM):
             yield Finding(step, CLIPPING, "global norm", f"global norm {one:.9g} and {two:.9g}", error)
         one, two = mine.get("learning_rate"), others.get("learning_rate")
-        if one is not None and two is not None and abs(one - two) > 1e-6 * abs(one):
+        if one is not None and two is not None and far(one, two) > (0.0 if self.bits else 1e-6):
             yield Finding(step, UPDATE, "learning rate", f"learning rate {one:.9g} and {two:.9g}")
 
     def _gradients(self, step: int) -> Iterator[Finding]:
@@ -419,10 +439,14 @@ class _Pair:
         for name, rank, told in self.b.updates(step):
             for key, what in (("rate", "learning rate"), ("decay", "weight decay")):
                 one, two = (mine.get(name) or {}).get(key), told.get(key)
-                if one is not None and two is not None and abs(one - two) > max(2 * RATE * abs(one), noise_of(key)):
+                if one is None or two is None:
+                    continue
+                if not abs(one - two) <= max(2 * RATE * abs(one), noise_of(key)):
                     detail = f"{what} of {name}: {one:.4g} and {two:.4g}"
                     yield Finding(step, UPDATE, module_of(name), detail, abs(one - two), (rank,))
-        fitted = {name for name, told in mine.items() if told.get("rate") is not None}
+        fitted = set.intersection(*(
+            {name for name, _, told in side.updates(step) if told.get("rate") is not None} for side in (self.a, self.b)
+        ))  # fmt: skip
         moves = self.a.moves(step), self.b.moves(step)
         for name in sorted((moves[0].keys() & moves[1].keys()) - fitted):  # of Muon's matrices
             one, two = moves[0][name], moves[1][name]

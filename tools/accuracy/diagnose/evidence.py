@@ -24,6 +24,7 @@ from tools.runs.readings import Readings
 from tools.schema.stages import loss_rank
 
 COUNTERS = ("expert_bias", "expert_load", "fi_accu")  # of a router, moved by no gradient; not every save lists them
+ALIKE = ("global_norm", "learning_rate")  # numbers of a step that are the same on every rank
 RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a run comparable
 
 
@@ -127,6 +128,8 @@ class Side:
     # for each module the sketch of its output with the final weights; empty if the run did not record it
     end: dict[str, list[Any]] = field(default_factory=dict)
     ended: int = 0  # the step of `end`
+    # step -> name -> rank -> number, for numbers of the metrics that are the same on every rank
+    alike: dict[int, dict[str, dict[int, float]]] = field(default_factory=dict)
     held: bool = False  # whether the outputs of the run's modules were compared with a forward pass in NumPy
 
     @property
@@ -268,6 +271,9 @@ def read_side(folder: Path) -> Side:
         for step, record in each.steps.items():
             if record.get("samples"):
                 side.samples.setdefault(step, {})[rank] = record["samples"]
+            for name in ALIKE:
+                if record.get(name) is not None:
+                    side.alike.setdefault(step, {}).setdefault(name, {})[rank] = record[name]
     experts: dict[str, int] = {}
     for rank in metrics:
         _read_states(side, record_file(folder, rank), rank, experts)

@@ -20,6 +20,7 @@ from tools.runs.readings import Readings
 
 COPY = "copy the metrics/ folders of all hosts into this folder again"
 NUMBERS = ("lm_loss", "mtp_loss", "loss", "global_norm", "learning_rate")
+ALWAYS = ("loss", "learning_rate")  # of these, that every run has
 STATE = "weights, gradients and routers"
 _MANY = 10**5  # missing steps that are not listed one by one
 NAMED = ("state", "parts", "weights", "loads", "biases")  # keys of a state that hold an object of values by name
@@ -78,7 +79,7 @@ def _steps(side: Side) -> Iterator[str]:
     if every == 1 and len(expected) > len(side.steps) + _MANY:  # of a number that was changed, they fill no memory
         yield f"{len(expected) - len(side.steps):,} of the steps up to {last} are missing from its metrics; {COPY}"
     elif every == 1 and (missing := set(expected) - side.steps.keys()):
-        yield f"{_listed(missing)} missing from its metrics; {COPY}"
+        yield f"{listed(missing)} missing from its metrics; {COPY}"
 
 
 def _ranks(side: Side, metrics: Mapping[int, Readings]) -> Iterator[str]:
@@ -86,22 +87,22 @@ def _ranks(side: Side, metrics: Mapping[int, Readings]) -> Iterator[str]:
     last = max(everywhere) if _going_on(side) else None  # the ranks of such a run may be a step apart
     for rank, readings in metrics.items():
         if missing := everywhere - readings.steps.keys() - {last}:
-            yield f"{_listed(missing)} missing from the metrics of rank {rank}; {COPY}"
+            yield f"{listed(missing)} missing from the metrics of rank {rank}; {COPY}"
     for step in [step for step in side.samples if any(step not in each.steps for each in metrics.values())]:
         del side.samples[step]  # those that some ranks read would look like other samples
 
 
 def _numbers(side: Side) -> Iterator[str]:
-    """Yield what only some steps have: a number of the metrics, or the digests of the samples."""
+    """Yield what some steps lack: a number of the metrics, or the digests of the samples."""
     for name in NUMBERS:
-        known = any(record.get(name) is not None for record in side.steps.values())
+        known = name in ALWAYS or any(record.get(name) is not None for record in side.steps.values())
         missing = {step for step, record in side.steps.items() if name in record and record[name] is None}
         if known and missing:
-            yield f"the {name} of {_listed(missing, verb='')} is missing from its metrics"
+            yield f"the {name} of {listed(missing, verb='')} is missing from its metrics"
     last = max(side.steps) if _going_on(side) else None
     read = {step for step, record in side.steps.items() if "samples" in record}
     if side.samples and (missing := read - side.samples.keys() - {last}):
-        yield f"the samples of {_listed(missing, verb='')} are not recorded by all ranks"
+        yield f"the samples of {listed(missing, verb='')} are not recorded by all ranks"
 
 
 def _skipped(side: Side) -> Iterator[str]:
@@ -116,7 +117,7 @@ def _skipped(side: Side) -> Iterator[str]:
                 line.update(skipped=True, weights=without_update(line["weights"]))
     if skipped:
         yield (
-            f"{_listed(skipped, verb=' was| were')} skipped, because gradients overflowed the loss scale: nothing was "
+            f"{listed(skipped, verb=' was| were')} skipped, because gradients overflowed the loss scale: nothing was "
             "updated, and the gradients are unknown"
         )
 
@@ -139,7 +140,7 @@ def _states(side: Side, ranks: int) -> Iterator[str]:
     for step in partly:
         del side.states[step]
     if partly:
-        yield f"the {STATE} of {_listed(partly, verb='')} are not recorded by all ranks; {COPY}"
+        yield f"the {STATE} of {listed(partly, verb='')} are not recorded by all ranks; {COPY}"
     asked = _asked(side)
     if not asked:
         return
@@ -148,7 +149,7 @@ def _states(side: Side, ranks: int) -> Iterator[str]:
     begin = side.starts[-1].step if side.starts else side.first - 1
     wanted = range(begin + 1, min(begin + asked, max(side.steps) - going_on) + 1)
     if missing := set(wanted) - side.states.keys() - partly:
-        yield f"the {STATE} of {_listed(missing, verb='')} are not recorded, although {KEY} asks for them"
+        yield f"the {STATE} of {listed(missing, verb='')} are not recorded, although {KEY} asks for them"
 
 
 def _lacking(side: Side) -> Iterator[str]:
@@ -193,7 +194,7 @@ def _asked(side: Side) -> int:
         return 0
 
 
-def _listed(steps: Iterable[int], verb: str = " is| are") -> str:
+def listed(steps: Iterable[int], verb: str = " is| are") -> str:
     """Return the steps in words, with the verb in the right number."""
     found = sorted(steps)
     one, _, many = verb.partition("|")

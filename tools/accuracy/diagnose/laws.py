@@ -1,10 +1,11 @@
 """This module checks the records of one run against laws, which are relations that hold in every correct run; the
 module also defines findings and the stages in which two runs are compared.
 
-The laws are the following. The settings of the built model and optimizer are those of the recipe. Each module's output,
-in the first step and at the end, equals that of a forward pass in NumPy. The recorded global norm is the norm of the
-gradients. AdamW explains the updates of the weights. The experts' loads add up to the number of choices, and biases
-move against the loads. Copies of a tensor on several ranks are equal. A resume restores the saved state.
+The laws are the following. All ranks have the same global norm and learning rate. The settings of the built model and
+optimizer are those of the recipe. Each module's output, in the first step and at the end, equals that of a forward pass
+in NumPy. The recorded global norm is the norm of the gradients. AdamW explains the updates of the weights. The experts'
+loads add up to the number of choices, and biases move against the loads. Copies of a tensor on several ranks are equal.
+A resume restores the saved state.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 
 from plugins.batch_ramp.plan import division_of
 from plugins.finite_loss.plan import undefined_parts
-from plugins.step_record.plan import END, apart, sketch_of
+from plugins.step_record.plan import END, adam_of, apart, sketch_of
 from plugins.step_record.plan import START as START_FILE
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
 from tools.accuracy.diagnose.reference import bias_rate_of, built_of, outputs_of
 from tools.accuracy.equivalence.runs import group_of, weight_of
+from tools.accuracy.judge import ROUNDOFF
 from tools.recipe.view import View
 
 VERSIONS, CONFIGURATION, START = "versions", "configuration", "start"
@@ -51,6 +53,7 @@ ROUNDING = 1e-6  # relative; below it, only bits differ
 REFERENCE = 2e-5  # relative; a module's output in float32 against NumPy in float64
 _TRAINED = re.compile(r"((weight|bias)\d*|\.hc_\w+)$")
 WORST = 3  # findings shown of a stage
+_FAR = 100  # times Adam's epsilon or rounding; beyond it neither can keep a weight from moving
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,13 @@ def laws(side: Side) -> Iterator[Finding]:
     yield from _built_law(side)
     yield from _modules_law(side)
     yield from _losses_law(side)
+    yield from _alike_law(side)
     before: State | None = next((each for each in side.starts if each.step == 0), None)
     for step, state in sorted(side.states.items()):
         yield from _copies_law(side, state, UPDATE)
         yield from _finite_law(side, state)
         yield from norm_law(side, step)
-        yield from _update_law(side, step)
+        yield from _update_law(side, state)
         previous = before if before and before.step == step - 1 else None
         yield from _router_law(side, state, previous)
         before = state
@@ -181,8 +185,8 @@ def _restored(side: Side, start: State) -> Iterator[Finding]:
 
 
 def _losses_law(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each part of a step's loss that is NaN or infinite, and for each such global norm of a step
-    that the optimizer did not skip.
+    """Yield a finding for each part of a step's loss that is NaN or infinite, for each such learning rate, and for each
+    such global norm of a step that the optimizer did not skip.
     """
     undefined = undefined_of(side)
     for step, record in side.steps.items():
@@ -190,9 +194,24 @@ def _losses_law(side: Side) -> Iterator[Finding]:
             value = record.get(name)
             if value is not None and not math.isfinite(value) and name not in undefined:
                 yield Finding(step, FORWARD, OF_PART[name], f"{name} is {value}", math.inf, (), side.name)
-        norm = record.get("global_norm")
+        norm, rate = record.get("global_norm"), record.get("learning_rate")
         if norm is not None and not math.isfinite(norm) and not record.get("overflow"):
             yield Finding(step, CLIPPING, "global norm", f"the global norm is {norm}", math.inf, (), side.name)
+        if rate is not None and not math.isfinite(rate):
+            yield Finding(step, UPDATE, "learning rate", f"the learning rate is {rate}", math.inf, (), side.name)
+
+
+def _alike_law(side: Side) -> Iterator[Finding]:
+    """Yield a finding for each step whose global norm or learning rate is not the same on every rank, as after a
+    collective that was left out, or beside the file of another run.
+    """
+    for step, numbers in side.alike.items():
+        for name, told in numbers.items():
+            (first, one), *others = sorted(told.items())
+            if wrong := [(rank, two) for rank, two in others if far(one, two) > ROUNDING]:
+                words, stage = name.replace("_", " "), CLIPPING if name == "global_norm" else UPDATE
+                what = f"{words} {one:.9g} on rank {first}, {wrong[0][1]:.9g} on rank {wrong[0][0]}"
+                yield Finding(step, stage, words, what, 1.0, tuple(rank for rank, _ in wrong), side.name)
 
 
 def _finite_law(side: Side, state: State) -> Iterator[Finding]:
@@ -224,15 +243,16 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
         return  # a finding by itself
     limit = limit_of(side)
     want, got = min(norm, limit), math.sqrt(sum(each**2 for each in gradients.values()))
-    if want and not abs(got - want) <= LAW * want:
+    # of a norm of 0: gradients that follow from moments in float32 are never quite 0
+    if not abs(got - want) <= LAW * (want or min(limit, 1.0)):
         what = f"the global norm is {norm:.7g}, the limit {limit:.7g}; the clipped gradients have the norm {got:.7g}"
-        error = abs(got - want) / want
+        error = abs(got - want) / want if want else math.inf
         yield Finding(
             step, CLIPPING, "global norm", f"{what}, should be {want:.7g} ({ratio_of(want, got)})", error, (), side.name
         )
 
 
-def _update_law(side: Side, step: int) -> Iterator[Finding]:
+def _update_law(side: Side, state: State) -> Iterator[Finding]:
     """Yield findings unless each weight moves by AdamW with the step's learning rate; weights of one dimension do not
     decay.
 
@@ -242,22 +262,48 @@ def _update_law(side: Side, step: int) -> Iterator[Finding]:
     kind = str(optimizer.get("type", ""))
     if not (kind.endswith("AdamW") or kind == "Muon") or optimizer.get("weight_decay") is None:
         return
-    rate, grouped = side.steps.get(step, {}).get("learning_rate"), side.recipe.get("grouped_lr_schedule")
+    step, grouped = state.step, side.recipe.get("grouped_lr_schedule")
+    rate = side.steps.get(step, {}).get("learning_rate")
     for name, rank, told in side.updates(step):
         decay = 0.0 if told["dimensions"] == 1 or name.endswith(".bias") else float(optimizer["weight_decay"])
+        at = step, UPDATE, module_of(name)
+        if rate == 0 and told.get("square") and not grouped:
+            detail = f"{name} moved by {told['square'] ** 0.5:.4g}, should not move: the learning rate is 0"
+            yield Finding(*at, detail, math.inf, (rank,), side.name)
         if not rate or told.get("rate") is None or grouped:
             continue
         fitted, decayed, rest = told["rate"], told["decay"], told["rest"] or 0.0
-        at = step, UPDATE, module_of(name)
-        if not abs(fitted - rate) <= RATE * rate and told["square"]:
+        lost, eps = _lost(side, state, name, rank, rate), _roundoff(side)
+        if not abs(fitted - rate) <= (RATE + lost) * rate:
             detail = f"{name} moved as with a learning rate of {fitted:.4g}, should be {rate:.4g}"
             yield Finding(*at, detail, abs(fitted - rate) / rate, (rank,), side.name)
-        elif not rest <= REST:
+        elif not rest <= REST + lost:
             detail = f"{name}: {rest:.1%} of its update is not AdamW's"
             yield Finding(*at, detail, rest, (rank,), side.name)
-        elif not abs(decayed - decay) <= max(0.02 * decay, noise_of("decay")):
+        elif not abs(decayed - decay) <= max(0.02 * decay, noise_of("decay"), 2 * eps / rate):
             detail = f"{name} decayed by {decayed:.4g}, should be {decay:.4g}"
             yield Finding(*at, detail, abs(decayed - decay), (rank,), side.name)
+
+
+def _roundoff(side: Side) -> float:
+    """Return the largest relative error of a weight that is stored in the type in which a run keeps its weights."""
+    return ROUNDOFF.get(side.recipe["model"]["model_config"].get("params_dtype", ""), ROUNDOFF["float32"])
+
+
+def _lost(side: Side, state: State, name: str, rank: int, rate: float) -> float:
+    """Return the share of a weight's update that the rounding of the new weight may change: infinity for a weight that
+    did not move because each element's update was lost in it.
+
+    Where the update is far above the rounding, and the gradient far above Adam's epsilon, a weight that did not move
+    has lost nothing in it.
+    """
+    told, (_, square, shape) = (state.lines[rank][key][name] for key in ("weights", "state"))
+    stored = 2 * _roundoff(side) * math.sqrt(square)
+    if told["square"]:
+        return stored / math.sqrt(told["square"])
+    root, epsilon = math.sqrt(math.prod(shape)), adam_of(side.recipe.get("optimizer") or {}).eps
+    large = math.sqrt(told.get("gradient") or 0.0) > _FAR * epsilon * root and rate * root > _FAR * stored
+    return 0.0 if large else math.inf
 
 
 def _router_law(side: Side, state: State, before: State | None) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ from typing import Any
 
 from plugins.errors import DataError
 from tools.accuracy.dumps.read import BACKWARD, FORWARD, PHASES, STATE, WEIGHTS, Dump, Entry
-from tools.accuracy.dumps.rows import DTYPE, EXTRA, MISSING, SHAPE, UPDATE, Pair, Row, Trained, judged, pairs
+from tools.accuracy.dumps.rows import DTYPE, EXTRA, MISSING, NOTHING, SHAPE, UPDATE, Pair, Row, Trained, judged, pairs
 from tools.accuracy.dumps.updates import Updates, judge_updates
 from tools.accuracy.judge import systematic
 
@@ -240,7 +240,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """Return whether at least one tensor was compared and every compared tensor passed."""
-        return bool(self.rows) and not self.findings
+        return any(row.by != NOTHING for row in self.rows) and not self.findings
 
     @cached_property
     def first(self) -> dict[str, Row | None]:
@@ -249,7 +249,7 @@ class Report:
 
     def summary(self) -> str:
         """Return one line of text with the numbers of tensors, of identical tensors and of findings."""
-        exact = sum(not row.error for row in self.rows)
+        exact = sum(not row.error and row.by != NOTHING for row in self.rows)
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.findings).items())
         text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical, {len(self.findings)} findings"
         return text + (f": {kinds}" if kinds else "")
@@ -257,8 +257,16 @@ class Report:
     def notes(self) -> list[str]:
         """Return sentences about the limits of the comparison, such as tensors that were judged by statistics only."""
         found = []
-        if self.task == "statistics":
+        weak = sum(row.by == "statistics" for row in self.rows)
+        if weak and self.task == "statistics":
             found.append("judged by max, min, mean and norm only: values that changed places or cancel are not seen")
+        elif weak:
+            found.append(
+                f"{weak} tensors without values judged by max, min, mean and norm only: values that changed places or "
+                "cancel are not seen"
+            )
+        if unseen := [row.name for row in self.rows if row.by == NOTHING]:
+            found.append(f"{len(unseen)} tensors have neither values nor statistics, so they are unknown: {unseen[0]}")
         found += self._about_updates()
         widest = max((row.tolerance for row in self.rows if row.by in ("values", "statistics")), default=0.0)
         if widest > WIDE:

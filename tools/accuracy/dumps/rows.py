@@ -31,6 +31,7 @@ states that it is trained (`requires_grad`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -47,7 +48,9 @@ LOSSES = ("loss", "crossentropy", "cross_entropy")
 VALUE, SCALED, UPDATE, SHAPE, DTYPE = "value", "scaled", "update", "shape", "dtype"
 NAN, INF, MISSING, EXTRA = "nan", "inf", "missing", "extra"
 NARROW = ("float16", "bfloat16")
-_WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
+FLOATS = ("float64", "float32", *NARROW)
+NOTHING = "nothing"  # the dumps say only the shape and the data type of a tensor
+_BITS = re.compile(r"b?(float|int|uint)(\d+)$")  # the kind and the bits of a type
 
 
 class Counter:
@@ -186,7 +189,7 @@ class Row:
     error: float = 0.0  # the largest of `judge.errors`, or the error of the quantity that `by` names
     kind: str = ""  # the kind of difference; empty if the tensor passed
     detail: str = ""  # a description of the worst value, or of what is wrong
-    # the judged quantity: values, statistics, update, or factor (of all values together, `errors.scaled`)
+    # the judged quantity: values, statistics, update, factor (of all values together, `errors.scaled`), or nothing
     by: str = "values"
     cause: str = ""  # the usual cause of a wrong update of this kind
 
@@ -308,7 +311,7 @@ def judged_type(golden: str, bench: str) -> str:
 
 def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) -> Row:
     dtype = judged_type(golden.dtype, bench.dtype)
-    exact = golden.dtype not in _WIDTH and bench.dtype not in _WIDTH
+    exact = golden.dtype not in FLOATS and bench.dtype not in FLOATS
     allowed = 0.0 if exact else tolerance(dtype, count)
     fixed = {**head, "dtype": bench.dtype, "shape": bench.shape, "count": count, "tolerance": allowed}
     if golden.shape != bench.shape:
@@ -318,7 +321,8 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
         found, by = measure(golden.file, bench.file, allowed, SMALLEST[dtype]), "values"
         scale = scaled(found.sums, golden.file, bench.file, dtype)
     else:
-        found, by = _by_statistics(golden, bench, SMALLEST[dtype]), "statistics"
+        told = any(each is not None for each in golden.statistics + bench.statistics) or not math.prod(golden.shape)
+        found, by = _by_statistics(golden, bench, SMALLEST[dtype]), "statistics" if told else NOTHING
         scale = None if exact else scaled_norm(golden, bench, allowed, dtype)
     kind = NAN if found.nans else INF if found.infinities else VALUE if found.error > allowed else ""
     detail = _detail(found, bench.shape, golden, bench) if kind else ""
@@ -328,10 +332,16 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
         fixed["tolerance"] = scale.allowed
         detail = f"scaled by {scale.factor:.6g}; value by value within Table 2's {allowed:.3g}"
         return Row(**fixed, error=scale.error, kind=SCALED, detail=detail, by="factor")
-    wider = _WIDTH.get(golden.dtype, 0) >= _WIDTH.get(bench.dtype, 0)
-    if not kind and golden.dtype != bench.dtype and not (promoted and wider):
+    if not kind and golden.dtype != bench.dtype and not (promoted and _is_wider(golden.dtype, bench.dtype)):
         kind, detail = DTYPE, f"{bench.dtype}, should be {golden.dtype}"
     return Row(**fixed, error=found.error, kind=kind, detail=detail, by=by)
+
+
+def _is_wider(one: str, other: str) -> bool:
+    """Return whether the first data type has more bits than the second one of the same kind."""
+    sides = [_BITS.match(name) for name in (one, other)]
+    kinds, bits = ([side[place] for side in sides if side] for place in (1, 2))
+    return len(bits) == 2 and kinds[0] == kinds[1] and int(bits[0]) > int(bits[1])
 
 
 def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:

@@ -50,6 +50,7 @@ from tools.accuracy.equivalence.trained import (
     group_rows,
     other_length,
     phases,
+    rates,
     samples,
     shared,
     starts,
@@ -85,7 +86,7 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
     rows = [*_numbers(run, reference, sharding), *_held_out(run, reference), *_tensors(run, reference)]
     others = samples(run, reference) if sharding.cp == 1 and run.samples and reference.samples else ()
     wrong = [*others, *starts(run, reference), *(finding for finding in rows if not finding.error <= finding.allowed)]
-    wrong += [*copies(run), *(() if sharding.known else unclipped(run))]
+    wrong += [*rates(run, reference), *copies(run), *(() if sharding.known else unclipped(run))]
     known = tuple(_counted_twice(run, reference)) if sharding.known else ()
     return Comparison(len(rows), max(finding.used for finding in rows), tuple(wrong), known)
 

@@ -175,7 +175,8 @@ def read_run(run_dir: Path) -> Trained:
     """Return what all ranks of a finished training recorded, combined into one record.
 
     Raises:
-        DataError: there is no record, the record of a rank is missing, or there are no metrics.
+        DataError: there is no record, the record of a rank is missing or lacks a tensor or a step, or there are no
+            metrics.
     """
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
@@ -190,6 +191,13 @@ def read_run(run_dir: Path) -> Trained:
     steps = read_steps(run_dir)
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
+    for rank, (record, part) in enumerate(zip(records, parts, strict=True)):
+        if lacking := sorted(parts[0].keys() ^ part.keys()):
+            raise DataError(f"{folder}: only one of rank 0 and rank {rank} recorded {lacking[0]}; train again")
+        if len(record["squares"]) != len(steps):
+            raise DataError(
+                f"{folder}: rank {rank} recorded {len(record['squares'])} of {len(steps)} steps; train again"
+            )
     split = set(records[0]["split"])
     whole = {name: _whole(name, [part[name] for part in parts], split) for name in sorted(parts[0])}
     state = {name: value for name, (value, _) in whole.items()}

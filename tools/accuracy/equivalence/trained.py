@@ -226,11 +226,15 @@ def compare_trained(run: Trained, reference: Trained) -> Comparison:
     """Return the differences of a training from its reference, in the order in which they arise."""
     if other := other_length(run, reference):
         return other
+    if lacking := sorted(reference.state.keys() - run.state.keys()):
+        last = At(run, len(run.steps), OPTIMIZER)
+        found = (last.found(group_of(weight_of(name)), name, "the run did not record it") for name in lacking)
+        return Comparison(len(reference.state), math.inf, tuple(found))
     data = (*samples(run, reference), *starts(run, reference))
     rows = list(_rows(run, reference))
     findings = [finding for finding in rows if not finding.error <= finding.allowed]
     used = max(finding.used for finding in rows)
-    return Comparison(len(rows), used, (*data, *findings, *copies(run), *unclipped(run)))
+    return Comparison(len(rows), used, (*data, *findings, *rates(run, reference), *copies(run), *unclipped(run)))
 
 
 def other_length(run: Trained, reference: Trained) -> Comparison | None:
@@ -262,6 +266,14 @@ def starts(run: Trained, reference: Trained) -> Iterator[Finding]:
     for name in shared(run, reference, START):
         if not np.array_equal(run.state[START + name], reference.state[START + name]):
             yield At(run, 1, FORWARD).found(group_of(name), f"start of {name}", "other weights")
+
+
+def rates(run: Trained, reference: Trained) -> Iterator[Finding]:
+    """Yield a finding for each step whose learning rate differs from that of the reference training."""
+    for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
+        one, two = (math.nan if (rate := each["learning_rate"]) is None else rate for each in (mine, theirs))
+        if not math.isclose(one, two, rel_tol=1e-6):
+            yield At(run, step, OPTIMIZER).found("optimizer", "learning rate", f"{one:.9g}, should be {two:.9g}")
 
 
 def copies(run: Trained) -> Iterator[Finding]:

@@ -284,6 +284,11 @@ def imbalance(
 
 def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: Reporter) -> Result:
     used = lengths[: round(setting.training_share * len(lengths))]
+    if not len(used):
+        raise DataError(
+            f"the share of training in train_dataset.data_loader.config.split rounds to none of the {len(lengths):,} "
+            "documents; write a larger share, or add documents"
+        )
     reporter.start(f"shuffling {len(used):,} documents as the dataset does", 1)
     index = build_gpt_index(used, setting.sequence_length, setting.wanted, setting.seed)
     documents = documents_of_samples(index, setting.steps * setting.layout.batch, reporter)

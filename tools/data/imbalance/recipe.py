@@ -10,7 +10,6 @@ twice: by the cost of attention only, and by the cost of attention and of the wo
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from plugins.attention_balance.context_parallel import balanced, contiguous
 from plugins.attention_balance.plan import Balance, Layout, balance, epoch_plan
 from plugins.attention_balance.samples import Cost, GPTIndex, causal_pairs, check_apart, padding_under, segments_of
 from plugins.errors import DataError, RecipeError
-from tools.data.index import Blend, read_blend
+from tools.data.index import Blend, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.layout.resolve import sample_cost
 from tools.process.waiting import Reporter
@@ -201,11 +200,10 @@ def _blend(view: View) -> Blend | None:
 
 
 def _training_share(view: View) -> float:
-    """Return the first of `split`'s shares, normalised as MindFormers does."""
-    shares = [float(text) for text in re.findall(r"[.0-9]+", str(view.get((*CONFIG, "split"), "1")))]
-    if not shares or not shares[0]:
-        raise refusal(view.recipe, (*CONFIG, "split"), "this trains on no document; write '1, 0, 0'")
-    return shares[0] / sum(shares)
+    try:
+        return training_share(str(view.get((*CONFIG, "split"), "1")))
+    except DataError as error:
+        raise refusal(view.recipe, (*CONFIG, "split"), str(error)) from None
 
 
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)  # quantiles of loads

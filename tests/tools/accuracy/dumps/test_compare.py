@@ -26,7 +26,8 @@ from tests.training import runs
 from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 from tools.accuracy.cli import accuracy
 from tools.accuracy.dumps.compare import compare_dumps
-from tools.accuracy.dumps.read import open_dump
+from tools.accuracy.dumps.read import Item, open_dump
+from tools.accuracy.dumps.rows import _tensors
 from tools.accuracy.dumps.write import Job
 
 
@@ -168,6 +169,54 @@ def test_a_wider_golden_side_may_be_declared(tmp_path):
     bench = open_dump(write_dump(tmp_path / "b", bench))
     assert compare_dumps(open_dump(golden), bench, promoted=True).passed
     assert not compare_dumps(bench, open_dump(golden), promoted=True).passed
+
+
+@pytest.mark.parametrize(
+    ("golden", "bench", "wider"),
+    [
+        ("float32", "bfloat16", True),
+        ("int64", "int32", True),
+        ("bfloat16", "float32", False),
+        ("float16", "bfloat16", False),
+        ("float32", "int32", False),
+        ("int32", "float32", False),
+        ("int64", "uint32", False),
+        ("bool", "int8", False),
+    ],
+)
+def test_a_wider_type_has_more_bits_of_the_same_kind(golden, bench, wider):
+    head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
+    sides = [Item("output.0", "output", dtype, (2,), (1.0, 1.0, 1.0, 2**0.5)) for dtype in (golden, bench)]
+    assert (_tensors(head, *sides, 1, True).kind == "") is wider
+
+
+def without(folder, *keys):
+    """Take what a dump says of its tensors out of it."""
+
+    def strip(node):
+        node.update(dict.fromkeys(keys) if node.get("shape") else {})
+        return node
+
+    for file in folder.glob("step*/rank*/dump.json"):
+        file.write_text(json.dumps(json.loads(file.read_text(), object_hook=strip)))
+
+
+def test_tensors_of_which_a_dump_says_nothing_are_unknown(tmp_path):
+    """Other tensors were in it, and all were identical."""
+    golden = run(1)
+    for name, steps in (("a", golden), ("b", changed(golden, tensors(golden)[0], lambda value: value + 1))):
+        without(write_dump(tmp_path / name, steps, task="statistics"), "Max", "Min", "Mean", "Norm")
+    report = compare_dumps(open_dump(tmp_path / "a"), open_dump(tmp_path / "b"))
+    assert not report.passed and ", 0 identical" in report.summary()
+    assert any("tensors have neither values nor statistics" in note for note in report.notes())
+
+
+def test_tensors_without_values_are_judged_by_statistics_and_it_is_said(tmp_path):
+    for name in "ab":
+        without(write_dump(tmp_path / name, run(1)), "data_name")
+    report = compare_dumps(open_dump(tmp_path / "a"), open_dump(tmp_path / "b"))
+    assert report.passed
+    assert any("tensors without values judged by max, min, mean and norm only" in note for note in report.notes())
 
 
 def test_an_empty_tensor_of_another_type_has_no_error(tmp_path):

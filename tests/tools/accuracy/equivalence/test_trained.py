@@ -154,6 +154,36 @@ def test_leeway_is_none_without_a_gradient_and_shrinks_with_it():
     np.testing.assert_allclose(leeway(np.array([0.0, 1.0, 4.0, 1e-20]), 1e-2, 1.0), [0.0, 0.02 * 1.25**0.5, 0.02, 2.0])
 
 
+@pytest.mark.parametrize("name", [WEIGHTS[0], f"adam_m.{WEIGHTS[0]}", f"load.{ROUTER}", f"least.{WEIGHTS[0]}"])
+def test_a_tensor_that_a_run_did_not_record_is_a_difference(one, tmp_path, name):
+    """The comparison ended in a KeyError, or passed."""
+    found = compare_trained(record(tmp_path, change=lambda rank, arrays, *_: arrays.pop(name)), one)
+    assert [(each.tensor, each.detail) for each in found.findings] == [(name, "the run did not record it")]
+
+
+@pytest.mark.parametrize("rate", [0.1 * (1 + 2**-8), 0.0, float("nan"), None])
+def test_another_learning_rate_is_a_difference(one, tmp_path, rate):
+    """Only what it did to the weights was compared, by the tolerance of their gradients."""
+    found = compare_trained(record(tmp_path, change=lambda _, *more: more[-1][1].update(learning_rate=rate)), one)
+    assert [(each.step, each.phase, each.tensor) for each in found.findings] == [(2, "optimizer", "learning rate")]
+
+
+def test_a_rank_that_lacks_a_tensor_or_a_step_is_refused(tmp_path):
+    def lacks_a_tensor(rank, arrays, *_):
+        if rank:
+            del arrays[WEIGHTS[0]]
+
+    def lacks_a_step(rank, arrays, content, _):
+        content["squares"] = content["squares"][: 2 - rank]
+
+    for name, change, words in (
+        ("a", lacks_a_tensor, f"only one of rank 0 and rank 1 recorded {WEIGHTS[0]}; train again"),
+        ("b", lacks_a_step, "rank 1 recorded 1 of 2 steps; train again"),
+    ):
+        with pytest.raises(DataError, match=words):
+            record(tmp_path / name, 2, change)
+
+
 def test_a_run_without_a_record_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no rank_0\.json"):
         runs.read_run(tmp_path)

@@ -227,12 +227,19 @@ def test_another_end_of_document_id_is_noted(tmp_path: Path) -> None:
         (["train_dataset.data_loader.sizes=[]"], r"sizes: \[\] gives no number of samples; write"),
         ([f"{CONFIG}.seq_length=0"], r"seq_length: 0 is out of range"),
         ([f'{CONFIG}.split="0, 1"'], r"split: this trains on no document"),
+        ([f'{CONFIG}.split="1.2.3"'], r"split: this trains on no document"),
         (["train_dataset.data_loader.type=HFDataLoader"], r"type: 'HFDataLoader' reads no Megatron corpus"),
     ],
 )
 def test_recipes_that_cannot_be_computed_are_refused(prefix: str, overrides: list[str], word: str) -> None:
     with pytest.raises(RecipeError, match=word):
         imbalance(prefix, recipe_of(TWO_WORKERS, APART, *overrides))
+
+
+def test_a_split_that_rounds_to_no_document_is_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "few", np.full(3, 2000, np.int32), 1000, 0, 1)
+    with pytest.raises(DataError, match=r"split rounds to none of the 3 documents"):
+        imbalance(tmp_path / "few", recipe_of(TWO_WORKERS, APART, f'{CONFIG}.split="0.15, 0.85, 0"'))
 
 
 def test_a_window_longer_than_the_run_is_refused(prefix: str) -> None:
