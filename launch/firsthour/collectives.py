@@ -61,7 +61,7 @@ def rows_of(config: Configuration, hardware: Hardware, devices: int, on_cpu: boo
 
 def words_of(row: Mapping[str, Any]) -> str:
     """Return in words which collective a row of the plan measures, for the plan that --dry-run prints."""
-    size = f"{row['bytes'] / 1e6:,.1f} MB"
+    size = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] >= 1e5 else f"{row['bytes'] / 1e3:,.1f} kB"
     return f"{row['operator']} of {size}, {row['ranks']} ranks that are {row['stride']} apart ({row['group']})"
 
 

@@ -66,7 +66,7 @@ class NpuHour(Hour):
         """Return the number of nodes; without --nodes this is 1, or in a plan as many as the recipe needs."""
         if self.nodes:
             return len(self.names)
-        return 1 if self.npus else max(1, self.view.devices // self.each)
+        return 1 if self.npus else -(-self.view.devices // self.each)
 
     @property
     def counts(self) -> list[int]:

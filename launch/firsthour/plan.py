@@ -29,7 +29,7 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
     condition, remedy and commands.
     """
     view = hour.view
-    nodes = hour.world // hour.each if isinstance(hour, NpuHour) else len(hour.names)
+    nodes = hour.node_count if isinstance(hour, NpuHour) else len(hour.names)
     commands = hour.commands()
     checks: list[dict[str, Any]] = [
         {
@@ -58,7 +58,7 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
 def _where(hour: Hour, check: str, nodes: int) -> str:
     """Return the nodes and ranks that a check uses."""
     view = hour.view
-    names = shorten(hour.names) if hour.nodes else f"{nodes} nodes"
+    names = shorten(hour.names) if hour.nodes else f"{nodes} node{'s' * (nodes > 1)}"
     ranks = view.devices // view.pp
     trained = "a CPU of this node"
     if isinstance(hour, NpuHour):
@@ -77,7 +77,8 @@ def _where(hour: Hour, check: str, nodes: int) -> str:
 
 def as_text(plan: dict[str, Any]) -> str:
     """Return the plan as text for the terminal."""
-    lines = [f"{plan['recipe']}: {plan['nodes']:,} nodes, {plan['devices']:,} devices, {plan['budget']:.0f} s"]
+    size = ", ".join(f"{plan[name]:,} {name[: None if plan[name] > 1 else -1]}" for name in ("nodes", "devices"))
+    lines = [f"{plan['recipe']}: {size}, {plan['budget']:.0f} s"]
     if plan["npus"]:
         lines.append("the plan is for NPUs, on which it has not run; a host without NPUs rehearses it on its CPU")
     for check in plan["checks"]:

@@ -337,9 +337,7 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
     except OSError as error:
         raise CheckpointError(f"--resume {resume}: this folder cannot be read ({error.strerror})") from None
     if inside:
-        raise CheckpointError(
-            f"--resume {resume}: the folder holds several checkpoints; name one of them, such as {inside[0]}"
-        )
+        raise CheckpointError(f"--resume {resume}: the folder holds checkpoints; name one of them, such as {inside[0]}")
     if "common.json" not in names or not any(_WEIGHTS_FILE.search(name) for name in names):
         raise CheckpointError(
             f"--resume {resume}: this is not a checkpoint, because a checkpoint (such as "
@@ -398,7 +396,10 @@ def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
         done = int(done * (common["global_batch_size"] / View(recipe).global_batch))  # as MindFormers counts them
     if not wanted or done < wanted:
         return None
-    return f"the run is complete: {checkpoint.path} holds step {done:,} of {wanted:,}; nothing is started"
+    return (
+        f"the run is complete: {checkpoint.path} holds step {done:,} of {wanted:,}; nothing is started (a larger "
+        "--steps trains on)"
+    )
 
 
 def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:

@@ -21,6 +21,7 @@ from plugins.packed_labels.plan import KEY as PACKED
 from plugins.packed_labels.plan import LOADER, PACKING
 from tools.data.instructions import count_samples, read_tokenizer
 from tools.layout.resolve import resolve
+from tools.recipe.dump import is_of_run
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.mini_strategy import WORKERS
@@ -60,8 +61,11 @@ class Size:
 
     def run_dir(self, recipe: Path) -> Path:
         """Return the default folder of a run, ``output/<recipe's folder>-<recipe>`` below the working folder; for a
-        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``.
+        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``. A run's own ``recipe.yaml``
+        goes on in the folder of that run.
         """
+        if not self.mini and is_of_run(recipe):
+            return recipe.absolute().parent
         kind = "-mini" * self.mini + "-parallel" * bool(self.workers)
         return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{kind}"
 
@@ -97,6 +101,9 @@ def effective_recipe(
 def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
     """Return the recipe, or its mini recipe (a small version for CPU), with the user's overrides applied."""
     flat = size.load(path)
+    before, checkpoint = Path(str(flat.get("output_dir"))), flat.get("checkpoint")
+    if checkpoint and before.is_absolute() and checkpoint.get("save_path") == str(before / "checkpoint"):
+        checkpoint["save_path"] = ""  # the effective recipe of a run, or a copy of it, names where that run saved
     changed = apply_overrides(flat, overrides)
     for override in overrides:
         if others := also_changed(flat, override, changed):

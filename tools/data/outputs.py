@@ -113,7 +113,8 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        hint = f"; give the prefix without {path.suffixes[-2]}" if path.suffixes[-2:-1] in ([".bin"], [".idx"]) else ""
+        ending = Path(prefix).suffix
+        hint = f"; give the prefix without {ending}" if ending in SUFFIXES else ""
         raise DataError(
             f"{path}: there is no such file, which `tc3 data prepare` writes beside .bin and .idx{hint}"
         ) from None

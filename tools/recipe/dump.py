@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -35,6 +36,11 @@ def recipe_text(recipe: dict[str, Any]) -> str:
     if isinstance(recipe, Recipe):
         _share_scalars(node, recipe, recipe, (), shared)
     return yaml.serialize(node, Dumper=_Dumper, width=110)  # ASCII: allow_unicode would fold some line breaks
+
+
+def is_of_run(recipe: Path) -> bool:
+    """Return whether the file `recipe` is the effective recipe that a run keeps in its folder, RUN/recipe.yaml."""
+    return recipe.name == "recipe.yaml" and (recipe.parent / "attempts").is_dir()
 
 
 class _Dumper(yaml.SafeDumper):

@@ -20,6 +20,7 @@ from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
 from tools.layout.resolve import resolve
+from tools.recipe.dump import is_of_run
 from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe, load_recipe, look
 from tools.recipe.view import LOADER, MODEL, View
@@ -234,6 +235,8 @@ class Conversion:
             if not self.compared:
                 found.append(f"unknown: {source} has no config.json, so rates, scales and norms were not compared")
             begin = ["tc3", "train", str(self.recipe), "--set", f"checkpoint.load_path={target}"]
+            if is_of_run(self.recipe):  # whose own folder holds its checkpoints
+                begin += ["--run-dir", f"{self.recipe.parent}-next"]
             found.append(f"begin with it: {shlex.join(begin)}")
             return found
         if self.sizes.telechat2:

@@ -263,8 +263,8 @@ class Resharding:
         files = len(plan.files)
         many = "" if files == 1 else "s"
         found = [
-            f"{written} {verb} {len(plan.moves):,} tensors of {given}, laid out for {plan.world:,} ranks instead of "
-            f"{self.ranks:,}",
+            f"{written} {verb} {len(plan.moves):,} tensors of {given}, laid out for {plan.world:,} "
+            f"rank{'s' * (plan.world > 1)} instead of {self.ranks:,}",
             f"{_size(costs.bytes)} in {files:,} file{many}, each number read once and written once; "
             f"{_size(costs.changing)} go to another rank's file; the largest rank has {_size(costs.largest_rank)}, "
             f"the largest slice {_size(costs.largest_slice)}",

@@ -159,7 +159,7 @@ def open_source(path: Path) -> Source:
             "transformers' save_pretrained(TO, safe_serialization=True)"
         )
     if inside := [*iterations(path), *iterations(path / "checkpoint")]:
-        raise CheckpointError(f"{path}: the folder holds several checkpoints; name one of them, such as {inside[0]}")
+        raise CheckpointError(f"{path}: the folder holds checkpoints; name one of them, such as {inside[0]}")
     return Source(path, "MindFormers", open_stored(path))
 
 

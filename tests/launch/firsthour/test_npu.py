@@ -9,6 +9,7 @@ import pytest
 
 from launch.firsthour import npu
 from launch.firsthour.checks import judged
+from launch.firsthour.collectives import words_of
 from launch.firsthour.hour import Hour
 from launch.firsthour.npu import NpuHour, hour_of
 from launch.firsthour.trainings import CURVE, judge_curves
@@ -22,6 +23,7 @@ from tools.schema.stages import loss_rank
 
 ROOT = Path(__file__).parents[3]
 R438 = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
+R36 = ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml"
 MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
 
 
@@ -194,3 +196,13 @@ def test_too_few_devices_for_a_stage_leave_the_other_checks_alone(tmp_path):
         hour.stage(60, {})
     hour.npus = []  # a plan for as many nodes as the recipe needs
     assert (hour.world, hour.counts) == (4096, [2, 8, 64])
+
+
+def test_a_plan_has_nodes_for_all_devices_also_where_they_do_not_fill_the_last(tmp_path):
+    """Twelve devices were planned as the eight of one node."""
+    degrees = "{data_parallel: 3, model_parallel: 2, pipeline_stage: 2, micro_batch_num: 4}"
+    (tmp_path / "r.yaml").write_text(f"base_config: {R36}\nparallel_config: {degrees}\n")
+    hour = NpuHour(tmp_path / "r.yaml", tmp_path / "work")
+    assert (hour.view.devices, hour.node_count, hour.world, hour.counts) == (12, 2, 16, [2, 8])
+    rows = hour.group_rows()
+    assert any(row["bytes"] < 1e5 for row in rows) and " of 0.0 " not in "".join(map(words_of, rows))

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from launch.run import effective
-from launch.run.effective import effective_recipe, fitted_to_conversations, steps_overrides
+from launch.run.effective import FULL_SIZE, Size, effective_recipe, fitted_to_conversations, steps_overrides
 from launch.run.summary import words_to_go_on
 from plugins.errors import DataError, RecipeError
 from plugins.packed_labels.plan import pack
 from tools.check.check import check_recipe
 from tools.data import instructions as conversations
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
@@ -265,3 +266,19 @@ def test_what_is_missing_is_left_to_those_who_look_for_files(recipe, tmp_path):
     given = recipe()
     (tmp_path / "mine.jsonl").unlink()
     assert fitted_to_conversations(given, None) == given
+
+
+def test_the_recipe_that_a_run_keeps_goes_on_in_that_run_and_a_copy_saves_elsewhere(tmp_path):
+    """The kept recipe names the folder into which its run saved: another run was refused there, or removed it."""
+    run = tmp_path / "run"
+    kept = effective_recipe(Path("recipes/mini/pretrain.yaml"), (), None, run)
+    (run / "attempts").mkdir(parents=True)
+    dump_recipe(kept, run / "recipe.yaml")
+    dump_recipe(kept, tmp_path / "copy.yaml")
+    assert FULL_SIZE.run_dir(run / "recipe.yaml") == run
+    assert Size(mini=True).run_dir(run / "recipe.yaml") == Path("output/run-recipe-mini")
+    for file in (run / "recipe.yaml", tmp_path / "copy.yaml"):
+        again = effective_recipe(file, (), None, tmp_path / "other")
+        assert again["checkpoint"]["save_path"] == str(tmp_path / "other" / "checkpoint")
+    own = effective_recipe(tmp_path / "copy.yaml", ("checkpoint.save_path=/saves",), None, tmp_path / "other")
+    assert own["checkpoint"]["save_path"] == "/saves"

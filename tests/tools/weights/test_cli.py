@@ -14,6 +14,7 @@ from tests.tools.weights.drawn import LAYOUTS, ONE, draw
 from tests.training.runs import ROOT
 from tools.accuracy.reference.start import initial_weights
 from tools.process.children import handled
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.weights import average
 from tools.weights.cli import weights
@@ -134,6 +135,11 @@ def test_what_is_written_and_how_to_begin_with_it(mini, tmp_path):
     said = call(mini, tmp_path / "ms", "--recipe", MINI, "--dtype", "fp32")
     assert f"begin with it: tc3 train {MINI} --set checkpoint.load_path={tmp_path / 'ms'}" in said
     assert open_source(tmp_path / "ms").headers["output_layer.weight"].dtype == "F32"
+    kept = tmp_path / "run" / "recipe.yaml"  # of a run, whose folder holds checkpoints of its own
+    (kept.parent / "attempts").mkdir(parents=True)
+    dump_recipe(load_recipe(MINI), kept)
+    said = call(mini, tmp_path / "other", "--recipe", kept, "--dry-run")
+    assert f"--set checkpoint.load_path={tmp_path / 'other'} --run-dir {kept.parent}-next\n" in said
     back = call(tmp_path / "ms", tmp_path / "back", "--recipe", MINI, "--dtype", "bf16")
     assert "transformers leaves the MTP layer out" in back and "no tokenizer beside it" in back
     assert "transformers normalises latents with an epsilon of 1e-06" in back

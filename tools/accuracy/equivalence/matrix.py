@@ -304,7 +304,7 @@ def _table(*columns: str) -> Table:
     table = Table()
     table.add_column("strategy", no_wrap=True)
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # names of recipes are whole in 80 columns, too
     return table
 
 

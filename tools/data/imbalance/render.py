@@ -228,7 +228,7 @@ def _plain_table(first: str, *columns: str) -> Table:
     table = Table(show_edge=False, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")  # whole in 80 columns too, as of a file or pipe
     return table
 
 
