@@ -17,7 +17,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from tools.checkpoint.scan import (
 )
 from tools.checkpoint.stored import (
     METADATA,
+    OPTIMIZERS,
     TRACKER,
     Stored,
     kind_of,
@@ -79,8 +80,8 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     are not there.
 
     The error is raised if experts have moved and the recipe does not record placements; if a slice is missing, or a
-    file is cut short; or if a weight, or its AdamW state, is missing, has another shape, or does not belong to the
-    model.
+    file is cut short; or if a weight, or the optimizer's state of it, is missing, has another shape, or does not belong
+    to the model.
 
     A line reports routers' biases that stock MindFormers has saved from a sharded graph, and will not load.
 
@@ -94,8 +95,8 @@ def check_model(recipe: Recipe, folder: Path) -> None:
         held = _shapes_in(stored)
         _refuse_other_weights(folder, wanted, held)
         _say_lost_biases(stored)
-        optimizer = View(recipe).get(("optimizer", "type"))
-        if optimizer in ("AdamW", "Muon"):
+        optimizer = recipe.get("optimizer") or {}
+        if optimizer.get("type") in OPTIMIZERS:
             _refuse_fresh_moments(folder, wanted, held, optimizer)
         return
     if not is_sealed(folder):
@@ -168,7 +169,7 @@ def _say_lost_biases(stored: Stored) -> None:
         )
 
 
-def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer: str) -> None:
+def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer: Mapping[str, Any]) -> None:
     """Raise CheckpointError if moments are missing, because MindFormers would go on with moments of zero."""
     weights = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights"}
     if adapters := {name: shape for name, shape in weights.items() if is_adapter(name)}:

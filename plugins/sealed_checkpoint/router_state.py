@@ -21,6 +21,9 @@ from plugins.private_hooks import replace
 # what is not listed -> what is, of the same cell
 STATE = {"expert_bias": "weight", "expert_load": "weight", "placement": "weight1"}
 MUON_MOMENT = "muon_m."
+ADAM, FUSED, LARGEST = ("adam_m.", "adam_v."), ("exp_avg.", "exp_avg_sq."), "max_exp_avg_sq."
+MOMENTS = (*ADAM, *FUSED, LARGEST, MUON_MOMENT)  # before a weight's name: what AdamW and Muon keep of it
+AVERAGES = "pma_weight_"  # before the way of averaging, a full stop and a weight's name: what PmaAdamW keeps, too
 _NO_LAYERS = ("word_embeddings", "output_layer")  # in names of matrices that Muon leaves to AdamW
 _OF_WEIGHTS = ("adam_m.", "adam_v.", "accu_grads.")  # before a weight's name
 Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore lists a rank's parameters
@@ -47,6 +50,11 @@ def orthogonal(name: str, axes: int) -> bool:
     Source: gpt_model.py of MindFormers 1.9.0, get_muon_filter.
     """
     return axes in (2, 3) and not any(part in name for part in _NO_LAYERS)
+
+
+def weight_of(name: str) -> str:
+    """Return the name of the weight to which a moment belongs; any other name is returned as it is."""
+    return next((name.removeprefix(moment) for moment in MOMENTS if name.startswith(moment)), name)
 
 
 def with_muon(entries: Entries) -> Entries:

@@ -222,7 +222,7 @@ def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
     """Return the type and layout of each tensor that a run of a recipe would save, by name. Weights and moments are
     saved in fp32. Weights that stay frozen because the run trains adapters have no moments.
     """
-    target, optimizer = target_of(recipe), str((recipe.get("optimizer") or {}).get("type"))
+    target, optimizer = target_of(recipe), recipe.get("optimizer") or {}
     adapters = any(map(is_adapter, target.weights))
     found: dict[str, tuple[str, Placed]] = {}
     for name, item in target.weights.items():

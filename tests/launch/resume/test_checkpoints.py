@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from launch.agent import planning
 from launch.resume import checkpoints
-from launch.resume.checkpoints import check_load_path, check_model, weights_in
+from launch.resume.checkpoints import check_load_path, check_model, weights_in, weights_of
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import TRACKER, seal_file, write_seal
 from tests.launch.resume.conftest import TOY
@@ -140,7 +140,42 @@ def test_moments_that_are_not_there_are_refused_not_begun_anew(whole, recipe):
         CheckpointError, match=r"are missing or have another shape: no adam_v\.embedding.*more tensors.*no_save_"
     ):
         check_model(recipe, whole)
-    check_model(apply_overrides(recipe, ["optimizer.type=PmaAdamW"]), whole)
+    check_model(apply_overrides(recipe, ["optimizer.type=Came"]), whole)
+
+
+STATES = {  # as MindFormers' classes of optimizers name their parameters
+    "AdamW": ({"type": "AdamW"}, ["adam_m", "adam_v"]),
+    "fused": ({"type": "AdamW", "use_fused": True}, ["exp_avg", "exp_avg_sq"]),
+    "amsgrad": ({"type": "AdamW", "use_fused": True, "amsgrad": True}, ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+    "PMA": ({"type": "PmaAdamW"}, ["adam_m", "adam_v", "pma_weight_ema"]),
+    "PMA, sma": ({"type": "PmaAdamW", "fused_algo": "sma"}, ["adam_m", "adam_v", "pma_weight_sma"]),
+    "PMA, fused": ({"type": "PmaAdamW", "use_fused": True}, ["exp_avg", "exp_avg_sq", "pma_weight_ema"]),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_each_optimizer_goes_on_with_its_own_state_only(tmp_path, recipe, kind):
+    """The fused AdamW was refused as one without moments, PMA's averages as weights of another model."""
+    optimizer, states = STATES[kind]
+    folder = of_two_ranks(tmp_path / "iteration_00000004", recipe, states)
+    check_model({**recipe, "optimizer": optimizer}, folder)
+    assert weights_in(folder) == weights_of(recipe)
+    for other, names in STATES.values():
+        if lost := [name for name in names if name not in states]:
+            with pytest.raises(CheckpointError, match=rf"moments .* are missing .*: no {lost[0]}\.embedding"):
+                check_model({**recipe, "optimizer": other}, folder)
+
+
+def test_the_states_are_those_of_mindformers():
+    from mindformers.core.optim import AdamW, PmaAdamW
+    from mindspore import Parameter, Tensor
+
+    classes = {"AdamW": AdamW, "PmaAdamW": PmaAdamW}
+    for optimizer, states in STATES.values():
+        options = {key: value for key, value in optimizer.items() if key != "type"}
+        made = classes[optimizer["type"]]([Parameter(Tensor(np.zeros(3, np.float32)), name="a.weight")], **options)
+        held = {item.name for item in made.get_parameters() if item.name.endswith(".a.weight")}
+        assert held == {f"{state}.a.weight" for state in states}
 
 
 def test_biases_that_mindformers_will_not_load_are_said(whole, recipe, capsys):
