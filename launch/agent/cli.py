@@ -25,7 +25,7 @@ from launch.agent.loop import Agent
 from launch.agent.meeting import LOST_AFTER
 from launch.agent.planning import PATIENCE, Job, checkpoint_of, first_number, under_way
 from launch.resume import checkpoints, data
-from launch.resume.checkpoints import check_model
+from launch.resume.model import check_model
 from launch.run import preflight
 from launch.run.command import checks
 from launch.run.effective import FULL_SIZE, effective_recipe

@@ -2,8 +2,8 @@
 stage.
 
 Rank 0 writes a checkpoint's metadata.json from what MindSpore tells it of all ranks. With AdamW each rank's optimizer
-has the weights of all stages before MindSpore cuts the pipeline, so it knows them all. With Muon MindFormers 1.9.0
-leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`), and MindSpore then tells a
+has the weights of all stages before MindSpore cuts the pipeline, so it knows them all. With Muon and PmaAdamW
+MindFormers 1.9.0 leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`), and MindSpore then tells a
 rank of its own stage only: metadata.json would list the tensors of stage 0, and no resume would find the others.
 
 The first rank of each stage therefore writes its stage's list into the folder where the checkpoint is being saved, and
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.private_hooks import replace
-from plugins.sealed_checkpoint.router_state import MUON_MOMENT
+from plugins.sealed_checkpoint.router_state import AVERAGES, MUON_MOMENT
 
 Metas = dict[int, dict[str, Any] | None]  # rank -> name -> MindFormers' `ShardedTensor`
 _saving: list[Path] = []  # the folder in which a checkpoint is being saved, once there was one
@@ -56,7 +56,7 @@ def of_all_stages(
 
 
 def enable() -> None:
-    """Let saves of a pipeline with Muon list the tensors of all stages."""
+    """Let saves of a pipeline with Muon or PmaAdamW list the tensors of all stages."""
     import mindspore as ms
     from mindformers.core.callback import callback
     from mindformers.tools.utils import get_real_group_size, get_real_rank
@@ -67,7 +67,7 @@ def enable() -> None:
     def get_all_sharded_tensor(network: Any, filter_func: Any = None) -> Metas:
         found = of_own_view(network=network, filter_func=filter_func)
         stages = ms.get_auto_parallel_context("pipeline_stages")
-        if stages == 1 or not any(item.name.startswith(MUON_MOMENT) for item in network.get_parameters()):
+        if stages == 1 or not any(item.name.startswith((MUON_MOMENT, AVERAGES)) for item in network.get_parameters()):
             return found
 
         def wait() -> None:

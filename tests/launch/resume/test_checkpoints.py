@@ -5,6 +5,8 @@ a stand-in replaces msrun.
 import fcntl
 import json
 import os
+from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -12,15 +14,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from launch.agent import planning
-from launch.resume import checkpoints
-from launch.resume.checkpoints import check_load_path, check_model, weights_in, weights_of
+from launch.resume import checkpoints, model
+from launch.resume.model import check_load_path, check_model, weights_in, weights_of
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import TRACKER, seal_file, write_seal
 from tests.launch.resume.conftest import TOY
 from tests.tools.checkpoint.saved import Saved, numbered, of_two_ranks
 from tests.tools.checkpoint.test_stored import saved
 from tests.training.runs import ROOT, TINY_DP2
-from tools.recipe.load import load_recipe
+from tools.checkpoint.scan import CheckpointInfo
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 
 SHAPES = {
@@ -178,6 +181,46 @@ def test_the_states_are_those_of_mindformers():
         assert held == {f"{state}.a.weight" for state in states}
 
 
+def averaging(batch, fused_num, interleave, algo="sma"):
+    recipe = {"optimizer": {"type": "PmaAdamW", "fused_num": fused_num, "interleave_step": interleave}}
+    recipe["optimizer"]["fused_algo"] = algo
+    return Recipe({**recipe, "runner_config": {"batch_size": batch}})
+
+
+def replaced_by(recipe, step, average, until):
+    """The average at `until`, and what takes the place of weights of 1 after `step`: pma_adamw.py of MindFormers."""
+    fused_num, interleave, algo = list(recipe["optimizer"].values())[1:]
+    taken = []
+    for number in range(step + 1, until + 1):
+        if number % interleave == 0:
+            average = average + 1 if algo == "sma" else 0.8 * average + 0.2
+        if number % (fused_num * interleave) == 0:
+            taken.append(average / fused_num if algo == "sma" else average)
+            average = 0
+    return average, taken
+
+
+def test_an_average_of_weights_that_a_resume_would_cut_short_is_refused():
+    """With another global batch MindFormers counts the steps anew: half a sum became the weights."""
+    settings = [(batch, *each) for batch in (2, 4) for each in ((2, 2, "sma"), (3, 2, "sma"), (3, 2, "ema"))]
+    outcomes = set()
+    for old, new in product(settings, repeat=2):
+        before, after = averaging(*old), averaging(*new)
+        whole = replaced_by(after, 0, 0, 12)[1][0]
+        for step in range(2, 26, 2):
+            average, _ = replaced_by(before, 0, 0, step)
+            right = set(replaced_by(after, step * old[0] // new[0], average, 60)[1]) == {whole}
+            try:
+                checkpoints._refuse_cut_averages(before, after, CheckpointInfo(Path("c"), step))
+                refused = False
+            except CheckpointError:
+                refused = True
+            assert refused or right, (old, new, step)
+            assert not (refused and right and old[1:] == new[1:]), (old, new, step)
+            outcomes.add((refused, right))
+    assert outcomes >= {(True, False), (False, True)}
+
+
 def test_biases_that_mindformers_will_not_load_are_said(whole, recipe, capsys):
     check_model(recipe, whole)
     assert capsys.readouterr().err == ""
@@ -205,7 +248,7 @@ def test_a_model_of_unknown_names_is_told_by_its_number_of_weights(tmp_path, mon
         CheckpointError, match=r"of another model: decoder\.layers\.0\.mlp\.linear_fc1\.weight is \[64, 8\]"
     ):
         check_model(recipe, folder)
-    monkeypatch.setattr(checkpoints, "_shapes_of", lambda recipe: None)
+    monkeypatch.setattr(model, "_shapes_of", lambda recipe: None)
     with pytest.raises(CheckpointError, match=r"holds 1,088 weights, but the recipe's model has [\d,]+: this is"):
         check_model(recipe, folder)
 
