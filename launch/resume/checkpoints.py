@@ -227,9 +227,9 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
         raise CheckpointError(
             f"{checkpoint.path}: the checkpoint holds a sum of {held:,} of the weights that PmaAdamW averages "
             f"(optimizer.fused_num {old[0]:,}, interleave_step {old[1]:,}), but the recipe would go on as if these "
-            f"were {taken:,} of {new[0]:,} (interleave_step {new[1]:,}), and replace the weights by something else than "
-            "their average; keep the optimizer's settings and the global batch, or go on from a checkpoint at which an "
-            "average has ended"
+            f"were {taken:,} of {new[0]:,} (interleave_step {new[1]:,}), and replace the weights by something else "
+            "than their average; keep the optimizer's settings and the global batch, or go on from a checkpoint at which "
+            "an average has ended"
         )
 
 

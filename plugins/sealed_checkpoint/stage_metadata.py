@@ -3,8 +3,9 @@ stage.
 
 Rank 0 writes a checkpoint's metadata.json from what MindSpore tells it of all ranks. With AdamW each rank's optimizer
 has the weights of all stages before MindSpore cuts the pipeline, so it knows them all. With Muon and PmaAdamW
-MindFormers 1.9.0 leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`), and MindSpore then tells a
-rank of its own stage only: metadata.json would list the tensors of stage 0, and no resume would find the others.
+MindFormers 1.9.0 leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`), and
+MindSpore then tells a rank of its own stage only: metadata.json would list the tensors of stage 0, and no resume would
+find the others.
 
 The first rank of each stage therefore writes its stage's list into the folder where the checkpoint is being saved, and
 rank 0 reads and removes all of them. Each rank saves there, so the folder is one that all ranks share.

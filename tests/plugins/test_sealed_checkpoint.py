@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from plugins.errors import CheckpointError
 from plugins.lines import ATTEMPT
 from plugins.sealed_checkpoint import adapter, plan
-from plugins.sealed_checkpoint.router_state import add_router_state, keeps_muon, with_muon
+from plugins.sealed_checkpoint.router_state import add_router_state, beside_weights, keeps_muon, with_muon
 from plugins.sealed_checkpoint.stage_metadata import of_all_stages
 from tests.plugins.sealed_checkpoint.test_deaths import Run
 
@@ -473,6 +473,22 @@ def test_of_muons_moments_a_stage_lists_its_own():
     wrong = {f"muon_m.{other}": ["other stage's", "float32", (8, 4)]}
     assert keeps_muon([own, own | wrong]) and not keeps_muon([own])
     assert with_muon(own | wrong) == with_muon(own) == own | {f"muon_m.{weight}": ["layout", "float32", (8, 4)]}
+
+
+@pytest.mark.parametrize("state", ["pma_weight_sma", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_states_that_mindspore_lists_for_another_stage_are_listed_beside_their_weights(state):
+    """As MindSpore listed the averages of PMA of a pipeline's first stage for its last one. A frozen weight has none."""
+    weights = {"a.weight": 0, "b.weight": 1, "frozen.weight": 1}
+    right, wrong = {0: {}, 1: {}}, {0: {}, 1: {}}
+    for name, stage in weights.items():
+        for found in (right, wrong):
+            found[stage] |= {each: [f"of {name}", "bfloat16", (8,)] for each in (name, f"adam_m.{name}")}
+        if name != "frozen.weight":
+            right[stage][f"{state}.{name}"] = [f"of {name}", "float32", (8,)]
+    wrong[1][f"{state}.a.weight"] = ["of another stage", "float32", (8,)]
+    parameters = [SimpleNamespace(name=f"{state}.{name}", dtype="float32") for name in ("a.weight", "b.weight")]
+    assert beside_weights(wrong, parameters) == beside_weights(right, []) == beside_weights(right, parameters) == right
+    assert beside_weights({0: right[0]}, parameters) == {0: right[0]}
 
 
 def test_what_is_listed_stays():
