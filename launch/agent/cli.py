@@ -33,7 +33,6 @@ from launch.run.msrun import on_ascend, worker_count
 from launch.run.summary import ResumeCommand, complain, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError, TC3Error
-from plugins.sealed_checkpoint.plan import adopt
 from tools.checkpoint.scan import CheckpointInfo
 from tools.doctor.outliers import gate
 from tools.files.atomic import real_path
@@ -106,7 +105,7 @@ class Start:
         if given and not self._begun_from(given):
             resume = given  # other checkpoints are of a branch that this run leaves
         if resume == "auto":
-            adopt(self.saves)
+            checkpoints.take_stock(self.run_dir, self.saves)
             given = given or checkpoints.beginning(self.run_dir, self.saves)
         unfit = data.guilty(self.recipe, self.run_dir)
         self.chosen = checkpoints.find_checkpoint(resume, self.saves, unfit, given)

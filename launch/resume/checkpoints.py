@@ -22,7 +22,7 @@ import click
 from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from plugins.errors import CheckpointError, did_you_mean
 from plugins.lines import number_of
-from plugins.sealed_checkpoint.plan import MOVING, SAVING, fault, made, renew_tracker, unfinished
+from plugins.sealed_checkpoint.plan import MOVING, SAVING, adopt, fault, made, renew_tracker, unfinished
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
     CheckpointInfo,
@@ -38,7 +38,7 @@ from tools.files.atomic import real_path
 from tools.layout.resolve import keep_sample_cost
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs.attempts import read_attempts
+from tools.runs.attempts import read_attempts, recipe_file
 
 _WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 _SLOW_TO_READ = 1 << 30  # bytes that take seconds to read
@@ -228,8 +228,8 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
             f"{checkpoint.path}: the checkpoint holds a sum of {held:,} of the weights that PmaAdamW averages "
             f"(optimizer.fused_num {old[0]:,}, interleave_step {old[1]:,}), but the recipe would go on as if these "
             f"were {taken:,} of {new[0]:,} (interleave_step {new[1]:,}), and replace the weights by something else "
-            "than their average; keep the optimizer's settings and the global batch, or go on from a checkpoint at which "
-            "an average has ended"
+            "than their average; keep the optimizer's settings and the global batch, or go on from a checkpoint at "
+            "which an average has ended"
         )
 
 
@@ -278,6 +278,24 @@ def clear_save_path(root: Path) -> None:
     for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*"), *root.glob(f"{MOVING}*")]:
         shutil.rmtree(folder)
     renew_tracker(root)  # which may name what is gone
+
+
+def take_stock(run_dir: Path, root: Path) -> None:
+    """Put complete saves of ended attempts in their places (`adopt`), and then set aside again what the newest branch
+    of the run in `run_dir` has left behind. Whoever looks for the newest checkpoint calls this first.
+
+    A host that died or was held up while it set a checkpoint aside had taken its name already; `adopt` gives the name
+    back, and the checkpoint would be the newest one. An attempt that saved elsewhere has left nothing behind here.
+    """
+    adopt(root)
+    plans = (attempt.plan for attempt in reversed(read_attempts(run_dir)) if attempt.plan)
+    plan = next((plan for plan in plans if plan.branch and plan.resume), None)
+    if plan is None or plan.resume is None or not (file := recipe_file(run_dir, plan)).exists():
+        return
+    taken = Path(plan.resume)
+    known = iteration(taken) >= 0 or taken.exists()  # else nothing says which step it had
+    if known and real_path(save_path(load_recipe(file))) == real_path(root):
+        leave_behind(root, taken, plan.attempt)
 
 
 def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:

@@ -32,7 +32,6 @@ from launch.run.summary import TrainingProgress, print_failure, print_summary, s
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
-from plugins.sealed_checkpoint.plan import adopt
 from tools.ranges import Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.mini_strategy import WORKERS
@@ -172,7 +171,7 @@ def train(**given: Any) -> None:
             preflight.clear_run_dir(run_dir)
             checkpoints.clear_save_path(saves)
         if asked.resume == "auto":
-            adopt(saves)
+            checkpoints.take_stock(run_dir, saves)
             data.put_guilty_aside(flat, run_dir, saves)
         cached = asked.cached or asked.restarts > 0 or compile_cache.FOLDER in os.environ
         job = replace(_job(asked, flat, run_dir), cached=cached)

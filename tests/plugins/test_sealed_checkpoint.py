@@ -477,7 +477,7 @@ def test_of_muons_moments_a_stage_lists_its_own():
 
 @pytest.mark.parametrize("state", ["pma_weight_sma", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
 def test_states_that_mindspore_lists_for_another_stage_are_listed_beside_their_weights(state):
-    """As MindSpore listed the averages of PMA of a pipeline's first stage for its last one. A frozen weight has none."""
+    """MindSpore listed the averages of PMA of a pipeline's first stage for its last one. A frozen weight has none."""
     weights = {"a.weight": 0, "b.weight": 1, "frozen.weight": 1}
     right, wrong = {0: {}, 1: {}}, {0: {}, 1: {}}
     for name, stage in weights.items():
