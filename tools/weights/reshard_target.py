@@ -9,7 +9,7 @@ of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -29,7 +29,7 @@ from tools.layout.resolve import resolve
 from tools.model import ENDS, Weight, weights, with_adapters
 from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import MODEL, PARALLEL, View
 
 # Where the slices of a tensor lie: by rank in general, and by a matrix of devices as MindSpore says it.
 
@@ -210,12 +210,24 @@ def target_of(recipe: Recipe) -> Target:
     for stage in range(config.pp):
         for name, weight in _held(config, stage):
             placed[name] = Placed(_shape(weight), Layout(*_cut(weight, config), stage * ranks))
+    _refuse_uneven(resolved, config, placed)
     states = {}
     for name, item in placed.items():
         cell, _, last = name.rpartition(".")
         for state in (state for state, of in STATE.items() if of == last and cell.endswith(_owner(state))):
             states[f"{cell}.{state}"] = Placed((config.model.experts,), Layout((ranks,), ((),), item.layout.first))
     return Target(placed, states, config.devices, ranks)
+
+
+def _refuse_uneven(recipe: Recipe, config: Configuration, placed: Mapping[str, Placed]) -> None:
+    """Raise RecipeError if a layout, which no run would have, does not cut the weights into equal parts."""
+    if config.model.experts and config.model.experts % config.ep:
+        wrong = f"{config.model.experts} experts cannot be divided over {config.ep} ranks"
+        raise refusal(recipe, (*PARALLEL, "expert_parallel"), f"{wrong}; write a divisor of the number of experts")
+    for name, item in placed.items():
+        if any(length % count for length, count in zip(item.shape, item.layout.cuts, strict=True)):
+            wrong = f"{name} {list(item.shape)} cannot be cut into {list(item.layout.cuts)} equal parts"
+            raise refusal(recipe, (*PARALLEL, "model_parallel"), f"{wrong}; write a divisor of the model's sizes")
 
 
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
