@@ -8,8 +8,6 @@ names. `check_data_order` and `complete` check whether the run may go on from it
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,7 +20,16 @@ import click
 from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from plugins.errors import CheckpointError, did_you_mean
 from plugins.lines import number_of
-from plugins.sealed_checkpoint.plan import MOVING, SAVING, adopt, fault, made, renew_tracker, unfinished
+from plugins.sealed_checkpoint.plan import (
+    MOVING,
+    SAVING,
+    adopt,
+    fault,
+    global_batch_of,
+    made,
+    renew_tracker,
+    unfinished,
+)
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
     CheckpointInfo,
@@ -199,7 +206,8 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     if own is not None and guard_is_on(before):  # what this very checkpoint left out; the file may be an attempt older
         before["plugins"]["spike_guard"] = {**(before["plugins"]["spike_guard"] or {}), "skipped": own}
     _refuse_cut_averages(before, recipe, checkpoint)
-    found = differences(before, recipe, checkpoint.step) or replaced(stored.parent, recipe)
+    batch = global_batch_of(checkpoint.path)  # the file may be of a later attempt with another one
+    found = differences(before, recipe, checkpoint.step, batch) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
             f"going on from step {checkpoint.step} would repeat some samples and skip others, because the samples' "
@@ -221,7 +229,8 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
         [each["optimizer"].get(key, default) for key, default in _AVERAGING.items()] for each in (before, recipe)
     )
     first = checkpoint.step
-    second = int(first * (View(before).global_batch / View(recipe).global_batch))
+    batch = global_batch_of(checkpoint.path) or View(before).global_batch
+    second = int(first * (batch / View(recipe).global_batch))
     held, taken = first % (old[0] * old[1]) // old[1], second % (new[0] * new[1]) // new[1]
     if held != taken or (held and old != new):
         raise CheckpointError(
@@ -238,9 +247,8 @@ def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
     this cannot be determined.
     """
     wanted, done = all_steps(recipe), checkpoint.step
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        common = json.loads((checkpoint.path / "common.json").read_text(encoding="utf-8"))
-        done = int(done * (common["global_batch_size"] / View(recipe).global_batch))  # as MindFormers counts them
+    if batch := global_batch_of(checkpoint.path):
+        done = int(done * (batch / View(recipe).global_batch))  # as MindFormers counts them
     if not wanted or done < wanted:
         return None
     return f"the run is complete: {checkpoint.path} holds step {done:,} of {wanted:,}; nothing is started"
