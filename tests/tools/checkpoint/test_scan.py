@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as whole
 
@@ -87,7 +87,8 @@ def of_batch(root, attempt, step, batch):
     return folder
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
+@example([(2, 3, True), (4, 1, False), (2, 0, True)])  # step 16 of attempt 1 is not in its place, that of attempt 0 is
 @given(st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
 def test_a_run_goes_on_from_where_it_had_come_furthest_whatever_the_batches(attempts):
     """With a larger batch MindFormers numbers steps anew from a smaller one; checkpoints of a smaller batch had larger
