@@ -303,17 +303,19 @@ def take_stock(run_dir: Path, root: Path) -> None:
     taken = Path(plan.resume)
     known = iteration(taken) >= 0 or taken.exists()  # else nothing says which step it had
     if known and real_path(save_path(load_recipe(file))) == real_path(root):
-        leave_behind(root, taken, plan.attempt)
+        leave_behind(root, taken, plan.attempt, unnamed=False)
 
 
-def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:
+def leave_behind(root: Path, checkpoint: Path, attempt: int, unnamed: bool = True) -> None:
     """Set aside the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on.
 
-    Checkpoints of that attempt and of later ones stay, because several nodes may do this, one of them late.
+    Checkpoints of that attempt and of later ones stay, because several nodes may do this, one of them late. Those whose
+    seals name no attempt are of workers that a script or msrun has started: before `attempt` (`unnamed`), or since.
     """
 
     def earlier(folder: Path) -> bool:
-        return number_of(made(folder).get("attempt")) < attempt
+        name = made(folder).get("attempt")
+        return number_of(name) < attempt if name else unnamed
 
     for folder in filter(earlier, later_than(root, checkpoint)):
         if aside := set_aside(folder, earlier):

@@ -17,8 +17,10 @@ from typing import Any
 import click
 
 from plugins.errors import CheckpointError, RecipeError
+from plugins.hugging_face_weights.plan import is_hugging_face
 from plugins.lora.plan import KEY as LORA
 from plugins.lora.plan import Settings, adapters_of, is_adapter
+from plugins.sealed_checkpoint.plan import fault
 from plugins.settings import value_at
 from tools.checkpoint.scan import is_sealed
 from tools.checkpoint.stored import (
@@ -202,7 +204,7 @@ def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
 
 def check_load_path(recipe: Recipe) -> None:
     """Raise CheckpointError if a new run is to begin with weights of a folder that does not exist or holds none, with
-    experts in an order that the recipe does not know, or with adapters beside the weights of another model.
+    experts in an order that the recipe does not know, or with the weights of another model.
     """
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path or Path(path).is_file():
@@ -218,23 +220,37 @@ def check_load_path(recipe: Recipe) -> None:
             f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
         )
     refuse_moved(Path(path), View(recipe).keeps_placements)
-    if value_at(recipe, LORA, False) is not False:
-        _refuse_other_base(recipe, loaded_from(Path(path)))
+    if value_at(recipe, LORA, False) is not False or not is_hugging_face(path):
+        _check_beginning(recipe, loaded_from(Path(path)))
 
 
-def _refuse_other_base(recipe: Recipe, folder: Path) -> None:
-    """Raise CheckpointError if weights that `plugins.lora` freezes are not in `folder`: MindFormers would leave them
-    random, and no training would mend that.
+def _check_beginning(recipe: Recipe, folder: Path) -> None:
+    """Raise CheckpointError if a new run cannot begin with the weights in `folder`: they are those of another model, a
+    part of them is missing, or the run that saved them refused them.
+
+    MindFormers leaves a weight that it does not find at its initial value. That is meant where the recipe adds
+    something to a trained model, such as an MTP layer, and a line says it; a weight that `plugins.lora` freezes would
+    stay random.
     """
+    if is_sealed(folder) and (reason := fault(folder, checksums=False)):
+        raise CheckpointError(f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}")
     wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder))
-    frozen = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
-    wrong = [
-        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}" if name in held else f"no {name}"
-        for name, shape in frozen.items()
-        if held.get(name) != shape
+    own = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
+    others = [
+        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
+        for name, shape in own.items()
+        if held.get(name, shape) != shape
     ]
-    if wrong:
+    missing = [f"no {name}" for name in own if name not in held]
+    lora = f", of which {LORA} trains only adapters" * (value_at(recipe, LORA, False) is not False)
+    if others or (missing and (lora or len(missing) == len(own))):
         raise CheckpointError(
-            f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model, of which {LORA} trains "
-            f"only adapters: {_listed(wrong)}; tc3 weights convert makes the right weights from a Hugging Face folder"
+            f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model{lora}: "
+            f"{_listed(others + missing)}; tc3 weights convert makes the right weights from a Hugging Face folder"
+        )
+    if missing:
+        click.echo(
+            f"checkpoint.load_path: {folder}: {_listed(missing)}, which the recipe's model has: what is not there "
+            "begins with its initial values",
+            err=True,
         )

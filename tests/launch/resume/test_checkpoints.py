@@ -17,7 +17,7 @@ from launch.agent import planning
 from launch.resume import checkpoints, model
 from launch.resume.model import check_load_path, check_model, weights_in, weights_of
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import TRACKER, seal_file, write_seal
+from plugins.sealed_checkpoint.plan import TRACKER, seal_file, write_refusal, write_seal
 from tests.launch.resume.conftest import TOY
 from tests.tools.checkpoint.saved import Saved, numbered, of_two_ranks
 from tests.tools.checkpoint.test_stored import saved
@@ -292,7 +292,29 @@ def test_adapters_are_not_trained_beside_weights_of_another_model(whole, recipe)
         CheckpointError, match=r"embeddings\.weight is \[512, 128\], the recipe's model has \[512, 256\]"
     ):
         check_load_path(lora)
-    check_load_path({**lora, "plugins": {}})
+    with pytest.raises(CheckpointError, match=r"weights of the recipe's model: embedding\.\S+ is \[512, 128\], the"):
+        check_load_path(apply_overrides({**lora, "plugins": {}}, []))
+
+
+def test_a_new_run_says_which_weights_begin_anew_and_begins_with_no_other_models(whole, recipe, capsys):
+    begun = apply_overrides(recipe, [f"checkpoint.load_path={whole}"])
+    check_load_path(begun)
+    assert capsys.readouterr().err == ""
+    check_load_path(apply_overrides(begun, ["model.model_config.num_hidden_layers=3"]))
+    said = capsys.readouterr().err
+    assert f"{whole}: no decoder.layers.2.input_layernorm.weight; no" in said and "; and 11 more tensors, which" in said
+    with pytest.raises(CheckpointError, match=r"is \[2048, 128\], the recipe's model has \[4096, 128\]"):
+        check_load_path(apply_overrides(begun, ["model.model_config.n_routed_experts=32"]))
+    for rank in range(2):
+        write_seal(whole, rank, 2, 4)
+    check_load_path(begun)
+    write_refusal(whole, 1, "a weight is NaN")
+    with pytest.raises(CheckpointError, match=r"load_path: .*: this is not a complete checkpoint: a weight is NaN"):
+        check_load_path(begun)
+    (whole / SECOND).unlink()
+    (whole / "seal_rank_0.json").unlink(), (whole / "seal_rank_1.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{SECOND}: the file does not hold .*; the file is not there"):
+        check_load_path(begun)
 
 
 def test_a_new_run_does_not_save_beside_a_save_of_another_run_that_is_not_in_its_place_yet(tmp_path, whole):
