@@ -25,7 +25,7 @@ from launch.agent.loop import Agent
 from launch.agent.meeting import LOST_AFTER
 from launch.agent.planning import PATIENCE, Job, checkpoint_of, first_number, under_way
 from launch.resume import checkpoints, data
-from launch.resume.checkpoints import check_model
+from launch.resume.model import check_model
 from launch.run import preflight
 from launch.run.command import checks
 from launch.run.effective import FULL_SIZE, effective_recipe
@@ -33,7 +33,6 @@ from launch.run.msrun import on_ascend, worker_count
 from launch.run.summary import ResumeCommand, complain, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError, TC3Error
-from plugins.sealed_checkpoint.plan import adopt
 from tools.checkpoint.scan import CheckpointInfo
 from tools.doctor.outliers import gate
 from tools.files.atomic import real_path
@@ -107,7 +106,7 @@ class Start:
         if given and not self._begun_from(given):
             resume = given  # other checkpoints are of a branch that this run leaves
         if resume == "auto":
-            adopt(self.saves)
+            checkpoints.take_stock(self.run_dir, self.saves)
             given = given or checkpoints.beginning(self.run_dir, self.saves)
         unfit = data.guilty(self.recipe, self.run_dir)
         self.chosen = checkpoints.find_checkpoint(resume, self.saves, unfit, given)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from launch.agent import decide
 from launch.agent.decide import Smaller
@@ -26,7 +27,8 @@ from launch.agent.smaller import smaller
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
-from tools.checkpoint.scan import newest_saved
+from plugins.sealed_checkpoint.plan import progress
+from tools.checkpoint.scan import CheckpointInfo, newest_saved
 from tools.process.children import collected_signals
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -203,7 +205,7 @@ class Agent:
 
         def given(attempt: Attempt) -> Verdict:
             now, best = self.meeting.now(), newest_saved(self.job.saves)
-            saved = best.step if best else None
+            saved = _saved(plan, best) if best else None
             return decide.verdict(attempt, earlier, self.job.rules, self._can, now=now, saved=saved)
 
         while (found := self.meeting.verdict(plan.attempt, given)) is None:
@@ -255,3 +257,14 @@ def _hosts(plan: Plan, before: Plan | None) -> str:
     change = f" ({', '.join(came)} in place of {', '.join(left)})" if came and left else ""
     change = change or (f" (without {', '.join(left)})" if left else f" ({', '.join(came)} more)" if came else "")
     return ", ".join(plan.hosts) + change
+
+
+def _saved(plan: Plan, best: CheckpointInfo) -> int:
+    """Return the step of a checkpoint, counted as the attempt's `plan` counts the step that it begins from, which may
+    have another global batch.
+    """
+    if not plan.resume:
+        return best.step
+    begin = Path(plan.resume)
+    come = progress({best.path: best.step, begin: plan.step})
+    return plan.step + come[best.path] - come[begin]

@@ -24,12 +24,11 @@ from launch.agent.decide import Can, Rules, Smaller
 from launch.agent.disk import LostDiskError
 from launch.agent.meeting import LOST_AFTER, Meeting
 from launch.resume import data
-from launch.resume.checkpoints import leave_behind, refuse_scratch
+from launch.resume.checkpoints import leave_behind, refuse_scratch, take_stock
 from launch.resume.data import guilty
 from launch.run import compile_cache
 from launch.run.msrun import MASTER, TRAIN, any_port, free_port, worker_count
 from plugins.errors import ClusterError, TC3Error
-from plugins.sealed_checkpoint.plan import adopt
 from plugins.spike_guard.ledger import Ranges
 from tools.checkpoint.scan import CheckpointInfo, scan_checkpoints
 from tools.files.atomic import part_of, real_path
@@ -257,7 +256,7 @@ def make_plan(
     """
     best, own = None, job.resume if job.resume and job.resume.path.exists() else None
     if again:
-        adopt(job.saves)
+        take_stock(job.run_dir, job.saves)
         unfit = guilty(job.recipe, job.run_dir)
         best = scan_checkpoints(job.saves, unfit)[0]
         if own and real_path(own.path.parent) == real_path(job.saves) and unfit(own.path, own.step):

@@ -18,7 +18,7 @@ import numpy as np
 
 from launch.generate.session import Logits, answering_model, continuation
 from launch.generate.text import Sampling, Spoken, draw, harmless, likeliest, tokenizer_of
-from launch.resume.checkpoints import weights_of
+from launch.resume.model import weights_of
 from plugins import of_the_model
 from plugins.errors import CheckpointError, DataError, RecipeError
 from plugins.lora.plan import KEY as LORA

@@ -1,9 +1,5 @@
-"""This module finds the checkpoint from which a run goes on, checks it, and keeps checkpoints of different runs apart.
-
-`check_model` checks before any worker starts whether a checkpoint is complete and belongs to the recipe's model, from
-the headers of its files. MindFormers 1.9.0 skips tensors that it does not find (`checkpoint/reshard.py`: "No source
-parameters found ..., skipping") and ignores tensors that it does not know: a run would continue with newly initialised
-weights, experts or moments, and only the log would mention it.
+"""This module finds the checkpoint from which a run goes on, checks that the run may go on from it, and keeps checkpoints
+of different runs apart. (`launch/resume/model.py` compares a checkpoint with the recipe's model.)
 
 `find_checkpoint` finds the checkpoint from which a run goes on: the newest complete one, or the one that the user
 names. `check_data_order` and `complete` check whether the run may go on from it, and whether any step is left to train.
@@ -12,12 +8,9 @@ names. `check_data_order` and `complete` check whether the run may go on from it
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,12 +18,18 @@ from typing import Any
 import click
 
 from launch.resume.data import all_steps, differences, guard_is_on, replaced
-from plugins.errors import CheckpointError, RecipeError, did_you_mean
+from plugins.errors import CheckpointError, did_you_mean
 from plugins.lines import number_of
-from plugins.lora.plan import KEY as LORA
-from plugins.lora.plan import Settings, adapters_of, is_adapter
-from plugins.sealed_checkpoint.plan import MOVING, SAVING, fault, made, renew_tracker, unfinished
-from plugins.settings import value_at
+from plugins.sealed_checkpoint.plan import (
+    MOVING,
+    SAVING,
+    adopt,
+    fault,
+    global_batch_of,
+    made,
+    renew_tracker,
+    unfinished,
+)
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
     CheckpointInfo,
@@ -42,188 +41,15 @@ from tools.checkpoint.scan import (
     scan_checkpoints,
     set_aside,
 )
-from tools.checkpoint.stored import (
-    METADATA,
-    TRACKER,
-    Stored,
-    kind_of,
-    loaded_from,
-    moments_of,
-    open_stored,
-    refuse_moved,
-)
-from tools.checkpoint.tensor_files import read_headers
 from tools.files.atomic import real_path
 from tools.layout.resolve import keep_sample_cost
-from tools.model import model_of, parameters
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs.attempts import read_attempts
-from tools.schema.converter import convert
-from tools.schema.schema import load_schema
-from tools.weights.convert_plan import model_of as weights_model_of
-from tools.weights.hugging_face_names import table
+from tools.runs.attempts import read_attempts, recipe_file
 
-_LISTED = 3  # tensors in a message
 _WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 _SLOW_TO_READ = 1 << 30  # bytes that take seconds to read
-_HOW_TO_BEGIN = (
-    "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
-    'checkpoint) or what tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
-)
-Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
-
-
-def check_model(recipe: Recipe, folder: Path) -> None:
-    """Raise CheckpointError if a resume of `recipe` from `folder` would lose tensors, mix them up or need tensors that
-    are not there.
-
-    The error is raised if experts have moved and the recipe does not record placements; if a slice is missing, or a
-    file is cut short; or if a weight, or its AdamW state, is missing, has another shape, or does not belong to the
-    model.
-
-    A line reports routers' biases that stock MindFormers has saved from a sharded graph, and will not load.
-
-    For a model whose tensor names are not known, only the number of weights is compared; a model whose parameters `tc3
-    check` does not count is not compared. The checksums of the sealed files have been compared before.
-    """
-    refuse_moved(folder, View(recipe).keeps_placements)
-    wanted = _shapes_of(recipe)
-    if wanted is not None:
-        stored = open_stored(folder)
-        held = _shapes_in(stored)
-        _refuse_other_weights(folder, wanted, held)
-        _say_lost_biases(stored)
-        optimizer = View(recipe).get(("optimizer", "type"))
-        if optimizer in ("AdamW", "Muon"):
-            _refuse_fresh_moments(folder, wanted, held, optimizer)
-        return
-    if not is_sealed(folder):
-        _shapes_in(open_stored(folder))
-    number, own = weights_in(folder), weights_of(recipe)
-    if number and own and number != own:
-        raise CheckpointError(
-            f"{folder}: the checkpoint holds {number:,} weights, but the recipe's model has {own:,}: "
-            "this is a checkpoint of another model; go on with the recipe that saved it (recipe.yaml in its run's "
-            "folder)"
-        )
-
-
-def _shapes_in(stored: Stored) -> Shapes:
-    """Return the shapes of the tensors of a checkpoint of any number of ranks; raise an error if a slice is missing.
-
-    Raises:
-        CheckpointError: one is not, or has another shape than metadata.json says.
-    """
-    own = {name: stored.files[min(files.values())][name].shape for name, files in stored.unlisted.items()}
-    return {**own, **{name: tensor.shape for name, tensor in stored.tensors.items()}}
-
-
-def _shapes_of(recipe: Recipe) -> Shapes | None:
-    """Return the weights that MindFormers gives the recipe's model, and the routers' biases; None where that is not
-    known.
-    """
-    try:
-        fields = convert(View(recipe), load_schema()).fields
-        entries = table(weights_model_of(recipe))
-        lora = Settings.read(chosen) if (chosen := value_at(recipe, LORA, False)) is not False else None
-    except (RecipeError, TypeError, KeyError, ValueError):
-        return None
-    trained = _count_trained((each.mindformers, each.shape) for each in entries if each.trained)
-    if trained != weights_of(recipe):
-        return None  # a variant that the table does not have, such as tied embeddings
-    biased = bool(fields.get("moe_router_enable_expert_bias"))
-    shapes = {each.mindformers: each.shape for each in entries if each.trained or biased}
-    return {**shapes, **(adapters_of(shapes, lora) if lora else {})}
-
-
-def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
-    """Compare weights by name and shape; of the balance of routers, only that it is there."""
-    wrong = [
-        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
-        for name, shape in wanted.items()
-        if name in held and held[name] != shape
-    ]
-    unknown = [name for name in held if kind_of(name) == "weights" and name not in wanted]
-    wrong += [f"the recipe's model has no {name}" for name in unknown]
-    wrong += [f"no {name}, which the recipe's model has" for name in wanted if name not in held]
-    if wrong:
-        raise CheckpointError(
-            f"{folder}: this is a checkpoint of another model: {_listed(wrong)}; go on with the recipe that saved it "
-            "(recipe.yaml in its run's folder)"
-        )
-
-
-def _say_lost_biases(stored: Stored) -> None:
-    """Print that the routers' biases will not be loaded if a checkpoint does not list them;
-    plugins/sealed_checkpoint/router_state.py lists them in what this repository saves.
-    """
-    lost = sorted(name for name in stored.unlisted if name.endswith(".expert_bias"))
-    if lost:
-        more = f", and of {len(lost) - 1} more routers" * (len(lost) > 1)
-        click.echo(
-            f"{stored.folder}: {METADATA} does not list {lost[0]}{more}, so that MindFormers does not load it: such "
-            "biases begin at zero again",
-            err=True,
-        )
-
-
-def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer: str) -> None:
-    """Raise CheckpointError if moments are missing, because MindFormers would go on with moments of zero."""
-    weights = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights"}
-    if adapters := {name: shape for name, shape in weights.items() if is_adapter(name)}:
-        weights = adapters  # the others are frozen
-    moments = {each: shape for name, shape in weights.items() for each in moments_of(optimizer, name, len(shape))}
-    wrong = [f"no {name}" for name in moments if name not in held]
-    wrong += [
-        f"{name} is {list(held[name])}, its weight {list(shape)}"
-        for name, shape in moments.items()
-        if held.get(name, shape) != shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{folder}: moments of the optimizer are missing or have another shape: {_listed(wrong)}; was it saved "
-            "with checkpoint.no_save_optim, or with another optimizer? To start a new run from its weights only, "
-            f"write --set checkpoint.load_path={folder}, without --resume"
-        )
-
-
-def _listed(wrong: Sequence[str]) -> str:
-    more = len(wrong) - _LISTED
-    return "; ".join(wrong[:_LISTED]) + (f"; and {more:,} more tensors" if more > 0 else "")
-
-
-def weights_of(recipe: Recipe) -> int | None:
-    """Return the number of trained parameters of the recipe's model; None for a model that `tc3 check` does not
-    count.
-    """
-    try:
-        return parameters(model_of(convert(View(recipe), load_schema()).fields))
-    except (TypeError, KeyError, ValueError):
-        return None
-
-
-def weights_in(folder: Path) -> int | None:
-    """Return the number of trained parameters in a checkpoint of MindFormers' format, over all ranks; None if the
-    checkpoint does not say.
-
-    A checkpoint of several ranks has metadata.json with all shapes; a checkpoint of one rank has no such file, but all
-    weights in its file.
-    """
-    try:
-        whole = folder / METADATA
-        if whole.exists():
-            shapes = json.loads(whole.read_text(encoding="utf-8"))["state_dict_metadata"]
-            return _count_trained((name, each["global_shape"]) for name, each in shapes.items())
-        (file,) = folder.glob("*-model-0000000-0000001.safetensors")
-        return _count_trained((name, each.shape) for name, each in read_headers(file).items())
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # whoever reads the files says what is wrong with them
-
-
-def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
-    """Return the number of elements in the model's own weights, without adapters."""
-    return sum(math.prod(shape) for name, shape in shapes if kind_of(name) == "weights" and not is_adapter(name))
+_AVERAGING = {"fused_num": 10, "interleave_step": 1000, "fused_algo": "ema"}  # of PmaAdamW, with MindFormers' defaults
 
 
 def save_path(recipe: dict[str, Any]) -> Path:
@@ -377,7 +203,9 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     own = made(checkpoint.path).get("skipped")
     if own is not None and guard_is_on(before):  # what this very checkpoint left out; the file may be an attempt older
         before["plugins"]["spike_guard"] = {**(before["plugins"]["spike_guard"] or {}), "skipped": own}
-    found = differences(before, recipe, checkpoint.step) or replaced(stored.parent, recipe)
+    _refuse_cut_averages(before, recipe, checkpoint)
+    batch = global_batch_of(checkpoint.path)  # the file may be of a later attempt with another one
+    found = differences(before, recipe, checkpoint.step, batch) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
             f"going on from step {checkpoint.step} would repeat some samples and skip others, because the samples' "
@@ -386,14 +214,39 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
         )
 
 
+def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointInfo) -> None:
+    """Raise CheckpointError if an average of PmaAdamW, which `before` has begun, would end at another length in
+    `recipe`.
+
+    Every `fused_num` x `interleave_step` steps the average takes the place of the weights, and begins at zero again.
+    The sum of another number of weights is not their average. MindFormers counts steps of the recipe's own batch.
+    """
+    if any((each.get("optimizer") or {}).get("type") != "PmaAdamW" for each in (before, recipe)):
+        return
+    old, new = (
+        [each["optimizer"].get(key, default) for key, default in _AVERAGING.items()] for each in (before, recipe)
+    )
+    first = checkpoint.step
+    batch = global_batch_of(checkpoint.path) or View(before).global_batch
+    second = int(first * (batch / View(recipe).global_batch))
+    held, taken = first % (old[0] * old[1]) // old[1], second % (new[0] * new[1]) // new[1]
+    if held != taken or (held and old != new):
+        raise CheckpointError(
+            f"{checkpoint.path}: the checkpoint holds a sum of {held:,} of the weights that PmaAdamW averages "
+            f"(optimizer.fused_num {old[0]:,}, interleave_step {old[1]:,}), but the recipe would go on as if these "
+            f"were {taken:,} of {new[0]:,} (interleave_step {new[1]:,}), and replace the weights by something else "
+            "than their average; keep the optimizer's settings and the global batch, or go on from a checkpoint at "
+            "which an average has ended"
+        )
+
+
 def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
     """Return a sentence that says that no steps are left to train after `checkpoint`; return None if steps are left, or
     if this cannot be determined.
     """
     wanted, done = all_steps(recipe), checkpoint.step
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        common = json.loads((checkpoint.path / "common.json").read_text(encoding="utf-8"))
-        done = int(done * (common["global_batch_size"] / View(recipe).global_batch))  # as MindFormers counts them
+    if batch := global_batch_of(checkpoint.path):
+        done = int(done * (batch / View(recipe).global_batch))  # as MindFormers counts them
     if not wanted or done < wanted:
         return None
     return (
@@ -411,47 +264,6 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
     reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
     if reason:
         raise CheckpointError(f"{checkpoint.path}: this is not a complete checkpoint: {reason}; name an older one")
-
-
-def check_load_path(recipe: Recipe) -> None:
-    """Raise CheckpointError if a new run is to begin with the weights of a folder, and the folder does not exist or
-    holds no weights, its experts are in an order that the recipe does not know, or it holds adapters together with the
-    weights of another model.
-    """
-    path = View(recipe).get(("checkpoint", "load_path"))
-    if not isinstance(path, str) or not path or Path(path).is_file():
-        return  # one file is of MindFormers' legacy format
-    try:
-        names = {each.name for each in Path(path).iterdir()}
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint.load_path: {path}: this is not a folder that can be read ({error.strerror}); {_HOW_TO_BEGIN}"
-        ) from None
-    if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
-        raise CheckpointError(
-            f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
-        )
-    refuse_moved(Path(path), View(recipe).keeps_placements)
-    if value_at(recipe, LORA, False) is not False:
-        _refuse_other_base(recipe, loaded_from(Path(path)))
-
-
-def _refuse_other_base(recipe: Recipe, folder: Path) -> None:
-    """Raise CheckpointError if weights that `plugins.lora` freezes are not in `folder`: MindFormers would leave them
-    random, and no training would mend that.
-    """
-    wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder))
-    frozen = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
-    wrong = [
-        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}" if name in held else f"no {name}"
-        for name, shape in frozen.items()
-        if held.get(name) != shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model, of which {LORA} trains "
-            f"only adapters: {_listed(wrong)}; tc3 weights convert makes the right weights from a Hugging Face folder"
-        )
 
 
 def check_save_path(root: Path, resume: bool, force: bool) -> None:
@@ -477,15 +289,35 @@ def clear_save_path(root: Path) -> None:
     renew_tracker(root)  # which may name what is gone
 
 
-def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:
+def take_stock(run_dir: Path, root: Path) -> None:
+    """Put complete saves of ended attempts in their places (`adopt`), and then set aside again what the newest branch
+    of the run in `run_dir` has left behind. Whoever looks for the newest checkpoint calls this first.
+
+    A host that died or was held up while it set a checkpoint aside had taken its name already; `adopt` gives the name
+    back, and the checkpoint would be the newest one. An attempt that saved elsewhere has left nothing behind here.
+    """
+    adopt(root)
+    plans = (attempt.plan for attempt in reversed(read_attempts(run_dir)) if attempt.plan)
+    plan = next((plan for plan in plans if plan.branch and plan.resume), None)
+    if plan is None or plan.resume is None or not (file := recipe_file(run_dir, plan)).exists():
+        return
+    taken = Path(plan.resume)
+    known = iteration(taken) >= 0 or taken.exists()  # else nothing says which step it had
+    if known and real_path(save_path(load_recipe(file))) == real_path(root):
+        leave_behind(root, taken, plan.attempt, unnamed=False)
+
+
+def leave_behind(root: Path, checkpoint: Path, attempt: int, unnamed: bool = True) -> None:
     """Set aside the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on.
 
     Checkpoints of that attempt and of later attempts are not changed, because several nodes may call this function, one
-    of them late.
+    of them late. Checkpoints whose seals name no attempt come from workers that a script or msrun has started; they were
+    saved before `attempt` (`unnamed`), or after it began.
     """
 
     def earlier(folder: Path) -> bool:
-        return number_of(made(folder).get("attempt")) < attempt
+        name = made(folder).get("attempt")
+        return number_of(name) < attempt if name else unnamed
 
     for folder in filter(earlier, later_than(root, checkpoint)):
         if aside := set_aside(folder, earlier):

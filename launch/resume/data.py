@@ -283,19 +283,25 @@ def _training_tokens(prefix: str, share: float) -> int:
     return int(np.sum(lengths[: round(share * len(lengths))], dtype=np.int64))
 
 
-def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
+def differences(before: Recipe, after: Recipe, step: int, batch: int = 0) -> list[str]:
     """Return a text that says why the order of the data in `after` differs from the order in `before`, of which `step`
     steps have been trained.
 
     Each difference states the old and the new value; an empty result means that the run can go on.
+
+    Args:
+        batch: the number of samples of each of these steps; by default the global batch of `before`, which may have
+            changed since.
     """
     found = list(_changed_keys(View(before), View(after)))
+    batch = batch or View(before).global_batch
+    done = View(before).ramp.samples_until(step) if View(before).ramp.stages else step * batch
     return found or [
         *_changed_ramp(View(before), View(after), step),
-        *_cut_steps(View(before), View(after), step),
-        *_changed_windows(View(before), View(after), step),
-        *_changed_skips(before, after, step),
-        *_changed_samples(before, after, step),
+        *_cut_steps(View(before), View(after), step, batch),
+        *_changed_windows(View(before), View(after), step, done),
+        *_changed_skips(before, after, done),
+        *_changed_samples(before, after, done),
     ]
 
 
@@ -381,30 +387,30 @@ def _changed_ramp(before: View, after: View, step: int) -> Iterator[str]:
         yield f"{dotted(RAMP)}: until step {step:,} the samples were {done:,}, would be {would:,}"
 
 
-def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
+def _cut_steps(before: View, after: View, step: int, batch: int) -> Iterator[str]:
     """Yield a message if the trained samples are not a whole number of steps of the new size: MindFormers skips whole
     steps, and would repeat the rest. It rounds their number down, also where its floating-point product is a little
     below the whole number (`training_process` of its base_trainer.py).
     """
     if before.ramp.stages or after.ramp.stages:
         return  # then the size does not change
-    done = step * before.global_batch
+    done = step * batch
     steps, rest = divmod(done, after.global_batch)
-    batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
+    batches = f"the samples of a step were {batch}, would be {after.global_batch}"
     if rest:
         yield f"{batches}, of which the {done:,} trained are not a whole number of steps"
-    elif (skipped := int(step * (before.global_batch / after.global_batch))) != steps:
+    elif (skipped := int(step * (batch / after.global_batch))) != steps:
         yield f"{batches}: MindFormers would skip {skipped:,} of the {steps:,} steps that are trained (it rounds down)"
 
 
-def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
+def _changed_windows(before: View, after: View, step: int, samples: int) -> Iterator[str]:
     """Yield a message if plugins.attention_balance changes inside a window of steps, because a window must be finished
     as it was begun.
     """
     *section, _ = path = (*_BALANCE, "window")
     windows = [view.number(path, 1) for view in (before, after)]
     blocks = [window * view.global_batch for window, view in zip(windows, (before, after), strict=True)]
-    done = reached(before.ramp.samples_until(step), left_out(before.recipe))
+    done = reached(samples, left_out(before.recipe))
     if max(windows) == 1 or not any(done % block for block in blocks):
         return
     sizes = {before.samples, after.samples}
@@ -421,9 +427,8 @@ def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
         yield f"step {step} is within the last window ({dotted(path)} {windows[0]}), which more samples would change"
 
 
-def _changed_skips(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
+def _changed_skips(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
     """Yield a message if plugins.spike_guard leaves other samples out of the steps that are already trained."""
-    done = View(before).ramp.samples_until(step)
     old, new = left_out(before), left_out(after)
     if not same_until(done, old, new):
         was, would = ([list(pair) for pair in pairs] or "none" for pairs in (old, new))
@@ -433,13 +438,13 @@ def _changed_skips(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
         yield f"{batches}, in whose order {dotted(SKIPPED)} counts"
 
 
-def _changed_samples(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
+def _changed_samples(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
     """Yield a message if another number of samples changes how they are shuffled, or where a pass over them ends."""
     views = View(before), View(after)
     passes = [view.number((*RUNNER, "epochs"), 1) for view in views]
     old, new = (view.samples for view in views)
     whole = [view.ramp.samples_until(view.ramp.steps_of(count)) for count, view in zip((old, new), views, strict=True)]
-    if max(passes) > 1 and whole[0] != whole[1] and views[0].ramp.samples_until(step) > min(whole):
+    if max(passes) > 1 and whole[0] != whole[1] and done > min(whole):
         yield f"{dotted((*RUNNER, 'epochs'))} {passes[0]} of {old:,} samples would be {passes[1]} of {new:,}"
     if old == new or not views[1].megatron:
         return

@@ -23,7 +23,7 @@ from launch.agent.loop import Agent
 from launch.agent.part import command_of
 from launch.agent.planning import Job, make_plan, next_number, own_name
 from launch.resume import checkpoints, data
-from launch.resume.checkpoints import check_model
+from launch.resume.model import check_load_path, check_model
 from launch.run import compile_cache, preflight
 from launch.run.effective import FULL_SIZE, Size, checked_recipe, effective_recipe, fitted_to_conversations
 from launch.run.msrun import check_port, optimizer_environment
@@ -32,7 +32,6 @@ from launch.run.summary import TrainingProgress, print_failure, print_summary, s
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
-from plugins.sealed_checkpoint.plan import adopt
 from tools.ranges import Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.mini_strategy import WORKERS
@@ -172,7 +171,7 @@ def train(**given: Any) -> None:
             preflight.clear_run_dir(run_dir)
             checkpoints.clear_save_path(saves)
         if asked.resume == "auto":
-            adopt(saves)
+            checkpoints.take_stock(run_dir, saves)
             data.put_guilty_aside(flat, run_dir, saves)
         cached = asked.cached or asked.restarts > 0 or compile_cache.FOLDER in os.environ
         job = replace(_job(asked, flat, run_dir), cached=cached)
@@ -232,7 +231,7 @@ def checks(
         lambda: None if slots else preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
-        lambda: None if goes_on else checkpoints.check_load_path(recipe),
+        lambda: None if goes_on else check_load_path(recipe),
         lambda: preflight.check_run_dir(run_dir, goes_on, force, saves),
         lambda: checkpoints.check_save_path(saves, goes_on, bool(force)),
         lambda: preflight.check_disk(run_dir),

@@ -27,7 +27,6 @@ import click
 from launch.resume import data
 from launch.resume.checkpoints import (
     check_data_order,
-    check_model,
     check_save_path,
     check_share,
     complete,
@@ -35,6 +34,7 @@ from launch.resume.checkpoints import (
     save_path,
     step_in,
 )
+from launch.resume.model import check_model
 from launch.run.msrun import MASTER, ROOT, on_ascend, optimizer_environment, refuse_other_port, worker_count
 from launch.run.preflight import data_prefixes, held_out
 from launch.workers.cores import binds_itself

@@ -27,11 +27,11 @@ from plugins.expert_balance.record import Moved, Record, append, load_file
 from plugins.expert_balance.routers import Watcher, routers_file
 from plugins.lines import append_line
 from plugins.private_hooks import relies_on
+from plugins.sealed_checkpoint.router_state import MOMENTS
 
 # its place in MindFormers' list is why the callback is a subclass; the router adds up the shares of micro-batches
 relies_on(base_trainer.BaseTrainer.sort_callbacks, "for index, callback_ in enumerate(CALLBACK_HAS_SORT):")
 relies_on(TopKRouter, "self.assign_add(self.expert_load, expert_load_data)")
-_MOMENTS = ("adam_m", "adam_v", "muon_m")
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _moments(states, weight):
     """Return the optimizer's state of a weight. Moments of AdamW with one element, which Muon keeps but never reads,
     are left out.
     """
-    named = [states[name] for moment in _MOMENTS if (name := f"{moment}.{weight.name}") in states]
+    named = [states[name] for moment in MOMENTS if (name := f"{moment}{weight.name}") in states]
     return [state for state in named if state.ndim == weight.ndim]
 
 

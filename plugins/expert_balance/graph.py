@@ -17,7 +17,6 @@ other stages from the ranks at the same position in those stages, so that all ra
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -38,10 +37,10 @@ from plugins.expert_balance.executor import Layer, Slice, from_first, holders, t
 from plugins.expert_balance.settings import KEY
 from plugins.hierarchical_ep.experts import RoutedExperts
 from plugins.private_hooks import relies_on
+from plugins.sealed_checkpoint.router_state import weight_of
 
 # axis 0 of the experts' weights is cut over the EP group, and no other axis is
 relies_on(FFNGroupedGEMM.shard, "layout(inner_dp, mp0),  # w1")
-_MOMENT = re.compile(r"^(adam_[mv]|muon_m)\.")
 _WORD = 4  # bytes
 CALLBACK = "ShardedExpertBalance"
 
@@ -248,7 +247,7 @@ class ShardedExpertBalance(ExpertBalance):
         """Return the slice of a tensor that this rank holds; a moment is cut as its weight is, or
         more finely.
         """
-        mesh, cuts, *_, whole = self.compiled.parameter_layout_dict[_MOMENT.sub("", tensor.name)][:7]
+        mesh, cuts, *_, whole = self.compiled.parameter_layout_dict[weight_of(tensor.name)][:7]
         first = cuts[0] if isinstance(cuts[0], (list, tuple)) else cuts[:1]
         sets = self.first + holders(mesh, first, whole[0] // tensor.shape[0])
         return Slice(tensor, self._among(next(each for each in sets.tolist() if self.rank in each)))

@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -45,14 +45,41 @@ def iteration(folder: Path) -> int:
 
 def iterations(root: Path) -> list[Path]:
     """Return the checkpoint folders (iterations) under `root`, newest first, including incomplete ones."""
-    return sorted(root.glob("iteration_*"), key=iteration, reverse=True)
+    return newest_first(root.glob("iteration_*"))
+
+
+def newest_first(folders: Iterable[Path]) -> list[Path]:
+    """Return the folders of iterations, the one whose run had come furthest first."""
+    come = progress({folder: iteration(folder) for folder in folders})
+    return sorted(come, key=lambda folder: come[folder], reverse=True)
+
+
+def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
+    """Return how far the run of each checkpoint, whose step is given, had come: in steps or, where their global batches
+    differ, in samples. A resume with a larger batch gives later checkpoints smaller numbers, because MindFormers counts
+    steps of the recipe's own batch.
+    """
+    batches = {folder: global_batch_of(folder) for folder in steps}
+    known = {batch for batch in batches.values() if batch}
+    if len(known) < 2:
+        return dict(steps)
+    # one that does not say it has no common.json yet: its save is in progress, or was broken off
+    return {folder: step * (batches[folder] or max(known)) for folder, step in steps.items()}
+
+
+def global_batch_of(folder: Path) -> int:
+    """Return the samples of a step of the run that saved a checkpoint; 0 if the checkpoint does not say it."""
+    try:
+        return int(json.loads((folder / "common.json").read_text(encoding="utf-8"))["global_batch_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def unfinished(root: Path) -> list[Path]:
     """Return the folders of iterations that attempts have begun to save but not yet moved to the checkpoints in `root`,
     newest first.
     """
-    return sorted(root.glob(f"{SAVING}*/iteration_*"), key=iteration, reverse=True)
+    return newest_first(root.glob(f"{SAVING}*/iteration_*"))
 
 
 def saving_folder(root: Path, attempt: str | None) -> Path:
@@ -203,10 +230,16 @@ def adopt(root: Path) -> list[Path]:
         with contextlib.suppress(OSError):  # another one has its name meanwhile
             folder.rename(root / folder.name)
             folder.parent.rmdir()
-    whole = [saved for saved in reversed(unfinished(root)) if _complete(saved) and not _complete(root / saved.name)]
+    whole = [saved for saved in reversed(unfinished(root)) if _complete(saved) and not _is_there(root, saved)]
     adopted = [place for saved in whole if (place := publish(saved, root))]
     renew_tracker(root)
     return adopted
+
+
+def _is_there(root: Path, saved: Path) -> bool:
+    """Return whether a complete checkpoint has the place of `saved`, and is of the same state of the run."""
+    place = root / saved.name
+    return _complete(place) and global_batch_of(place) == global_batch_of(saved)
 
 
 def renew_tracker(root: Path) -> None:
@@ -275,13 +308,11 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
     """
     if not _complete(newest):
         return []
-    own = number_of(attempt)
+    own, order = number_of(attempt), iterations(root)
     older = [
         folder
-        for folder in iterations(root)
-        if iteration(folder) < iteration(newest)
-        and is_sealed(folder)
-        and (attempt is None or number_of(made(folder).get("attempt")) <= own)
+        for folder in (order[order.index(newest) + 1 :] if newest in order else ())
+        if is_sealed(folder) and (attempt is None or number_of(made(folder).get("attempt")) <= own)
     ]
     whole = [folder for folder in older if _complete(folder)]
     gone = [folder for folder in older if folder not in whole[: max(keep, 1) - 1]]
@@ -368,7 +399,7 @@ def newest_of_rank(root: Path, rank: int) -> Path | None:
     A complete checkpoint that is still in the folder of its attempt is returned under the path to which it will be
     moved.
     """
-    for folder in sorted([*iterations(root), *unfinished(root)], key=iteration, reverse=True):
+    for folder in newest_first([*iterations(root), *unfinished(root)]):
         with contextlib.suppress(OSError, ValueError, RefusedError):
             _read_seal(folder, rank)
             return root / folder.name

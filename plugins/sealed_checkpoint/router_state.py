@@ -1,5 +1,5 @@
 """This module adds the routers' biases and the placement of experts to the metadata of a sharded checkpoint, so that a
-resume loads them, and lists Muon's moments for the pipeline stage that holds them.
+resume loads them, and lists every state of an optimizer for the pipeline stage that holds it.
 
 MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads checkpoints by this file
 (`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in this list: every rank saves them, no
@@ -8,13 +8,14 @@ the list either, so after a resume tokens would go to other experts than before.
 all ranks of a stage.
 
 In a pipeline, MindSpore 2.9.0 recognises by the prefixes `adam_m.` and `adam_v.` to which stage the state of the
-optimizer belongs, but does not recognise Muon's prefix `muon_m.`, and so lists Muon's moments for a stage that does not
-hold them. This module lists each of Muon's moments for the stage that holds its weight.
+optimizer belongs, but recognises neither Muon's prefix `muon_m.` nor the prefixes of PmaAdamW's averages and of the fused
+AdamW, and so lists these states for a stage that does not hold them. This module lists each of them for the stage that
+holds its weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from plugins.private_hooks import replace
@@ -22,7 +23,11 @@ from plugins.private_hooks import replace
 # what is not listed -> what is, of the same cell
 STATE = {"expert_bias": "weight", "expert_load": "weight", "placement": "weight1"}
 MUON_MOMENT = "muon_m."
+ADAM, FUSED, LARGEST = ("adam_m.", "adam_v."), ("exp_avg.", "exp_avg_sq."), "max_exp_avg_sq."
+MOMENTS = (*ADAM, *FUSED, LARGEST, MUON_MOMENT)  # before a weight's name: what AdamW and Muon keep of it
+AVERAGES = "pma_weight_"  # before the way of averaging, a full stop and a weight's name: what PmaAdamW keeps, too
 _NO_LAYERS = ("word_embeddings", "output_layer")  # in names of matrices that Muon leaves to AdamW
+_UNPLACED = (*FUSED, LARGEST, AVERAGES)  # states whose stage MindSpore does not know, and Muon's, see `with_muon`
 _OF_WEIGHTS = ("adam_m.", "adam_v.", "accu_grads.")  # before a weight's name
 Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore lists a rank's parameters
 
@@ -48,6 +53,31 @@ def orthogonal(name: str, axes: int) -> bool:
     Source: gpt_model.py of MindFormers 1.9.0, get_muon_filter.
     """
     return axes in (2, 3) and not any(part in name for part in _NO_LAYERS)
+
+
+def weight_of(name: str) -> str:
+    """Return the name of the weight to which a moment or an average belongs; any other name is returned as it is."""
+    return name.partition(".")[2] if name.startswith((*MOMENTS, AVERAGES)) else name
+
+
+def beside_weights(ranks: Mapping[int, Entries], parameters: Iterable[Any]) -> dict[int, Entries]:
+    """Return the metadata of `ranks` with the averages of PMA and the moments of the fused AdamW listed for exactly the
+    ranks that have their weights. MindSpore lays them out as it does the weight.
+    """
+    types = {name: entry[1] for entries in ranks.values() for name, entry in entries.items()}
+    types = {item.name: item.dtype for item in parameters} | types
+    states = [name for name in types if name.startswith(_UNPLACED)]
+    return {rank: _with_states(entries, {name: types[name] for name in states}) for rank, entries in ranks.items()}
+
+
+def _with_states(entries: Entries, states: Mapping[str, Any]) -> Entries:
+    """Return a rank's metadata with those of `states` (name -> type) whose weights the rank has, and no others."""
+    found = {name: entry for name, entry in entries.items() if name not in states or weight_of(name) in entries}
+    for name, dtype in states.items():
+        weight = entries.get(weight_of(name))
+        if weight is not None and name not in found:
+            found[name] = [weight[0], dtype, weight[2]]
+    return found
 
 
 def with_muon(entries: Entries) -> Entries:
@@ -87,6 +117,8 @@ def enable() -> None:
     def added(found: dict[int, Entries] | None, network: Any) -> dict[int, Entries] | None:
         if found and keeps_muon(found.values()):
             found = {rank: with_muon(each) for rank, each in found.items()}
+        if found:
+            found = beside_weights(found, network.get_parameters())
         return found and {rank: add_router_state(each, network.get_parameters()) for rank, each in found.items()}
 
     def all_ranks(network: Any, rank_id: int | None = None) -> dict[int, Entries] | None:

@@ -2,10 +2,10 @@
 knows only its own stage.
 
 Rank 0 writes a checkpoint's metadata.json from MindSpore's layouts of all ranks. With AdamW each rank's optimizer holds
-the weights of all stages before MindSpore cuts the pipeline, so MindSpore knows the layouts of all stages. With Muon,
-MindFormers 1.9.0 leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`), and
-MindSpore then returns only the layouts of the rank's own stage: metadata.json would list only the tensors of stage 0,
-and a resume would not find the other tensors.
+the weights of all stages before MindSpore cuts the pipeline, so MindSpore knows the layouts of all stages. With Muon and
+PmaAdamW, MindFormers 1.9.0 leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`),
+and MindSpore then returns only the layouts of the rank's own stage: metadata.json would list only the tensors of stage
+0, and a resume would not find the other tensors.
 
 The first rank of each stage therefore writes its stage's list into the folder where the checkpoint is being saved, and
 rank 0 reads and removes all of them. Every rank saves into this folder, so all ranks share the folder.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.private_hooks import replace
-from plugins.sealed_checkpoint.router_state import MUON_MOMENT
+from plugins.sealed_checkpoint.router_state import AVERAGES, MUON_MOMENT
 
 Metas = dict[int, dict[str, Any] | None]  # rank -> name -> MindFormers' `ShardedTensor`
 _saving: list[Path] = []  # the folder in which a checkpoint is being saved, once there was one
@@ -57,7 +57,7 @@ def of_all_stages(
 
 
 def enable() -> None:
-    """Make the checkpoints of a pipeline with Muon list the tensors of all stages."""
+    """Make the checkpoints of a pipeline with Muon or PmaAdamW list the tensors of all stages."""
     import mindspore as ms
     from mindformers.core.callback import callback
     from mindformers.tools.utils import get_real_group_size, get_real_rank
@@ -68,7 +68,7 @@ def enable() -> None:
     def get_all_sharded_tensor(network: Any, filter_func: Any = None) -> Metas:
         found = of_own_view(network=network, filter_func=filter_func)
         stages = ms.get_auto_parallel_context("pipeline_stages")
-        if stages == 1 or not any(item.name.startswith(MUON_MOMENT) for item in network.get_parameters()):
+        if stages == 1 or not any(item.name.startswith((MUON_MOMENT, AVERAGES)) for item in network.get_parameters()):
             return found
 
         def wait() -> None:

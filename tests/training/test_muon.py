@@ -46,7 +46,7 @@ def state(run_dir, step):
 
 def expected(name, before, after, step, rate, parts, muon):
     """A weight after a step, by the reference: from the state before it and the gradient that the moments tell."""
-    held = moments_of("Muon", name, before[name].ndim)
+    held = moments_of({"type": "Muon"}, name, before[name].ndim)
     old, new = ([side[each] for each in held] for side in (before, after))
     if not orthogonal(name, before[name].ndim):
         return adamw(before[name], old, (new[0] - muon.adamw_betas[0] * old[0]) / (1 - muon.adamw_betas[0]), rate,
@@ -162,6 +162,6 @@ def _same_moments(known, found):
     """The names of the weights, of which both sides have the same moments."""
     names = [name for name in found if f"muon_m.{name}" in found or f"adam_m.{name}" in found]
     for name in names:
-        for each in moments_of("Muon", name, known[name].ndim):
+        for each in moments_of({"type": "Muon"}, name, known[name].ndim):
             assert found[each] == pytest.approx(known[each], abs=2e-5 * np.abs(known[each]).max()), each
     return names

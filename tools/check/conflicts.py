@@ -14,7 +14,7 @@ from plugins.cpu_backend.plan import refused_dtype
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from plugins.pipeline_layout import fewest_to_fill
 from plugins.yarn import plan as yarn
-from tools.check.muon import check_muon
+from tools.check.muon import check_averages, check_muon
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -49,6 +49,8 @@ def check_conflicts(view: View, built: Built, found: Findings) -> None:
     _trainer(view, found)
     if view.get(("optimizer", "type")) == "Muon":
         check_muon(view, built, found)
+    if view.get(("optimizer", "type")) == "PmaAdamW":
+        check_averages(view, found)
     if view.on_cpu:
         _on_cpu(view, built, found)
 

@@ -1,7 +1,8 @@
-"""This module checks settings that cannot be combined with the optimizer Muon."""
+"""This module checks settings that cannot be combined with the optimizers Muon and PmaAdamW."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from plugins.errors import RecipeError
@@ -16,6 +17,7 @@ from tools.schema.converter import Built
 
 _KIND = ("optimizer", "type")
 _SHARDED = ("parallel", "enable_parallel_optimizer")
+_WHOLE = 0.999  # of the weights, in an average of equal ones
 _SHARDS = ("parallel", "parallel_optimizer_config")
 
 
@@ -57,6 +59,27 @@ def check_muon(view: View, built: Built, found: Findings) -> None:
     elif not view.flag(("use_parallel",)):
         wrong = "Muon needs communication groups even on one device, and MindSpore makes none without use_parallel"
         found.error(_KIND, wrong, "write AdamW, or set use_parallel: True")
+
+
+def check_averages(view: View, found: Findings) -> None:
+    """Report averages of PmaAdamW that would shrink the weights, which they replace every `fused_num` times.
+
+    MindFormers begins an exponential average at zero and does not correct it: n equal weights have the average
+    1 - (1 - ema_alpha)^n of them.
+    """
+    defaults = {"fused_algo": "ema", "ema_alpha": 0.2, "fused_num": 10}
+    algorithm, alpha, count = (view.get(("optimizer", key), default) for key, default in defaults.items())
+    if algorithm != "ema" or type(alpha) is not float or type(count) is not int or not 0 < alpha < 1 or count < 1:
+        return  # an average of all alike (sma), or values that the schema refuses
+    share = 1 - (1 - alpha) ** count
+    if share < _WHOLE:
+        wrong = (
+            f"the average begins at zero, so that it is {share:.1%} of {count:,} equal weights (ema_alpha {alpha:g}), "
+            "and takes their place"
+        )
+        least = math.ceil(math.log(1 - _WHOLE) / math.log(1 - alpha))
+        right = f"write fused_algo: sma, or fused_num: {least:,} or more"
+        found.error(("optimizer", "fused_num"), wrong, right, rule="pma_begins")
 
 
 def _muon_shards(view: View, found: Findings) -> None:

@@ -51,7 +51,7 @@ def scan_checkpoints(
         attempt has not put in their place (`plan.adopt` does) are skipped, too.
     """
     skipped: list[tuple[Path, str]] = []
-    for folder in sorted([*iterations(root), *unfinished(root)], key=iteration, reverse=True):
+    for folder in plan.newest_first([*iterations(root), *unfinished(root)]):
         reason = unfit(folder, iteration(folder)) or plan.fault(folder, checksums=folder.parent == root)
         if folder.parent != root:
             reason = reason or "complete, and not in its place yet"
@@ -97,9 +97,12 @@ def later_than(root: Path, taken: Path) -> list[Path]:
     checkpoints under `root`, because they belong to another run. If the folder of `taken` was renamed, the step is read
     from its files.
     """
-    own, number = real_path(taken).parent == real_path(root), iteration(taken)
+    number, others = iteration(taken), iterations(root)
     step = saved_step(taken) if number < 0 else number
-    return [folder for folder in iterations(root) if not own or step is None or iteration(folder) > step]
+    if step is None or real_path(taken).parent != real_path(root):
+        return others
+    come = plan.progress({folder: iteration(folder) for folder in others} | {taken: step})
+    return [folder for folder in others if come[folder] > come[taken]]
 
 
 def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -> Path | None:

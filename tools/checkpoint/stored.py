@@ -35,7 +35,15 @@ from safetensors import SafetensorError, safe_open
 
 from plugins.errors import CheckpointError, not_json
 from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
-from plugins.sealed_checkpoint.router_state import MUON_MOMENT, orthogonal
+from plugins.sealed_checkpoint.router_state import (
+    ADAM,
+    AVERAGES,
+    FUSED,
+    LARGEST,
+    MOMENTS,
+    MUON_MOMENT,
+    orthogonal,
+)
 from tools.checkpoint.tensor_files import Header, read_headers
 
 PLACEMENT = "placement"  # how names of placements end
@@ -44,8 +52,7 @@ METADATA = "metadata.json"
 BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them, and never saves them
 Kind = Literal["weights", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
-ADAM = ("adam_m.", "adam_v.")  # before a weight's name: what AdamW keeps of it
-MUON = (MUON_MOMENT,)  # what Muon keeps of a matrix of a layer; of other weights it keeps what AdamW does
+OPTIMIZERS = ("AdamW", "PmaAdamW", "Muon")  # those whose state is known by name
 # how names of trained parameters end; others count, or balance
 _TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias", *CONNECTIONS)
 # types that the safetensors package does not read into NumPy: of DeepSeek-V3's published weights
@@ -54,7 +61,8 @@ _EIGHT_BITS: dict[str, Any] = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
 _UNREAD = ("F8_E8M0",)  # neither the safetensors package nor the installed ml_dtypes has it
-_OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", *MUON, BUFFERS)  # of names that end with a parameter's name
+# of names that end with a parameter's name; "exp_avg" also begins the names of CAME's states
+_OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", *MOMENTS, AVERAGES, BUFFERS)
 
 
 @dataclass(frozen=True)
@@ -336,11 +344,24 @@ def kind_of(name: str) -> Kind:
     return "weights" if name.rsplit(".", 1)[-1] in _TRAINED_ENDINGS else "other"
 
 
-def moments_of(optimizer: str, name: str, axes: int) -> tuple[str, ...]:
-    """Return the names of the tensors that an optimizer ("AdamW" or "Muon") keeps for a weight with `axes` dimensions;
-    each of these tensors has the weight's shape.
+def moments_of(optimizer: Mapping[str, Any], name: str, axes: int) -> tuple[str, ...]:
+    """Return the names of the tensors that an optimizer keeps for a weight with `axes` dimensions; each of these
+    tensors has the weight's shape.
+
+    Muon keeps one moment of a matrix of a layer, and of other weights what AdamW does. PmaAdamW keeps an average, too.
+    Source: core/optim of MindFormers 1.9.0.
+
+    Args:
+        optimizer: the recipe's section `optimizer`, whose type is one of `OPTIMIZERS`.
     """
-    return tuple(prefix + name for prefix in (MUON if optimizer == "Muon" and orthogonal(name, axes) else ADAM))
+    kind = optimizer.get("type")
+    if kind == "Muon":
+        return tuple(prefix + name for prefix in ((MUON_MOMENT,) if orthogonal(name, axes) else ADAM))
+    fused = bool(optimizer.get("use_fused"))
+    prefixes = [*(FUSED if fused else ADAM), *[LARGEST] * bool(fused and optimizer.get("amsgrad"))]
+    if kind == "PmaAdamW":
+        prefixes.append(f"{AVERAGES}{optimizer.get('fused_algo') or 'ema'}.")
+    return tuple(prefix + name for prefix in prefixes)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from plugins.errors import ClusterError
-from tools.checkpoint.stored import ADAM, MUON
+from plugins.sealed_checkpoint.router_state import ADAM, MUON_MOMENT
 from tools.dryrun.collectives import attributes_of, generated_groups, name_ranks
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
 from tools.dryrun.scale import SCALED, Numbers, Scale, number_of
@@ -48,7 +48,7 @@ _KEY = re.compile(r"ref_key=([^,>]+)")
 _RECEIVED = "received from rank "
 _CHECKED = "MatMul"  # what makes it is judged elsewhere
 _CONSTANT = "a constant"
-_MOMENTS = (*ADAM[:1], *MUON)  # before a weight's name: what an optimizer keeps that is linear in the gradient
+_MOMENTS = (ADAM[0], MUON_MOMENT)  # before a weight's name: what an optimizer keeps that is linear in the gradient
 _SUMMED = "accu_grads."
 # the size of every group without devices; MindSpore asks for it where the optimizer shards over only some of the copies
 NO_SIZE = 2048
@@ -200,7 +200,7 @@ class _Walk:
                 into |= self.value(graph, arguments_of(node.head)[1], ())
             moment = f"parameter {prefix}{name}"
             decays = {way.scale.by for way in into if way.start == moment}
-            known = Scale(1.0 if prefix in MUON else 1 - min(decays)) if len(decays) == 1 else None
+            known = Scale(1.0 if prefix == MUON_MOMENT else 1 - min(decays)) if len(decays) == 1 else None
             taken = known or Scale(unread="the optimizer's update")
             found |= {way._replace(scale=way.scale.over(taken)) for way in into if way.start not in ("", moment)}
         return frozenset(found)

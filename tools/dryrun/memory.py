@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from plugins.sealed_checkpoint.router_state import AVERAGES, MOMENTS
 from tools.dryrun.graph_text import Pass, most_saved, waiting
 from tools.estimate.configuration import Configuration
 from tools.estimate.loads import Loads
@@ -52,8 +53,7 @@ HCCL_BUFFSIZE = 200 << 20  # bytes, unless that variable is set; a communicator 
 WEIGHT, STATE, ACCUMULATED = "weight", "state", "accumulated"
 _PARTS = {WEIGHT: "weights", STATE: "state", ACCUMULATED: "accumulated"}  # of `Memory`
 _PREFIXES = {"accu_grads": ACCUMULATED}  # of the weight's name, in MindFormers' wrapper and optimizers
-_PREFIXES |= dict.fromkeys(("adam_m", "adam_v", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "muon_m"), STATE)
-_AVERAGES = "pma_weight_"  # and the way of averaging
+_PREFIXES |= dict.fromkeys((moment.removesuffix(".") for moment in MOMENTS), STATE)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def on_host(step: Any) -> set[str]:
 def kind_of(name: str) -> str:
     """Return the kind of a training step's parameter, by its name."""
     prefix = name.partition(".")[0]
-    return STATE if prefix.startswith(_AVERAGES) else _PREFIXES.get(prefix, WEIGHT)
+    return STATE if prefix.startswith(AVERAGES) else _PREFIXES.get(prefix, WEIGHT)
 
 
 def total(held: Iterable[Held], kind: str) -> int:

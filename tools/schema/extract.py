@@ -36,6 +36,7 @@ _MLA = "mindformers/parallel_core/training_graph/transformer/multi_latent_attent
 _ATTENTION = "mindformers/parallel_core/training_graph/transformer/attention.py"
 _TRAINER = "mindformers/trainer/base_trainer.py"
 _MUON = "mindformers/core/optim/muon.py"
+_PMA = "mindformers/core/optim/pma_adamw.py"
 _GPT = "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py"
 _FRONTEND = "mindspore/lib/libmindspore_frontend.so"
 _AUTO = "mindspore/parallel/_auto_parallel_context.py"
@@ -124,6 +125,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "relocation": (_MOE + "ffn.py", "if self.config.print_expert_load or self.config.enable_expert_relocation:"),
     "relocation_order": (_MOE + "moe_layer.py", "new_local_expert_sorted_indices = np.argsort("),
     "relocation_adamw": (_TRAINER, 'if config.optimizer.type != "AdamW":'),
+    "pma_begins": (_PMA, "ema_alpha * return_param"),
     "muon_latent": (_MUON, "if not config.multi_latent_attention:"),
     "muon_parts": (_GPT, "*self_attention.linear_q_up_proj.weight*"),
     "muon_threshold": (_GPT, "real_op_size, weight_sharded_size = compute_repeat_num_and_model_parallel_size("),

@@ -10,7 +10,7 @@ matrix groups x ep, and the optimizer's shards are parts of a tensor-parallel sl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -30,7 +30,7 @@ from tools.layout.resolve import resolve
 from tools.model import ENDS, Weight, weights, with_adapters
 from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import MODEL, PARALLEL, View
 
 # Where the slices of a tensor lie: by rank in general, and by a matrix of devices as MindSpore says it.
 
@@ -212,6 +212,7 @@ def target_of(recipe: Recipe) -> Target:
     for stage in range(config.pp):
         for name, weight in _held(config, stage):
             placed[name] = Placed(_shape(weight), Layout(*_cut(weight, config), stage * ranks))
+    _refuse_uneven(resolved, config, placed)
     states = {}
     for name, item in placed.items():
         cell, _, last = name.rpartition(".")
@@ -220,11 +221,22 @@ def target_of(recipe: Recipe) -> Target:
     return Target(placed, states, config.devices, ranks)
 
 
+def _refuse_uneven(recipe: Recipe, config: Configuration, placed: Mapping[str, Placed]) -> None:
+    """Raise RecipeError if a layout, which no run would have, does not cut the weights into equal parts."""
+    if config.model.experts and config.model.experts % config.ep:
+        wrong = f"{config.model.experts} experts cannot be divided over {config.ep} ranks"
+        raise refusal(recipe, (*PARALLEL, "expert_parallel"), f"{wrong}; write a divisor of the number of experts")
+    for name, item in placed.items():
+        if any(length % count for length, count in zip(item.shape, item.layout.cuts, strict=True)):
+            wrong = f"{name} {list(item.shape)} cannot be cut into {list(item.layout.cuts)} equal parts"
+            raise refusal(recipe, (*PARALLEL, "model_parallel"), f"{wrong}; write a divisor of the model's sizes")
+
+
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
     """Return the type and layout of each tensor that a run of a recipe would save, by name. Weights and moments are
     saved in fp32. Weights that stay frozen because the run trains adapters have no moments.
     """
-    target, optimizer = target_of(recipe), str((recipe.get("optimizer") or {}).get("type"))
+    target, optimizer = target_of(recipe), recipe.get("optimizer") or {}
     adapters = any(map(is_adapter, target.weights))
     found: dict[str, tuple[str, Placed]] = {}
     for name, item in target.weights.items():

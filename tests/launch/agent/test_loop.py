@@ -26,6 +26,7 @@ from launch.run.msrun import ROOT
 from plugins.errors import CheckpointError, TC3Error
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.agent.clock import Clock
+from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.load import load_recipe
 from tools.runs.attempts import Plan, Verdict, folder_of, read_attempts, write
 
@@ -317,3 +318,18 @@ def test_a_mistake_beside_the_workers_ends_them_and_is_not_hidden(tmp_path, monk
     with pytest.raises(ZeroDivisionError):
         Agent(job(tmp_path, 1, show=lambda: nullcontext(show))).run(0)
     assert not left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "progress"), [(52, 16, True), (50, 16, False), (48, 16, False), (101, 8, True)]
+)
+def test_a_save_after_a_larger_batch_is_progress_although_its_number_is_smaller(tmp_path, step, batch, progress):
+    """The attempt began from step 100 of 8 samples; a failure after a save counted as one that had saved nothing."""
+    folders = {}
+    for number, size in ((100, 8), (step, batch)):
+        folders[number] = tmp_path / f"iteration_{number:08d}"
+        folders[number].mkdir()
+        (folders[number] / "common.json").write_text(json.dumps({"global_batch_size": size}))
+    plan = Plan(1, 0.0, ["here"], 1, "here", 1, resume=str(folders[100]), step=100)
+    assert (loop._saved(plan, CheckpointInfo(folders[step], step)) > plan.step) == progress
+    assert loop._saved(replace(plan, resume=None, step=0), CheckpointInfo(folders[step], step)) == step

@@ -1,5 +1,6 @@
 """These tests check which hosts take part in the next attempt."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ from launch.resume import data
 from launch.train import build_config
 from plugins.errors import CheckpointError
 from plugins.lines import ATTEMPT
-from plugins.sealed_checkpoint.plan import TRACKER, fault, made, write_seal
+from plugins.sealed_checkpoint.plan import TRACKER, fault, iteration, iterations, made, write_seal
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
+from tests.crashes import deaths, meetings
 from tests.launch.agent.ends import A, B, attempt, end, judge, told
 from tools.recipe.load import Recipe, load_recipe
 from tools.runs.attempts import Verdict, folder_of, recipe_file, write
@@ -236,6 +238,58 @@ def test_a_branch_leaves_behind_what_was_saved_before_it_and_nothing_of_its_own(
     own = run.save(branch, 16)
     follow(replace(a.job, host=B), branch)  # who was held up
     assert own.exists()
+
+
+@pytest.fixture
+def branched(run, tmp_path):
+    """An agent, and the plan of a branch that goes on from step 8 and leaves steps 12 and 16 behind; nobody follows it
+    yet. `fresh()` brings this state back, `sound(where)` checks what the attempt after it goes on from.
+    """
+    a, b = run.agent(A), run.agent(B)
+    first = run.plan(a, 0)
+    named, *_ = (run.save(first, step) for step in (8, 12, 16))
+    run.fail(first, "signal")
+    branch = replace(run.plan(a, 1, follows=()), resume=str(named), step=8, branch=True)
+    write(folder_of(run.folder, 1) / "plan.json", branch)
+    shutil.copytree(run.folder, tmp_path / "kept")
+
+    def fresh():
+        shutil.rmtree(run.folder)
+        shutil.copytree(tmp_path / "kept", run.folder)
+        return run.folder
+
+    def sound(where):
+        run.fail(branch, "signal")
+        after = run.plan(b, 2, follows=(B,))
+        assert (after.step, after.resume) == (8, str(named)), where
+        assert [folder.name for folder in iterations(run.saves)] == [named.name], where
+        assert len(list(run.saves.rglob("seal_rank_1.json"))) == 3, where
+        assert (run.saves / TRACKER).read_text() == "8", where
+
+    return SimpleNamespace(a=a, b=b, branch=branch, fresh=fresh, sound=sound)
+
+
+def test_no_attempt_goes_on_from_what_a_host_was_leaving_behind_when_it_died(branched):
+    """Its name was taken, and `adopt` of the next attempt gave it back: the run went on from the branch it had left."""
+    met = 0
+    for _, where in deaths(lambda _: follow(branched.a.job, branched.branch), branched.fresh):
+        branched.sound(where)
+        met += 1
+    assert met > 12
+
+
+def test_no_attempt_goes_on_from_what_a_host_is_leaving_behind_that_was_held_up(branched):
+    """Another host plans the next attempt between any two of its operations; it goes on afterwards."""
+    met = 0
+
+    def planned(_):
+        branched.sound("meanwhile")
+
+    for _, results, where in meetings(lambda _: follow(branched.a.job, branched.branch), planned, branched.fresh):
+        assert not any(isinstance(each, Exception) for each in results.values()), (where, results)
+        assert [iteration(folder) for folder in iterations(branched.a.job.saves)] == [8], where
+        met += "other" in results
+    assert met > 12
 
 
 def test_checkpoints_of_before_seals_said_what_they_leave_out_are_judged_by_the_recipe(run):

@@ -5,6 +5,8 @@ a stand-in replaces msrun.
 import fcntl
 import json
 import os
+from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -12,15 +14,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from launch.agent import planning
-from launch.resume import checkpoints
-from launch.resume.checkpoints import check_load_path, check_model, weights_in
+from launch.resume import checkpoints, model
+from launch.resume.model import check_load_path, check_model, weights_in, weights_of
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import TRACKER, seal_file, write_seal
+from plugins.sealed_checkpoint.plan import TRACKER, seal_file, write_refusal, write_seal
 from tests.launch.resume.conftest import TOY
 from tests.tools.checkpoint.saved import Saved, numbered, of_two_ranks
 from tests.tools.checkpoint.test_stored import saved
 from tests.training.runs import ROOT, TINY_DP2
-from tools.recipe.load import load_recipe
+from tools.checkpoint.scan import CheckpointInfo
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 
 SHAPES = {
@@ -140,7 +143,82 @@ def test_moments_that_are_not_there_are_refused_not_begun_anew(whole, recipe):
         CheckpointError, match=r"are missing or have another shape: no adam_v\.embedding.*more tensors.*no_save_"
     ):
         check_model(recipe, whole)
-    check_model(apply_overrides(recipe, ["optimizer.type=PmaAdamW"]), whole)
+    check_model(apply_overrides(recipe, ["optimizer.type=Came"]), whole)
+
+
+STATES = {  # as MindFormers' classes of optimizers name their parameters
+    "AdamW": ({"type": "AdamW"}, ["adam_m", "adam_v"]),
+    "fused": ({"type": "AdamW", "use_fused": True}, ["exp_avg", "exp_avg_sq"]),
+    "amsgrad": ({"type": "AdamW", "use_fused": True, "amsgrad": True}, ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+    "PMA": ({"type": "PmaAdamW"}, ["adam_m", "adam_v", "pma_weight_ema"]),
+    "PMA, sma": ({"type": "PmaAdamW", "fused_algo": "sma"}, ["adam_m", "adam_v", "pma_weight_sma"]),
+    "PMA, fused": ({"type": "PmaAdamW", "use_fused": True}, ["exp_avg", "exp_avg_sq", "pma_weight_ema"]),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_each_optimizer_goes_on_with_its_own_state_only(tmp_path, recipe, kind):
+    """The fused AdamW was refused as one without moments, PMA's averages as weights of another model."""
+    optimizer, states = STATES[kind]
+    folder = of_two_ranks(tmp_path / "iteration_00000004", recipe, states)
+    check_model({**recipe, "optimizer": optimizer}, folder)
+    assert weights_in(folder) == weights_of(recipe)
+    for other, names in STATES.values():
+        if lost := [name for name in names if name not in states]:
+            with pytest.raises(CheckpointError, match=rf"moments .* are missing .*: no {lost[0]}\.embedding"):
+                check_model({**recipe, "optimizer": other}, folder)
+
+
+def test_the_states_are_those_of_mindformers():
+    from mindformers.core.optim import AdamW, PmaAdamW
+    from mindspore import Parameter, Tensor
+
+    classes = {"AdamW": AdamW, "PmaAdamW": PmaAdamW}
+    for optimizer, states in STATES.values():
+        options = {key: value for key, value in optimizer.items() if key != "type"}
+        made = classes[optimizer["type"]]([Parameter(Tensor(np.zeros(3, np.float32)), name="a.weight")], **options)
+        held = {item.name for item in made.get_parameters() if item.name.endswith(".a.weight")}
+        assert held == {f"{state}.a.weight" for state in states}
+
+
+def averaging(batch, fused_num, interleave, algo="sma"):
+    recipe = {"optimizer": {"type": "PmaAdamW", "fused_num": fused_num, "interleave_step": interleave}}
+    recipe["optimizer"]["fused_algo"] = algo
+    return Recipe({**recipe, "runner_config": {"batch_size": batch}})
+
+
+def replaced_by(recipe, step, average, until):
+    """The average at `until`, and what takes the place of weights of 1 after `step`: pma_adamw.py of MindFormers."""
+    fused_num, interleave, algo = list(recipe["optimizer"].values())[1:]
+    taken = []
+    for number in range(step + 1, until + 1):
+        if number % interleave == 0:
+            average = average + 1 if algo == "sma" else 0.8 * average + 0.2
+        if number % (fused_num * interleave) == 0:
+            taken.append(average / fused_num if algo == "sma" else average)
+            average = 0
+    return average, taken
+
+
+def test_an_average_of_weights_that_a_resume_would_cut_short_is_refused():
+    """With another global batch MindFormers counts the steps anew: half a sum became the weights."""
+    settings = [(batch, *each) for batch in (2, 4) for each in ((2, 2, "sma"), (3, 2, "sma"), (3, 2, "ema"))]
+    outcomes = set()
+    for old, new in product(settings, repeat=2):
+        before, after = averaging(*old), averaging(*new)
+        whole = replaced_by(after, 0, 0, 12)[1][0]
+        for step in range(2, 26, 2):
+            average, _ = replaced_by(before, 0, 0, step)
+            right = set(replaced_by(after, step * old[0] // new[0], average, 60)[1]) == {whole}
+            try:
+                checkpoints._refuse_cut_averages(before, after, CheckpointInfo(Path("c"), step))
+                refused = False
+            except CheckpointError:
+                refused = True
+            assert refused or right, (old, new, step)
+            assert not (refused and right and old[1:] == new[1:]), (old, new, step)
+            outcomes.add((refused, right))
+    assert outcomes >= {(True, False), (False, True)}
 
 
 def test_biases_that_mindformers_will_not_load_are_said(whole, recipe, capsys):
@@ -170,7 +248,7 @@ def test_a_model_of_unknown_names_is_told_by_its_number_of_weights(tmp_path, mon
         CheckpointError, match=r"of another model: decoder\.layers\.0\.mlp\.linear_fc1\.weight is \[64, 8\]"
     ):
         check_model(recipe, folder)
-    monkeypatch.setattr(checkpoints, "_shapes_of", lambda recipe: None)
+    monkeypatch.setattr(model, "_shapes_of", lambda recipe: None)
     with pytest.raises(CheckpointError, match=r"holds 1,088 weights, but the recipe's model has [\d,]+: this is"):
         check_model(recipe, folder)
 
@@ -214,7 +292,29 @@ def test_adapters_are_not_trained_beside_weights_of_another_model(whole, recipe)
         CheckpointError, match=r"embeddings\.weight is \[512, 128\], the recipe's model has \[512, 256\]"
     ):
         check_load_path(lora)
-    check_load_path({**lora, "plugins": {}})
+    with pytest.raises(CheckpointError, match=r"weights of the recipe's model: embedding\.\S+ is \[512, 128\], the"):
+        check_load_path(apply_overrides({**lora, "plugins": {}}, []))
+
+
+def test_a_new_run_says_which_weights_begin_anew_and_begins_with_no_other_models(whole, recipe, capsys):
+    begun = apply_overrides(recipe, [f"checkpoint.load_path={whole}"])
+    check_load_path(begun)
+    assert capsys.readouterr().err == ""
+    check_load_path(apply_overrides(begun, ["model.model_config.num_hidden_layers=3"]))
+    said = capsys.readouterr().err
+    assert f"{whole}: no decoder.layers.2.input_layernorm.weight; no" in said and "; and 11 more tensors, which" in said
+    with pytest.raises(CheckpointError, match=r"is \[2048, 128\], the recipe's model has \[4096, 128\]"):
+        check_load_path(apply_overrides(begun, ["model.model_config.n_routed_experts=32"]))
+    for rank in range(2):
+        write_seal(whole, rank, 2, 4)
+    check_load_path(begun)
+    write_refusal(whole, 1, "a weight is NaN")
+    with pytest.raises(CheckpointError, match=r"load_path: .*: this is not a complete checkpoint: a weight is NaN"):
+        check_load_path(begun)
+    (whole / SECOND).unlink()
+    (whole / "seal_rank_0.json").unlink(), (whole / "seal_rank_1.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{SECOND}: the file does not hold .*; the file is not there"):
+        check_load_path(begun)
 
 
 def test_a_new_run_does_not_save_beside_a_save_of_another_run_that_is_not_in_its_place_yet(tmp_path, whole):

@@ -219,6 +219,16 @@ def test_a_number_of_steps_that_mindformers_rounds_down_is_refused():
     assert differences(recipe(["a"], 100, batch=56), recipe(["a"], 140, batch=40), 40) == []
 
 
+@pytest.mark.usefixtures("corpora")
+def test_steps_of_a_checkpoint_have_the_batch_with_which_it_was_saved():
+    """The run went on with four samples a step, and ended before it saved: its recipe is not that of the checkpoint."""
+    recipes = {batch: recipe(["a"], 240 // batch, batch=batch) for batch in (1, 2, 3, 4, 6, 8, 12)}
+    whole = [batch for batch, after in recipes.items() if not differences(recipes[4], after, 2, 6)]
+    assert whole == [batch for batch in recipes if 2 * 6 % batch == 0] == [1, 2, 3, 4, 6, 12]
+    (said,) = differences(recipes[4], recipes[8], 2, 6)
+    assert said == "the samples of a step were 6, would be 8, of which the 12 trained are not a whole number of steps"
+
+
 def windows(size, steps=20, batch=4, **cost):
     return Recipe(recipe(steps=steps, batch=batch) | {"plugins": {"attention_balance": {"window": size, **cost}}})
 

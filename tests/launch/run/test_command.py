@@ -287,7 +287,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, 
     folder = checkpoint.write()
     (folder / "common.json").write_text("{}")
     for wanted, code in ((8, 0), (9, 2)):
-        monkeypatch.setattr("launch.resume.checkpoints.weights_of", lambda recipe, wanted=wanted: wanted)
+        monkeypatch.setattr("launch.resume.model.weights_of", lambda recipe, wanted=wanted: wanted)
         found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
         assert found == code, err
     assert (

@@ -13,6 +13,7 @@ import pytest
 from mindspore import Tensor
 
 from plugins.errors import ClusterError
+from plugins.expert_balance import callback as callbacks
 from plugins.expert_balance import executor, graph
 from plugins.expert_balance.callback import Alone, Experts
 from plugins.expert_balance.graph import CollectiveRanks, ShardedExpertBalance
@@ -148,7 +149,17 @@ def test_whom_a_rank_of_two_stages_of_two_groups_of_two_exchanges_with(
     layout = ((2, 2), (0, -1), None, None, None, "", (64, 8))
     ours.compiled = SimpleNamespace(parameter_layout_dict={"layer.w1": layout})
     assert ours._slice(SimpleNamespace(name="layer.w1", shape=(32, 8))).ranks == group
-    assert ours._slice(SimpleNamespace(name="adam_m.layer.w1", shape=(16, 8))).ranks == all_copies
+    for moment in ("adam_m", "muon_m", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        assert ours._slice(SimpleNamespace(name=f"{moment}.layer.w1", shape=(16, 8))).ranks == all_copies
+
+
+@pytest.mark.parametrize("states", [["adam_m", "adam_v"], ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"], ["muon_m"]])
+def test_experts_take_all_moments_of_their_optimizer_along(states):
+    """Those of the fused AdamW stayed where they were: experts trained on with the moments of others."""
+    weight = SimpleNamespace(name="layer.w1", ndim=2)
+    held = {f"{state}.layer.w1": SimpleNamespace(ndim=2) for state in states}
+    others = {"adam_m.layer.w2": SimpleNamespace(ndim=2), "adam_v.layer.w1": SimpleNamespace(ndim=1)}
+    assert callbacks._moments({**others, **held}, weight) == list(held.values())
 
 
 @pytest.mark.slow

@@ -80,6 +80,27 @@ def test_keys_of_adamw_and_numbers_that_make_no_sense_are_named(key, value, word
     assert path.startswith(f"optimizer.{key}") and words in str(finding), finding
 
 
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, "89.3%"),
+        ({"fused_num": 4}, "59.0%"),
+        ({"fused_num": 30}, "99.9%"),
+        ({"fused_num": 31}, None),
+        ({"fused_algo": "sma", "fused_num": 4}, None),
+        ({"ema_alpha": 0.9, "fused_num": 3}, None),
+    ],
+)
+def test_an_average_that_begins_at_zero_does_not_take_the_place_of_weights(settings, share):
+    """Weights of a run with the default alpha and fused_num 4 had 0.59 of their norm after step 4."""
+    found = findings(change(MINI, (("optimizer",), {**MINI["optimizer"], "type": "PmaAdamW", **settings})))
+    finding = found.get("optimizer.fused_num")
+    assert (finding is None) == (share is None), found
+    if finding:
+        assert f"it is {share} of" in finding.wrong and "fused_num: 31 or more" in finding.right
+        assert "pma_adamw.py:66" in finding.source
+
+
 def test_muon_needs_a_sharded_graph_on_cpu():
     assert "only" not in str(findings(MINI).get("optimizer.type"))
     assert "bfloat16" in findings(put(MINI, ("optimizer",), MUON))["optimizer.type"].wrong

@@ -54,9 +54,9 @@ def numbered(*shape):
     return np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
 
 
-def of_two_ranks(folder, recipe):
+def of_two_ranks(folder, recipe, states=("adam_m", "adam_v")):
     """Write what two ranks save of a recipe's model, without seals and with all values zero: experts are cut in two,
-    all other tensors are copied.
+    all other tensors are copied. The optimizer keeps `states` of each weight.
     """
     checkpoint = Saved(folder, 2)
     for each in table(sizes_of(convert(View(recipe), load_schema()).fields, bias_updated=False)):
@@ -64,7 +64,7 @@ def of_two_ranks(folder, recipe):
         cuts = (1 + cut, *(1,) * (len(each.shape) - 1))
         ranks = [[0], [1]] if cut else [[0, 1]]
         checkpoint.put(each.mindformers, np.zeros(each.shape, np.float32), cuts, ranks)
-        for prefix in ("adam_m", "adam_v") if each.trained else ():
+        for prefix in states if each.trained else ():
             moment = f"{prefix}.{each.mindformers}"
             checkpoint.put(moment, np.zeros(each.shape, np.float32), cuts, ranks, kind="opt")
     checkpoint.put("global_step", np.zeros(1, np.int32), (1,), [[0, 1]], kind="opt")

@@ -3,17 +3,29 @@
 import hashlib
 import json
 import shutil
+import tempfile
 from itertools import count
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as whole
 
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import REFUSED, adopt, remove_old, write_refusal, write_seal
+from plugins.sealed_checkpoint.plan import (
+    REFUSED,
+    TRACKER,
+    adopt,
+    global_batch_of,
+    publish,
+    remove_old,
+    saving_folder,
+    write_refusal,
+    write_seal,
+)
 from tests.crashes import deaths
 from tools.checkpoint.scan import is_sealed, later_than, scan_checkpoints, set_aside
 from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
@@ -63,6 +75,51 @@ def test_what_is_left_behind_is_what_comes_after_or_all_of_another_run(tmp_path)
     assert later_than(tmp_path / "own", save(tmp_path / "else", 50)) == [third, second, first]
     renamed = second.rename(second.with_name(f"set_aside_{second.name}"))
     assert later_than(tmp_path / "own", renamed) == [third], "its seals say the step"
+
+
+def of_batch(root, attempt, step, batch):
+    """Save a step of `batch` samples as an attempt does, before the checkpoint is put in its place."""
+    folder = saving_folder(root, f"{attempt:04d}-x") / f"iteration_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights %d" % (step * batch))
+    (folder / "common.json").write_text(json.dumps({"step_num": step, "global_batch_size": batch}))
+    write_seal(folder, 0, world_size=1, step=step, made={"attempt": f"{attempt:04d}-x"})
+    return folder
+
+
+@settings(max_examples=25)
+@example([(2, 3, True), (4, 1, False), (2, 0, True)])  # step 16 of attempt 1 is not in its place, that of attempt 0 is
+@given(st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 3), st.booleans()), min_size=1, max_size=6))
+def test_a_run_goes_on_from_where_it_had_come_furthest_whatever_the_batches(attempts):
+    """With a larger batch MindFormers numbers steps anew from a smaller one; checkpoints of a smaller batch had larger
+    numbers, so that each attempt began at the same one of them again, and none of the new ones was ever the newest.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        root, samples = Path(name), 0
+        for attempt, (batch, saves, published) in enumerate(attempts):
+            adopt(root)
+            best, _ = scan_checkpoints(root)
+            found = best and best.step * global_batch_of(best.path)
+            assert (found or 0) == samples and samples % 8 == 0
+            assert not best or (root / TRACKER).read_text() == str(best.step)
+            for number in range(saves):
+                samples += 16
+                folder = of_batch(root, attempt, samples // batch, batch)
+                if published or number < saves - 1:  # else a death comes before it
+                    remove_old(root, publish(folder, root), 3, f"{attempt:04d}-x")
+                    assert len(list(root.glob("iteration_*"))) <= 3
+
+
+def test_a_branch_leaves_behind_what_had_come_further_whatever_the_batches(tmp_path):
+    one, two, three, four = (
+        publish(of_batch(tmp_path, attempt, step, batch), tmp_path)
+        for attempt, step, batch in ((0, 8, 4), (0, 16, 4), (1, 10, 8), (1, 12, 8))
+    )
+    assert later_than(tmp_path, two) == [four, three]
+    assert later_than(tmp_path, one) == [four, three, two]
+    assert later_than(tmp_path, four) == []
+    renamed = three.rename(three.with_name(f"set_aside_{three.name}"))
+    assert later_than(tmp_path, renamed) == [four]
 
 
 def test_what_is_put_aside_is_found_no_more_and_nothing_is_lost(tmp_path):

@@ -288,11 +288,12 @@ def test_a_file_that_is_cut_short_is_told(tmp_path):
 
 def test_muon_keeps_one_moment_of_a_layers_matrix_and_adamws_of_the_rest():
     matrix, vector = "decoder.layers.1.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
-    assert moments_of("Muon", matrix, 2) == (f"muon_m.{matrix}",)
-    assert moments_of("AdamW", matrix, 2) == (f"adam_m.{matrix}", f"adam_v.{matrix}")
+    muon, adam = {"type": "Muon"}, {"type": "AdamW"}
+    assert moments_of(muon, matrix, 2) == (f"muon_m.{matrix}",)
+    assert moments_of(adam, matrix, 2) == (f"adam_m.{matrix}", f"adam_v.{matrix}")
     for name, axes in ((vector, 1), ("embedding.word_embeddings.weight", 2), ("output_layer.weight", 2)):
-        assert moments_of("Muon", name, axes) == moments_of("AdamW", name, axes) == (f"adam_m.{name}", f"adam_v.{name}")
-    assert {kind_of(each) for name in (matrix, vector) for each in moments_of("Muon", name, 2)} == {"optimizer"}
+        assert moments_of(muon, name, axes) == moments_of(adam, name, axes) == (f"adam_m.{name}", f"adam_v.{name}")
+    assert {kind_of(each) for name in (matrix, vector) for each in moments_of(muon, name, 2)} == {"optimizer"}
     assert kind_of("decoder.layers.1.self_attention.core_attention.max_logits_val") == "other"
 
 
@@ -300,4 +301,4 @@ def test_gates_of_hyper_connections_are_weights():
     """Weights of hyper-connections do not end in `weight`; averages and merges left them out for that reason."""
     names = [f"decoder.layers.0.{cell}.{name}" for cell in SUBLAYERS for name in WEIGHTS]
     assert {kind_of(name) for name in names} == {"weights"} and len(names) == 6
-    assert {kind_of(each) for name in names for each in moments_of("AdamW", name, 1)} == {"optimizer"}
+    assert {kind_of(each) for name in names for each in moments_of({"type": "AdamW"}, name, 1)} == {"optimizer"}

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from plugins.sealed_checkpoint.router_state import ADAM
 from tests.training.runs import HERE, ROOT
-from tools.checkpoint.stored import ADAM
 from tools.recipe.load import load_recipe
 from tools.weights.reshard import folder_in, reshard
 from tools.weights.reshard_plan import plan_stored

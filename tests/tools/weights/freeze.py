@@ -10,7 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from tools.checkpoint.stored import ADAM, BUFFERS, METADATA
+from plugins.sealed_checkpoint.router_state import ADAM
+from tools.checkpoint.stored import BUFFERS, METADATA
 
 
 def layouts(folder):

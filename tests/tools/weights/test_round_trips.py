@@ -184,7 +184,7 @@ def as_trained(recipe, weights, sizes):
     if lora := recipe["plugins"].get("lora"):
         trained = adapters_of(trained, Settings.read(lora))
         adapters = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in trained.items()}
-    optimizer = recipe["optimizer"]["type"]
+    optimizer = recipe["optimizer"]
     moments = {each: shape for name, shape in trained.items() for each in moments_of(optimizer, name, len(shape))}
     found = weights | adapters | {name: rng.random(shape, np.float32) for name, shape in moments.items()}
     if recipe["plugins"].get("expert_balance"):

@@ -1,0 +1,257 @@
+"""This module checks whether a checkpoint belongs to the recipe's model and optimizer, from the headers of its files.
+
+`check_model` checks this before any worker starts. MindFormers 1.9.0 skips tensors that it does not find
+(`checkpoint/reshard.py`: "No source parameters found ..., skipping") and leaves out tensors that it does not know: a
+run would continue with newly initialised weights, experts or moments, and only the log would mention it. `check_load_path` checks what a new
+run begins with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from plugins.errors import CheckpointError, RecipeError
+from plugins.hugging_face_weights.plan import is_hugging_face
+from plugins.lora.plan import KEY as LORA
+from plugins.lora.plan import Settings, adapters_of, is_adapter
+from plugins.sealed_checkpoint.plan import fault
+from plugins.settings import value_at
+from tools.checkpoint.scan import is_sealed
+from tools.checkpoint.stored import (
+    METADATA,
+    OPTIMIZERS,
+    TRACKER,
+    Stored,
+    kind_of,
+    loaded_from,
+    moments_of,
+    open_stored,
+    refuse_moved,
+)
+from tools.checkpoint.tensor_files import read_headers
+from tools.model import model_of, parameters
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.weights.convert_plan import model_of as weights_model_of
+from tools.weights.hugging_face_names import table
+
+_LISTED = 3  # tensors in a message
+_HOW_TO_BEGIN = (
+    "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
+    'checkpoint) or what tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
+)
+Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
+
+
+def check_model(recipe: Recipe, folder: Path) -> None:
+    """Raise CheckpointError if a resume of `recipe` from `folder` would lose tensors, mix them up or need tensors that
+    are not there.
+
+    The error is raised if experts have moved and the recipe does not record placements; if a slice is missing, or a
+    file is cut short; or if a weight, or the optimizer's state of it, is missing, has another shape, or does not belong
+    to the model.
+
+    A line reports routers' biases that stock MindFormers has saved from a sharded graph, and will not load.
+
+    For a model whose tensor names are not known, only the number of weights is compared; a model whose parameters `tc3
+    check` does not count is not compared. The checksums of the sealed files have been compared before.
+    """
+    refuse_moved(folder, View(recipe).keeps_placements)
+    wanted = _shapes_of(recipe)
+    if wanted is not None:
+        stored = open_stored(folder)
+        held = _shapes_in(stored)
+        _refuse_other_weights(folder, wanted, held)
+        _say_lost_biases(stored)
+        optimizer = recipe.get("optimizer") or {}
+        if optimizer.get("type") in OPTIMIZERS:
+            _refuse_fresh_moments(folder, wanted, held, optimizer)
+        return
+    if not is_sealed(folder):
+        _shapes_in(open_stored(folder))
+    number, own = weights_in(folder), weights_of(recipe)
+    if number and own and number != own:
+        raise CheckpointError(
+            f"{folder}: the checkpoint holds {number:,} weights, but the recipe's model has {own:,}: "
+            "this is a checkpoint of another model; go on with the recipe that saved it (recipe.yaml in its run's "
+            "folder)"
+        )
+
+
+def _shapes_in(stored: Stored) -> Shapes:
+    """Return the shapes of the tensors of a checkpoint of any number of ranks; raise an error if a slice is missing.
+
+    Raises:
+        CheckpointError: one is not, or has another shape than metadata.json says.
+    """
+    own = {name: stored.files[min(files.values())][name].shape for name, files in stored.unlisted.items()}
+    return {**own, **{name: tensor.shape for name, tensor in stored.tensors.items()}}
+
+
+def _shapes_of(recipe: Recipe) -> Shapes | None:
+    """Return the weights that MindFormers gives the recipe's model, and the routers' biases; None where that is not
+    known.
+    """
+    try:
+        fields = convert(View(recipe), load_schema()).fields
+        entries = table(weights_model_of(recipe))
+        lora = Settings.read(chosen) if (chosen := value_at(recipe, LORA, False)) is not False else None
+    except (RecipeError, TypeError, KeyError, ValueError):
+        return None
+    trained = _count_trained((each.mindformers, each.shape) for each in entries if each.trained)
+    if trained != weights_of(recipe):
+        return None  # a variant that the table does not have, such as tied embeddings
+    biased = bool(fields.get("moe_router_enable_expert_bias"))
+    shapes = {each.mindformers: each.shape for each in entries if each.trained or biased}
+    return {**shapes, **(adapters_of(shapes, lora) if lora else {})}
+
+
+def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
+    """Compare weights by name and shape; of the balance of routers, only that it is there."""
+    wrong = [
+        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
+        for name, shape in wanted.items()
+        if name in held and held[name] != shape
+    ]
+    unknown = [name for name in held if kind_of(name) == "weights" and name not in wanted]
+    wrong += [f"the recipe's model has no {name}" for name in unknown]
+    wrong += [f"no {name}, which the recipe's model has" for name in wanted if name not in held]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: this is a checkpoint of another model: {_listed(wrong)}; go on with the recipe that saved it "
+            "(recipe.yaml in its run's folder)"
+        )
+
+
+def _say_lost_biases(stored: Stored) -> None:
+    """Print that the routers' biases will not be loaded if a checkpoint does not list them;
+    plugins/sealed_checkpoint/router_state.py lists them in what this repository saves.
+    """
+    lost = sorted(name for name in stored.unlisted if name.endswith(".expert_bias"))
+    if lost:
+        more = f", and of {len(lost) - 1} more routers" * (len(lost) > 1)
+        click.echo(
+            f"{stored.folder}: {METADATA} does not list {lost[0]}{more}, so that MindFormers does not load it: such "
+            "biases begin at zero again",
+            err=True,
+        )
+
+
+def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if moments are missing, because MindFormers would go on with moments of zero."""
+    weights = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights"}
+    if adapters := {name: shape for name, shape in weights.items() if is_adapter(name)}:
+        weights = adapters  # the others are frozen
+    moments = {each: shape for name, shape in weights.items() for each in moments_of(optimizer, name, len(shape))}
+    wrong = [f"no {name}" for name in moments if name not in held]
+    wrong += [
+        f"{name} is {list(held[name])}, its weight {list(shape)}"
+        for name, shape in moments.items()
+        if held.get(name, shape) != shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: moments of the optimizer are missing or have another shape: {_listed(wrong)}; was it saved "
+            "with checkpoint.no_save_optim, or with another optimizer? To start a new run from its weights only, "
+            f"write --set checkpoint.load_path={folder}, without --resume"
+        )
+
+
+def _listed(wrong: Sequence[str]) -> str:
+    more = len(wrong) - _LISTED
+    return "; ".join(wrong[:_LISTED]) + (f"; and {more:,} more tensors" if more > 0 else "")
+
+
+def weights_of(recipe: Recipe) -> int | None:
+    """Return the number of trained parameters of the recipe's model; None for a model that `tc3 check` does not
+    count.
+    """
+    try:
+        return parameters(model_of(convert(View(recipe), load_schema()).fields))
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def weights_in(folder: Path) -> int | None:
+    """Return the number of trained parameters in a checkpoint of MindFormers' format, over all ranks; None if the
+    checkpoint does not say.
+
+    A checkpoint of several ranks has metadata.json with all shapes; a checkpoint of one rank has no such file, but all
+    weights in its file.
+    """
+    try:
+        whole = folder / METADATA
+        if whole.exists():
+            shapes = json.loads(whole.read_text(encoding="utf-8"))["state_dict_metadata"]
+            return _count_trained((name, each["global_shape"]) for name, each in shapes.items())
+        (file,) = folder.glob("*-model-0000000-0000001.safetensors")
+        return _count_trained((name, each.shape) for name, each in read_headers(file).items())
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # whoever reads the files says what is wrong with them
+
+
+def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
+    """Return the number of elements in the model's own weights, without adapters."""
+    return sum(math.prod(shape) for name, shape in shapes if kind_of(name) == "weights" and not is_adapter(name))
+
+
+def check_load_path(recipe: Recipe) -> None:
+    """Raise CheckpointError if a new run is to begin with weights of a folder that does not exist or holds none, with
+    experts in an order that the recipe does not know, or with the weights of another model.
+    """
+    path = View(recipe).get(("checkpoint", "load_path"))
+    if not isinstance(path, str) or not path or Path(path).is_file():
+        return  # one file is of MindFormers' legacy format
+    try:
+        names = {each.name for each in Path(path).iterdir()}
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.load_path: {path}: this is not a folder that can be read ({error.strerror}); {_HOW_TO_BEGIN}"
+        ) from None
+    if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(
+            f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
+        )
+    refuse_moved(Path(path), View(recipe).keeps_placements)
+    if value_at(recipe, LORA, False) is not False or not is_hugging_face(path):
+        _check_beginning(recipe, loaded_from(Path(path)))
+
+
+def _check_beginning(recipe: Recipe, folder: Path) -> None:
+    """Raise CheckpointError if a new run cannot begin with the weights in `folder`: they are those of another model, a
+    part of them is missing, or the run that saved them refused them.
+
+    MindFormers leaves a weight that it does not find at its initial value. That is meant where the recipe adds
+    something to a trained model, such as an MTP layer, and a line says it; a weight that `plugins.lora` freezes would
+    stay random.
+    """
+    if is_sealed(folder) and (reason := fault(folder, checksums=False)):
+        raise CheckpointError(f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}")
+    wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder))
+    own = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
+    others = [
+        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
+        for name, shape in own.items()
+        if held.get(name, shape) != shape
+    ]
+    missing = [f"no {name}" for name in own if name not in held]
+    lora = f", of which {LORA} trains only adapters" * (value_at(recipe, LORA, False) is not False)
+    if others or (missing and (lora or len(missing) == len(own))):
+        raise CheckpointError(
+            f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model{lora}: "
+            f"{_listed(others + missing)}; tc3 weights convert makes the right weights from a Hugging Face folder"
+        )
+    if missing:
+        click.echo(
+            f"checkpoint.load_path: {folder}: {_listed(missing)}, which the recipe's model has: what is not there "
+            "begins with its initial values",
+            err=True,
+        )
