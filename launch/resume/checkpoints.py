@@ -1,5 +1,5 @@
-"""This module finds the checkpoint from which a run goes on, checks that the run may go on from it, and keeps checkpoints
-of different runs apart. (`launch/resume/model.py` compares a checkpoint with the recipe's model.)
+"""This module finds the checkpoint from which a run goes on, checks that the run may go on from it, and keeps
+checkpoints of different runs apart. (`launch/resume/model.py` compares a checkpoint with the recipe's model.)
 
 `find_checkpoint` finds the checkpoint from which a run goes on: the newest complete one, or the one that the user
 names. `check_data_order` and `complete` check whether the run may go on from it, and whether any step is left to train.
@@ -311,8 +311,8 @@ def leave_behind(root: Path, checkpoint: Path, attempt: int, unnamed: bool = Tru
     """Set aside the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on.
 
     Checkpoints of that attempt and of later attempts are not changed, because several nodes may call this function, one
-    of them late. Checkpoints whose seals name no attempt come from workers that a script or msrun has started; they were
-    saved before `attempt` (`unnamed`), or after it began.
+    of them late. Checkpoints whose seals name no attempt come from workers that a script or msrun has started; they
+    were saved before `attempt` (`unnamed`), or after it began.
     """
 
     def earlier(folder: Path) -> bool:

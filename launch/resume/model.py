@@ -2,8 +2,8 @@
 
 `check_model` checks this before any worker starts. MindFormers 1.9.0 skips tensors that it does not find
 (`checkpoint/reshard.py`: "No source parameters found ..., skipping") and leaves out tensors that it does not know: a
-run would continue with newly initialised weights, experts or moments, and only the log would mention it. `check_load_path` checks what a new
-run begins with.
+run would continue with newly initialised weights, experts or moments, and only the log would mention it.
+`check_load_path` checks the weights with which a new run begins.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ the list either, so after a resume tokens would go to other experts than before.
 all ranks of a stage.
 
 In a pipeline, MindSpore 2.9.0 recognises by the prefixes `adam_m.` and `adam_v.` to which stage the state of the
-optimizer belongs, but recognises neither Muon's prefix `muon_m.` nor the prefixes of PmaAdamW's averages and of the fused
-AdamW, and so lists these states for a stage that does not hold them. This module lists each of them for the stage that
-holds its weight.
+optimizer belongs, but recognises neither Muon's prefix `muon_m.` nor the prefixes of PmaAdamW's averages and of the
+fused AdamW, and so lists these states for a stage that does not hold them. This module lists each of them for the stage
+that holds its weight.
 """
 
 from __future__ import annotations

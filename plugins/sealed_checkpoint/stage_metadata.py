@@ -2,10 +2,10 @@
 knows only its own stage.
 
 Rank 0 writes a checkpoint's metadata.json from MindSpore's layouts of all ranks. With AdamW each rank's optimizer holds
-the weights of all stages before MindSpore cuts the pipeline, so MindSpore knows the layouts of all stages. With Muon and
-PmaAdamW, MindFormers 1.9.0 leaves the weights of other stages out of the optimizer (`filter_current_stage_parameters`),
-and MindSpore then returns only the layouts of the rank's own stage: metadata.json would list only the tensors of stage
-0, and a resume would not find the other tensors.
+the weights of all stages before MindSpore cuts the pipeline, so MindSpore knows the layouts of all stages. With Muon
+and PmaAdamW, MindFormers 1.9.0 leaves the weights of other stages out of the optimizer
+(`filter_current_stage_parameters`), and MindSpore then returns only the layouts of the rank's own stage: metadata.json
+would list only the tensors of stage 0, and a resume would not find the other tensors.
 
 The first rank of each stage therefore writes its stage's list into the folder where the checkpoint is being saved, and
 rank 0 reads and removes all of them. Every rank saves into this folder, so all ranks share the folder.
