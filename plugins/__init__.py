@@ -55,13 +55,18 @@ def enable_model(config) -> None:
 
 def enable_plugins(config) -> None:
     """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Also enable seals (recorded
-    checksums of checkpoints) and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them.
+    checksums of checkpoints) and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them, and
+    add MFLossMonitor to a recipe whose callbacks lack it.
 
     `name: False` leaves a plugin off, for a recipe that inherits it from its base, or that wants none of `UNWRITTEN`.
 
     Raises:
         RecipeError: the recipe names a plugin that does not exist.
     """
+    # the monitor logs and counts steps for the metrics and for other plugins, whichever callbacks a recipe names
+    callbacks = config.get("callbacks") or []
+    if not any(each["type"] == "MFLossMonitor" for each in callbacks):
+        config["callbacks"] = [*callbacks, {"type": "MFLossMonitor"}]
     sealed = importlib.import_module("plugins.sealed_checkpoint.adapter")
     sealed.SealingCheckpointMonitor.run_dir = config.get("output_dir")
     chosen = config.get("plugins") or {}
