@@ -55,7 +55,8 @@ def enable_model(config) -> None:
 
 def enable_plugins(config) -> None:
     """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Also enable seals (recorded
-    checksums of checkpoints) and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them.
+    checksums of checkpoints) and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them, and
+    add MFLossMonitor to a recipe whose callbacks lack it.
 
     An entry `name: False` switches a plugin off, for a recipe that inherits the plugin from its base, or that does not
     want a plugin of `UNWRITTEN`.
@@ -63,6 +64,10 @@ def enable_plugins(config) -> None:
     Raises:
         RecipeError: the recipe names a plugin that does not exist.
     """
+    # the monitor logs and counts steps for the metrics and for other plugins, whichever callbacks a recipe names
+    callbacks = config.get("callbacks") or []
+    if not any(each["type"] == "MFLossMonitor" for each in callbacks):
+        config["callbacks"] = [*callbacks, {"type": "MFLossMonitor"}]
     sealed = importlib.import_module("plugins.sealed_checkpoint.adapter")
     sealed.SealingCheckpointMonitor.run_dir = config.get("output_dir")
     chosen = config.get("plugins") or {}

@@ -67,6 +67,16 @@ def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) 
         setattr(owner, name, original)
 
 
+def steps_before(params: Any) -> int:
+    """Return how many steps of the run were made before this start of it, after which `cur_step_num` counts from 1; the
+    only callback of a run that MindFormers tells this number is MFLossMonitor.
+    """
+    from mindformers.core.callback.callback import MFLossMonitor
+
+    (monitor,) = (each for each in params.list_callback if isinstance(each, MFLossMonitor))
+    return monitor.initial_step or 0
+
+
 def train_step(params: Any) -> Any:
     """Return the train step (the cell with optimizer and loss scale) from `params`, which `run_context.original_args()`
     gives to a callback.

@@ -49,9 +49,6 @@ def enable(config, settings) -> None:
         from plugins.semi_auto_cpu.adapter import compile_without_sink
 
         replace(base_trainer, "compile_model", "'sink_mode' must be set to True", compile_without_sink)
-    callbacks = config.callbacks or []
-    if not any(each["type"] == "MFLossMonitor" for each in callbacks):
-        config.callbacks = [*callbacks, {"type": "MFLossMonitor"}]
     kind = MindFormerModuleType.CALLBACK
     monitor = MindFormerRegister.get_cls(kind, "MFLossMonitor")
     MindFormerRegister.register_cls(_ramping(monitor, ramp, stage), kind, alias="MFLossMonitor")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mindformers.core.callback.callback import ExpertMigrateCallback, MFLossMonitor
+from mindformers.core.callback.callback import ExpertMigrateCallback
 from mindformers.parallel_core.training_graph.transformer.moe.moe_layer import MoELayer
 from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
 from mindformers.tools.logger import logger
@@ -26,7 +26,7 @@ from plugins.expert_balance.plan import Prediction, due, moved
 from plugins.expert_balance.record import Moved, Record, append, load_file
 from plugins.expert_balance.routers import Watcher, routers_file
 from plugins.lines import append_line
-from plugins.private_hooks import relies_on
+from plugins.private_hooks import relies_on, steps_before
 from plugins.sealed_checkpoint.router_state import MOMENTS
 
 # its place in MindFormers' list is why the callback is a subclass; the router adds up the shares of micro-batches
@@ -98,8 +98,7 @@ class ExpertBalance(ExpertMigrateCallback):
         params = run_context.original_args()
         self.ranks = self.connect()
         self.layers = layers_of(params.train_network.network, params.train_network.optimizer, self.decoder)
-        monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
-        self.done = monitors[0].initial_step or 0 if monitors else 0
+        self.done = steps_before(params)
         self.held = none(len(self.layers), self.devices, self.settings.spare)
         self.routers = Watcher([layer.number for layer in self.layers], self.rate)
         self._remember()

@@ -72,9 +72,6 @@ def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
     MindFormerRegister.register_cls(_watching(losses, watch, end), callback_type, alias="MFLossMonitor")
     MindFormerRegister.register_cls(_withholding(watch, end), callback_type, alias="CheckpointMonitor")
-    callbacks = config.callbacks or []
-    if not any(each["type"] == "MFLossMonitor" for each in callbacks):
-        config.callbacks = [*callbacks, {"type": "MFLossMonitor"}]
 
 
 def _watching(monitor: Any, watch, end):

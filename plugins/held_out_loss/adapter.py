@@ -17,7 +17,6 @@ import time
 from contextlib import nullcontext
 
 import numpy as np
-from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.dataset.base_dataset import BaseDataset
 from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -43,7 +42,7 @@ from plugins.held_out_loss.plan import (
 )
 from plugins.lines import Span, append_line, note
 from plugins.lora.plan import frozen
-from plugins.private_hooks import relies_on, train_step
+from plugins.private_hooks import relies_on, steps_before, train_step
 
 # the step without an update: `overflow` is what keeps it from updating, and `lm_loss` is where it leaves its loss
 relies_on(MFPipelineWithLossScaleCell, "overflow = self.process_loss_scale(cond)")
@@ -131,8 +130,7 @@ class HeldOutLoss(Callback):
         """Evaluate the held-out loss before the first step."""
         params = run_context.original_args()
         self.forward = Forward(train_step(params).network).set_train()
-        monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
-        self.done = monitors[0].initial_step or 0 if monitors else 0  # cur_step_num counts from here
+        self.done = steps_before(params)
         self._record(params)
 
     def on_train_step_end(self, run_context):

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import socket
 
-from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_rank
 from mindformers.trainer import base_trainer
 from mindspore.train import model
 from mindspore.train.callback import Callback
 
-from plugins.private_hooks import relies_on
+from plugins.private_hooks import relies_on, steps_before
 from plugins.straggler_probe.record import probe_file
 from plugins.straggler_probe.watch import Settings, Watch, of_device
 
@@ -44,8 +43,7 @@ class StragglerProbe(Callback):
         a resume.
         """
         params = run_context.original_args()
-        monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
-        self.done = monitors[0].initial_step or 0 if monitors else 0
+        self.done = steps_before(params)
         rank = get_real_rank()
         self.watch = Watch(
             self.settings, probe_file(self.run_dir, rank), rank, socket.gethostname(), self.device,

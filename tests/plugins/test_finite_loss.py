@@ -10,9 +10,11 @@ from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, M
 from mindspore import Tensor, nn
 from safetensors.numpy import save_file
 
+from plugins import enable_plugins
 from plugins.errors import RecipeError, StoppedError
 from plugins.finite_loss import adapter
 from plugins.finite_loss.plan import METRICS, Settings, Watch, not_finite, undefined_parts
+from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from tests.plugins.sealed_checkpoint.test_deaths import Run
 from tests.plugins.sinking import fetching
 
@@ -245,18 +247,18 @@ def test_a_run_does_not_end_well_with_a_last_step_that_is_not_finite(tmp_path, w
         training.monitor.on_train_end(training)
 
 
-def test_a_recipe_without_a_loss_monitor_gets_one():
-    registry = MindFormerRegister.registry[MindFormerModuleType.CALLBACK]
-    before = dict(registry)
-    try:
-        config = MindFormerConfig(callbacks=None, model={"model_config": {}})
-        adapter.enable(config, {})
-        assert config.callbacks == [{"type": "MFLossMonitor"}]
-        adapter.enable(config, {})
-        assert len(config.callbacks) == 1
-    finally:
-        registry.clear()
-        registry.update(before)
+@pytest.mark.parametrize("plugins", [{}, {"finite_loss": False}, {"finite_loss": False, "step_record": {}}])
+@pytest.mark.parametrize("named", [[], [{"type": "CheckpointMonitor"}], [{"type": "MFLossMonitor", "a": 1}]])
+def test_a_recipe_without_a_loss_monitor_gets_one(plugins, named, monkeypatch, tmp_path):
+    """Without finite_loss, too: metrics and the record of steps are written in it."""
+    kind, model = MindFormerModuleType.CALLBACK, {"model_config": {}}
+    monkeypatch.setitem(MindFormerRegister.registry, kind, dict(MindFormerRegister.registry[kind]))
+    for name in ("run_dir", "skipped"):
+        monkeypatch.setattr(SealingCheckpointMonitor, name, getattr(SealingCheckpointMonitor, name))
+    config = MindFormerConfig(callbacks=named or None, model=model, plugins=plugins, output_dir=str(tmp_path))
+    enable_plugins(config)
+    kinds = [each["type"] for each in config.callbacks]
+    assert kinds.count("MFLossMonitor") == 1 and config.callbacks[: len(named)] == named
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from tools.check.groups import SIZES, refused_group, splits_over
 from tools.estimate.from_recipe import DEGREE, compiles_sharded_gradients, not_compiled, shards_gradients
 from tools.model import model_of
 from tools.recipe.findings import Findings
@@ -33,6 +34,7 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
     _schedule(view, found)
     if view.parallel:
         _divisions(view, built, found)
+        _groups(view, built, found)
         _nodes(view, built, found)
         _strategy(view, found)
         _fill(view, built, found)
@@ -135,6 +137,18 @@ def _divisions(view: View, built: Built, found: Findings) -> None:
     elif view.flag((*PARALLEL, "use_seq_parallel")) and seq % (tp * cp):
         wrong = f"sequence parallelism cannot cut seq_length {seq} into {tp} x {cp} equal parts"
         found.error((*PARALLEL, "use_seq_parallel"), wrong)
+
+
+def _groups(view: View, built: Built, found: Findings) -> None:
+    """Check that MindSpore takes the number of devices, and makes the communication groups of the parallel degrees."""
+    ep = view.ep if built.number("num_moe_experts") and view.dp * view.tp % view.ep == 0 else 1
+    if not splits_over(view.devices):
+        wrong = f"the degrees make {view.devices} devices, and MindSpore splits a model over {SIZES} only"
+        found.error((*PARALLEL, "data_parallel"), wrong, "write degrees whose product is such a number")
+    elif refused := refused_group(view.dp, view.cp, view.tp, ep):
+        ranks = f"{refused.ranks} ranks that are {refused.stride} apart"
+        wrong = f"MindSpore makes no communication group of {ranks}, as they lie differently on servers of 8 devices"
+        found.error((*PARALLEL, refused.key), wrong, "write powers of two for the degrees that divide a server")
 
 
 def _nodes(view: View, built: Built, found: Findings) -> None:

@@ -53,7 +53,7 @@ class Row:
     """A `Row` holds the result of comparing one parallel strategy with its baseline."""
 
     case: Case
-    # PASS, FAIL, NONE (not compared, with a reason), or KNOWN (MindFormers itself differs, and everything else passes)
+    # PASS, FAIL, NONE (not compared, with a reason), or KNOWN (a known difference, and everything else passes)
     status: str
     reason: str = ""
     tensors: int = 0  # the number of compared tensors
@@ -108,7 +108,7 @@ class Matrix:
         known, failed, left = (len(self.with_status(status)) for status in (KNOWN, FAIL, NONE))
         words = f"{self.recipe}: {len(how)} strategies pass ({how.count(TRAINED)} trained, "
         words += f"{how.count(EXECUTED)} executed), "
-        words += f"{known} but for a known difference of MindFormers, " if known else ""
+        words += f"{known} but for a known difference, " if known else ""
         return f"{words}{failed} fail, {left} not compared"
 
 
@@ -250,7 +250,7 @@ def _row(case: Case, misfit: str, recipes: Iterator[Recipe], compare: Callable[[
     except RunFailedError as error:
         return Row(case, FAIL, str(error))
     status = FAIL if comparison.findings else KNOWN if comparison.known else PASS
-    reason = case.sharding.known if case.sharding and comparison.known else case.reason
+    reason = comparison.reason or case.reason
     findings = comparison.findings or comparison.known
     return Row(case, status, reason, comparison.tensors, comparison.used, findings)
 

@@ -22,6 +22,7 @@ from tools.accuracy.equivalence.runs import MONITORS, MUON, PASSES, refuse_other
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
 from tools.check.arithmetic import without_copies
 from tools.check.check import require_sound
+from tools.check.groups import refused_group, splits_over
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
@@ -293,6 +294,8 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
         and model.get("num_experts_per_tok", 2) % (sharding.groups // 2),
         "layers cannot be cut": sharding.layers % (sharding.pp * sharding.vpp),
         "the last stage would have no layer": sharding.uneven and sharding.layers < 2 * sharding.pp * sharding.vpp,
+        "MindSpore does not split a model over so many devices": not splits_over(sharding.workers),
+        "MindSpore refuses a group of ranks": refused_group(sharding.dp, sharding.cp, sharding.tp, sharding.ep),
         "too few micro-batches": sharding.micro < sharding.pp,
         "a schedule of chunks needs two stages and four micro-batches": sharding.schedule != "1f1b"
         and (sharding.pp, sharding.vpp, sharding.micro) != (2, 2, 4),

@@ -55,6 +55,7 @@ MEANINGS = (
     (OPTIMIZER, "gradient of the loss", "loss scaling: the seed is not divided by the ranks that share it"),
     (OPTIMIZER, "global norm", "norm: shards counted twice or not at all"),
     (OPTIMIZER, "loads of experts", "routing: tokens go to other experts, or are counted twice or not at all"),
+    (OPTIMIZER, "turn of the bias", "rounding, at an expert whose load is its share"),
     (OPTIMIZER, "moves of the bias", "the routers' bias: moved by the load of one rank, or the wrong way"),
     (OPTIMIZER, "bias", "the routers' bias: another rate, or another load"),
     (OPTIMIZER, "change", "weight decay of the wrong group, or the learning rate"),
@@ -155,7 +156,8 @@ class Comparison:
     used: float  # the largest error as a share of its tolerance
     # the differences in the order of execution, so that the first one shows where the fault is
     findings: tuple[Finding, ...]
-    known: tuple[Finding, ...] = ()  # the known differences of MindFormers itself, which are not judged
+    known: tuple[Finding, ...] = ()  # known differences, which are not judged
+    reason: str = ""  # what the known differences come from
 
 
 def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:

@@ -163,6 +163,55 @@ def test_each_difference_is_found_and_named(alone, tmp_path, spoil, text):
     assert text in finding_text(comparison.findings[0], TP2.mesh), comparison.findings[:3]
 
 
+def turning(at, experts=(), after=lambda step, metrics: None):
+    """Biases of many experts that all rise, but those of `experts` do not from the step `at` on."""
+
+    def spoil(step, saved, metrics):
+        bias = np.full(48, step, np.float32)
+        bias[list(experts)] = min(step, at - 1)
+        for held in saved.held.values():
+            if f"{ROUTER}.expert_bias" in held:
+                held[f"{ROUTER}.expert_bias"] = bias / np.float32(1000)
+        after(step, metrics)
+
+    return spoil
+
+
+def held_out(run, losses):
+    return replace(run, held_out=dict(enumerate(losses)))
+
+
+def later_losses(step, metrics):
+    metrics[-1]["loss"] += 1e-3 * (step > 2)
+
+
+def first_losses(step, metrics):
+    metrics[-1]["loss"] += 1e-3 * (step > 1)
+
+
+def test_what_a_turned_bias_changes_is_named_and_not_judged(tmp_path):
+    """The bias of step 2 turns: the held-out loss after this step has it, and all of step 3."""
+    alone = held_out(executed.read_executed(write(tmp_path / "alone", 1, turning(4)), ALONE), [6, 6, 6, 6])
+    run = held_out(run_with(tmp_path / "one", turning(2, [7], later_losses)), [6, 6, 6.0001, 6])
+    found = compare_executed(run, alone, TP2)
+    assert found.findings == () and "the bias of an expert at its share" in found.reason
+    assert [(each.step, each.tensor) for each in found.known] == [
+        (2, "turn of the bias"), (3, "loss"), (2, "held-out loss")
+    ]  # fmt: skip
+    text = finding_text(found.known[0], TP2.mesh)
+    assert "layers.1.router: turn of the bias, all ranks: of experts [7] it is [0.001" in text and "one process" in text
+    whole = compare_executed(held_out(run_with(tmp_path / "whole", turning(4)), [6, 6, 6, 6]), alone, TP2)
+    assert whole.known == () and whole.reason == "" and whole.tensors > found.tensors
+    early = held_out(run_with(tmp_path / "early", turning(2, [7], first_losses)), [6, 6.0001, 6, 6])
+    found = compare_executed(early, alone, TP2).findings
+    assert [(each.step, each.tensor) for each in found] == [(2, "loss"), (1, "held-out loss")], "the loss is before it"
+    several = held_out(run_with(tmp_path / "several", turning(3, [7, 8, 9], later_losses)), [6, 6, 6, 6])
+    found = compare_executed(several, alone, TP2)
+    assert [each.tensor for each in found.findings] == ["loss"] and found.known == (), (
+        "rounding does not turn three at once"
+    )
+
+
 def test_runs_that_were_never_clipped_prove_too_little(tmp_path):
     alone = executed.read_executed(write(tmp_path / "alone", 1, never_clipped), ALONE)
     (finding,) = compare_executed(run_with(tmp_path, never_clipped), alone, TP2).findings
@@ -223,7 +272,7 @@ def test_a_known_difference_of_mindformers_is_judged_by_its_formula_and_nothing_
     row = matrix._row(case, "", iter(()), lambda: found)
     assert row.status == matrix.KNOWN and "stock-differences" in row.reason
     page = matrix.Matrix("recipe", 3, [row])
-    assert page.passed and "known difference of MindFormers" in page.summary()
+    assert page.passed and "1 but for a known difference, 0 fail" in page.summary()
     assert "global norm" in as_html(page, [])
     run.differing.update({HEAD: (1,)})
     found = compare_executed(run, alone, MTP_PP2)

@@ -261,12 +261,11 @@ def test_what_is_drawn_varies(base):
     assert any(each.moves and each.pp > 1 for each in drawn)
 
 
-def test_degrees_of_three_and_six_are_drawn_where_the_model_has_them(by_three):
-    drawn = [case.sharding for case in draw_cases(by_three, 400, 0, MOST)]
-    for name in ("tp", "dp", "cp", "pp", "ep", "micro", "accumulate"):
+def test_degrees_of_three_are_drawn_where_the_model_has_them_and_there_are_processes(by_three):
+    drawn = [case.sharding for case in draw_cases(by_three, 400, 0, 24)]
+    for name in ("pp", "micro", "accumulate"):
         assert 3 in {getattr(each, name) for each in drawn}, name
-    assert any(each.ep == 6 and each.node == 3 for each in drawn)
-    assert any(each.ep == 3 and each.mode == "hierarchical" and each.node == 1 for each in drawn)
+    assert {each.workers for each in drawn} == {2, 4, 8, 16, 24}
 
 
 @pytest.mark.parametrize("which", ["base", "by_three"])
@@ -306,6 +305,8 @@ def test_names_of_their_baselines_tell_models_apart(base):
         (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=2), "accumulated gradients of weights"),
         (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=0), "accumulated gradients of weights"),
         (Sharding(dp=8), "4 samples of a step cannot be cut into 8"),
+        (Sharding(dp=3), "does not split a model over so many devices"),
+        (Sharding(dp=3, tp=4, pp=2, micro=2), "refuses a group of ranks"),
     ],
 )
 def test_what_is_not_legal_is_not_drawn(base, sharding, why):

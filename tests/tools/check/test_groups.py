@@ -1,0 +1,61 @@
+"""Degrees whose communication groups MindSpore refuses: what its front end said when graphs of these were compiled."""
+
+import itertools
+
+import pytest
+
+from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
+from tools.accuracy.equivalence.strategies import one_worker
+from tools.check.check import check_recipe
+from tools.check.groups import Group, _made, refused_group, splits_over
+
+
+@pytest.mark.parametrize(
+    ("made", "groups"),
+    [
+        (True, [(4, 2), (3, 8), (6, 4), (24, 1), (12, 2), (40, 1)]),
+        (False, [(2, 3), (3, 2), (3, 1), (6, 1), (4, 3), (3, 4), (12, 1), (2, 6), (4, 6), (7, 1), (16, 3), (2, 5)]),
+    ],
+)
+def test_groups_that_mindspore_makes_and_refuses(made, groups):
+    """A matrix product whose sum was divided over (count, stride) of 24 to 120 ranks."""
+    assert {group: _made(Group("", *group)) for group in groups} == dict.fromkeys(groups, made)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "refused"),
+    [
+        ({"dp": 8, "tp": 3}, Group("model_parallel", 3, 1)),
+        ({"dp": 6, "tp": 4}, None),
+        ({"dp": 3, "tp": 4}, Group("data_parallel", 3, 4)),
+        ({"dp": 24, "ep": 3}, Group("expert_parallel", 8, 3)),
+        ({"dp": 4, "cp": 6}, Group("context_parallel", 6, 1)),
+    ],
+)
+def test_degrees_with_a_group_that_mindspore_refuses(degrees, refused):
+    """Training steps on 24 devices; the third row in two stages."""
+    assert refused_group(**{"dp": 1, "cp": 1, "tp": 1, **degrees}) == refused
+
+
+def test_powers_of_two_are_never_refused_and_few_numbers_of_devices_taken():
+    for degrees in itertools.product((1, 2, 4, 8, 16), repeat=3):
+        assert all(refused_group(*degrees, ep) is None for ep in (1, 2, 4, 8) if degrees[0] * degrees[2] % ep == 0)
+    assert [number for number in range(1, 33) if splits_over(number)] == [1, 2, 4, 8, 16, 24, 32]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "words"),
+    [
+        (Sharding(tp=3, sp=True), "data_parallel: the degrees make 3 devices, and MindSpore splits a model over 1, 2"),
+        (
+            Sharding(dp=4, tp=6, sp=True),
+            "model_parallel: MindSpore makes no communication group of 6 ranks that are 1 apart, as they",
+        ),
+        (Sharding(dp=2, tp=2, sp=True), None),
+    ],
+)
+def test_a_recipe_with_such_a_group_is_refused(sharding, words):
+    base = one_worker("tests/training/by_three.yaml")
+    found = [each.words for each in check_recipe(derive_sharded(base, sharding, 1, "corpus")).errors]
+    assert [each for each in found if "MindSpore" in each] == found[: bool(words)]
+    assert words is None or found[0].startswith(f"parallel_config.{words}")
