@@ -2,9 +2,8 @@
 times and bytes.
 
 Times in milliseconds, memory in GiB. Layer types: "dense" and "moe". Embedding, head and MTP stay at the ends: their
-times are the instance's head and tail, their memory is static. What a stage needs once whatever it holds (buffers,
-working memory, activations of the ends) is static, too, taken at its largest; so the instance is never below the
-estimator, and equal to it where a stage holds the layer kind and recomputes what needs most.
+times are the instance's head and tail, their memory is static. The activations of the ends are taken at their largest;
+so the instance is never below the estimator, and equal to it where a stage has one chunk.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ def pipeline_instance(
     full: bool,
     mtp: bool = False,
     groups: Sequence[str] = (),
-    room: bool = True,
 ) -> PlacedInstance:
     """Return the problem of finding a new placement of `config`'s layers. The present placement and recomputation of
     the layers in `config` have no effect.
@@ -94,9 +92,6 @@ def pipeline_instance(
         full: layers may recompute everything.
         mtp: MTP layers recompute everything, which holds for plans whose last layer does.
         groups: layers may recompute these, one more after the other (`by_price`).
-        room: every stage keeps the working memory to run again what layers may recompute, whether its own layers do or
-            not, so that the estimator accepts every plan. Without it, no plan that the estimator accepts is left out,
-            so that a bound holds for all plans.
     """
     kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
@@ -125,9 +120,11 @@ def pipeline_instance(
             parameters[kind] / GIB,
             _options(probe, kind, times[kind], (*names, "full") if full else names, bool(groups)),
             _weights([times[kind]]),
+            buffers_of(probe, [kind]) / GIB,
         )
         for kind in kinds
     )
+    activations, passes = _of_ends(probe)
     return PlacedInstance(
         name="placement",
         stages=config.pp,
@@ -135,7 +132,7 @@ def pipeline_instance(
         micro_batches=config.micro_batches,
         schedule=config.schedule if config.pp > 1 else "1f1b",
         cap=cap_bytes / GIB - 2 * CAP_TOLERANCE,  # the solver may go over by its tolerance
-        static=(static + _once(probe, kinds, ("full" if full else joined(groups)) if room else "none")) / GIB,
+        static=(static + activations) / GIB,
         head=_both(ends),
         tail=_both(tail),
         types=types,
@@ -145,6 +142,7 @@ def pipeline_instance(
         last_layers=int(config.pp > 1 and config.model.mtp > 0),
         last_option="full" if mtp else "",
         order=strongest_first(option.name for kind in types for option in kind.options),
+        working=passes / GIB,
     )
 
 
@@ -202,13 +200,14 @@ def _options(
     config: Configuration, kind: str, layer: LayerTime, names: Sequence[str], every: bool
 ) -> tuple[Option, ...]:
     """Return the recompute options of a kind, without those that another beats in time and memory unless all are
-    wanted.
+    wanted. No option needs less working memory than one that recomputes less.
 
     A dense layer has no experts, but where it stands before MoE layers that repeat theirs its option must say so.
     """
     found: list[Option] = []
     for name in names:
-        option = Option(name, layer.again(name).total * _MS, saved(config, kind, name) / GIB)
+        passes = working(config, [(kind, name)]) / GIB
+        option = Option(name, layer.again(name).total * _MS, saved(config, kind, name) / GIB, passes)
         better = (
             option.activation < other.activation or option.extra_backward < other.extra_backward for other in found
         )
@@ -257,33 +256,21 @@ def by_layers(
     return ends, each
 
 
-def _once(config: Configuration, kinds: list[str], option: str) -> np.ndarray:
-    """Return [stages] bytes of buffers, of working memory and of the ends' activations in flight; `option` is the
-    recompute option of a layer that needs the most working memory.
+def _of_ends(config: Configuration) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes [stages] that embedding, head and MTP keep for the backward passes of all micro-batches in
+    flight, and the bytes [stages] that a pass of them needs.
     """
-    buffers = buffers_of(config, kinds)
     whole, end = mtp_option(config), _last_stage(config)
-    found = []
+    kept, passes = np.zeros((2, config.pp))
     for stage in range(config.pp):
-        ends = ["embedding"] * (stage == 0) + ["head", *["mtp"] * config.model.mtp] * (stage == end)
-        inside = [kind for kind in kinds if kind != kinds[0] or may_hold_first(config, stage)]
+        last = ["head", *["mtp"] * config.model.mtp] * (stage == end)
         held = held_micro_batches(config, stage).max(axis=0)
-        first = saved(config, "embedding", whole) * held[0] * (stage == 0)
-        last = sum(saved(config, kind, whole) for kind in ends if kind != "embedding") * held[-1]
-        layers = [*((kind, option) for kind in inside), *((kind, whole) for kind in ends)]
-        found.append(buffers + working(config, layers) + first + last)
-    return np.array(found)
+        kept[stage] = saved(config, "embedding", whole) * held[0] * (stage == 0)
+        kept[stage] += sum(saved(config, kind, whole) for kind in last) * held[-1]
+        passes[stage] = working(config, [(kind, whole) for kind in last])
+    return kept, passes
 
 
 def _last_stage(config: Configuration) -> int:
     """Return the stage of the model's last chunk."""
     return 0 if is_v_shaped(config.schedule) and config.chunks % 2 == 0 else config.pp - 1
-
-
-def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind. If a stage can hold such layers, each stage before it
-    must hold at least one layer of this kind, too.
-    """
-    model = config.model
-    first = kind_count(config, model.pattern[0])
-    return first == model.layers or stage <= first
