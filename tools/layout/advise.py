@@ -159,9 +159,7 @@ class Advice:
     break_even: BreakEven
     why: str  # one sentence
     as_1f1b: str = ""  # why the pipeline is taken as 1F1B, where it is not the recipe's own schedule
-    planned: bool = (
-        False  # the layout stands for `offset: auto`, with which an open dispatch is decided for an even one
-    )
+    planned: bool = False  # the layout stands for `offset: auto`; an open dispatch is decided for an even one then
 
     @cached_property
     def written(self) -> Written:
