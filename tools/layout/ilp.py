@@ -225,10 +225,10 @@ class PathModel:
             own = self.instance.stage_of == stage  # chunk by chunk, whichever way they run
             once = self._steps(stage, own)
             room = self.instance.cap - self.instance.least_static[stage]
-            for held in peaks:
+            for held, ends in zip(peaks, self.instance.kept_by_ends[stage], strict=True):
                 memory = np.zeros(self.shape)
                 memory[:, own] = parameters[:, None] + np.outer(activation, held)
-                self._add_row(-INFINITE, room, memory, {self._excess: -1.0, **once})
+                self._add_row(-INFINITE, room - ends, memory, {self._excess: -1.0, **once})
 
     def _steps(self, stage: int, own: np.ndarray) -> dict[int, float]:
         """Add a variable in {0, 1} for each step of the memory that a stage's layers need once (`Instance.more`): 1

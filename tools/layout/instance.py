@@ -78,6 +78,7 @@ class Instance:
     last_option option that all layers of the last chunk must have, of types that have it; "" for any
     order       options, the strongest first, in the order in which the layers of a chunk must have them; () for any
     working     [stages] memory that the passes of work that belongs to no layer need, as `Option.working`
+    kept        [C] activation memory that a micro-batch in flight keeps for work that belongs to no layer
     """
 
     name: str
@@ -94,6 +95,7 @@ class Instance:
     last_option: str = ""
     order: tuple[str, ...] = ()
     working: np.ndarray | float = 0.0
+    kept: np.ndarray | float = 0.0
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
@@ -144,6 +146,12 @@ class Instance:
     def least_layers(self) -> int:
         """Return the smallest number of layers of each inner chunk: 1 if there are enough layers, otherwise 0."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2 + self.last_layers)
+
+    @cached_property
+    def kept_by_ends(self) -> tuple[np.ndarray, ...]:
+        """Return for each stage the memory that `kept` needs at each of its moments of `peaks`, [vectors]."""
+        kept = self.by_stage(np.broadcast_to(self.kept, self.stage_of.shape)).reshape(self.chunks, self.stages)
+        return tuple(peaks @ kept[:, stage] for stage, peaks in enumerate(self.peaks))
 
     @cached_property
     def _once(self) -> tuple[np.ndarray, np.ndarray]:
@@ -260,14 +268,16 @@ class Instance:
         once = sum((there * more).max(axis=2) for more in self.more)
         parameters = every.reshape(shape).sum(axis=1) + self.least_static + once
         activation = kept.reshape(shape)
-        held = [(activation[:, :, s] @ peaks.T).max(axis=1) for s, peaks in enumerate(self.peaks)]
+        held = [
+            (activation[:, :, s] @ peaks.T + self.kept_by_ends[s]).max(axis=1) for s, peaks in enumerate(self.peaks)
+        ]
         return parameters + np.array(held).T
 
     def fits(self, plans: np.ndarray) -> np.ndarray:
         """Return for each plan [N] whether no stage exceeds the memory cap."""
-        return self.kept(self.peak_memory(plans)).all(axis=1)
+        return self.within(self.peak_memory(plans)).all(axis=1)
 
-    def kept(self, memory: np.ndarray) -> np.ndarray:
+    def within(self, memory: np.ndarray) -> np.ndarray:
         """Return for each amount of memory whether this amount is within the cap."""
         return memory <= self.cap + CAP_TOLERANCE
 

@@ -234,7 +234,8 @@ def _ways(
     """
     peaks = instance.peaks[stage].astype(float)
     parameters = float((counts @ np.array([kind.parameters for kind in instance.types])).sum())
-    room = instance.cap + CAP_TOLERANCE - float(instance.least_static[stage]) - parameters
+    most_held = instance.cap + CAP_TOLERANCE - float(instance.least_static[stage]) - parameters
+    room = most_held - instance.kept_by_ends[stage]  # for the activations of layers, [vectors]
     choices = []
     for chunk, row in enumerate(counts):
         key = tuple(map(int, row)), stage == instance.stages - 1 and chunk == len(counts) - 1
@@ -244,7 +245,7 @@ def _ways(
     if not all(len(extra) for extra, _, _ in choices):
         return
     least = np.array([held.min() for _, held, _ in choices])
-    if (peaks @ least).max() > room:
+    if (peaks @ least > room).any():
         return
     # what a chunk may hold at most, if the others hold their least
     spare = room - peaks @ least  # [vectors]
@@ -265,7 +266,7 @@ def _ways(
     extras = np.stack([one[0][pick] for one, pick in zip(small, picks, strict=True)], axis=1)  # [ways, V]
     there = np.any([one[2][pick] > 0 for one, pick in zip(small, picks, strict=True)], axis=0)  # [ways, K]
     once = sum((there * more).max(axis=1) for more in instance.more[:, stage])
-    good = ((peaks @ held).max(axis=0) + once <= room) & (extras.sum(axis=1) < most)
+    good = (peaks @ held + once <= room[:, None]).all(axis=0) & (extras.sum(axis=1) < most)
     extras, picks = extras[good], picks[:, good]
     front = _front(extras)
     if front is None:

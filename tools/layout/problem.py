@@ -2,8 +2,8 @@
 times and bytes.
 
 Times in milliseconds, memory in GiB. Layer types: "dense" and "moe". Embedding, head and MTP stay at the ends: their
-times are the instance's head and tail, their memory is static. The activations of the ends are taken at their largest;
-so the instance is never below the estimator, and equal to it where a stage has one chunk.
+times are the instance's head and tail, their weights are static memory. The memory of each plan is the estimator's at
+the fullest moment of the passes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from tools.estimate.configuration import NORMS, Configuration, Table, joined, offered, parts_of
 from tools.estimate.layer_time import LayerTime
 from tools.estimate.memory.activations import mtp_option, saved, working
-from tools.estimate.memory.model import buffers_of, held_micro_batches, static_memory
+from tools.estimate.memory.model import buffers_of, static_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.instance import CAP_TOLERANCE, Instance, LayerType, Option
@@ -124,7 +124,7 @@ def pipeline_instance(
         )
         for kind in kinds
     )
-    activations, passes = _of_ends(probe)
+    kept, passes = _of_ends(probe)
     return PlacedInstance(
         name="placement",
         stages=config.pp,
@@ -132,7 +132,7 @@ def pipeline_instance(
         micro_batches=config.micro_batches,
         schedule=config.schedule if config.pp > 1 else "1f1b",
         cap=cap_bytes / GIB - 2 * CAP_TOLERANCE,  # the solver may go over by its tolerance
-        static=(static + activations) / GIB,
+        static=static / GIB,
         head=_both(ends),
         tail=_both(tail),
         types=types,
@@ -143,6 +143,7 @@ def pipeline_instance(
         last_option="full" if mtp else "",
         order=strongest_first(option.name for kind in types for option in kind.options),
         working=passes / GIB,
+        kept=kept / GIB,
     )
 
 
@@ -257,17 +258,14 @@ def by_layers(
 
 
 def _of_ends(config: Configuration) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes [stages] that embedding, head and MTP keep for the backward passes of all micro-batches in
-    flight, and the bytes [stages] that a pass of them needs.
+    """Return the bytes [C] that embedding, head and MTP keep of each micro-batch for its backward pass, and the bytes
+    [stages] that a pass of them needs.
     """
-    whole, end = mtp_option(config), _last_stage(config)
-    kept, passes = np.zeros((2, config.pp))
-    for stage in range(config.pp):
-        last = ["head", *["mtp"] * config.model.mtp] * (stage == end)
-        held = held_micro_batches(config, stage).max(axis=0)
-        kept[stage] = saved(config, "embedding", whole) * held[0] * (stage == 0)
-        kept[stage] += sum(saved(config, kind, whole) for kind in last) * held[-1]
-        passes[stage] = working(config, [(kind, whole) for kind in last])
+    whole, last = mtp_option(config), ["head", *["mtp"] * config.model.mtp]
+    kept, passes = np.zeros(config.pp * config.chunks), np.zeros(config.pp)
+    kept[0] = saved(config, "embedding", whole)
+    kept[-1] += sum(saved(config, kind, whole) for kind in last)
+    passes[_last_stage(config)] = working(config, [(kind, whole) for kind in last])
     return kept, passes
 
 

@@ -73,7 +73,7 @@ class StageCosts:
         choices = [self._choices(stage, *item) for item in items]
         found: tuple[float, list[np.ndarray]] | None
         if not items:
-            found = (0.0, []) if room >= 0 else None
+            found = (0.0, []) if room >= self.instance.kept_by_ends[stage].max() else None
         elif math.prod(_MOST + 1 if choice is None else len(choice) for choice in choices) <= _MOST:
             found = self._every(stage, room, items, choices)
         else:
@@ -134,7 +134,8 @@ class StageCosts:
             kept[:, c] += (choice @ self.held[t])[place]
             more = self.instance.more[:, stage, self.instance.type_columns(t)]
             once = np.maximum(once, ((choice > 0) * more[:, None]).max(axis=2)[:, place])
-        good = (kept @ self.instance.peaks[stage].T).max(axis=1) + once.sum(axis=0) <= room
+        held = kept @ self.instance.peaks[stage].T + self.instance.kept_by_ends[stage]
+        good = held.max(axis=1) + once.sum(axis=0) <= room
         if self.instance.order:
             for (one, (c, t, _)), (two, (d, u, _)) in itertools.combinations(enumerate(items), 2):
                 if c == d:
@@ -187,7 +188,7 @@ class StageCosts:
         `able` are used.
         """
         peaks = self.instance.peaks[stage].astype(float)
-        given, need, extra = [], np.zeros(len(peaks)), 0.0
+        given, need, extra = [], self.instance.kept_by_ends[stage].astype(float), 0.0
         for c, t, n in items:
             option = lock.get((c, t), int(np.lexsort((self.held[t], self.extra[t], ~able[t]))[0]))
             given.append(n * np.eye(len(self.extra[t]), dtype=int)[option])

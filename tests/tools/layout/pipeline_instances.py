@@ -50,7 +50,7 @@ def instance(folder, **numbers):
 
 def with_passes(problem, height):
     """The instance in which passes and buffers need memory once: the more, the stronger the option and the later the
-    type; the last stage's ends need as much as a middling option.
+    type; the last stage's ends need as much as a middling option. The ends keep activations, too.
     """
 
     def type_of(number, kind):
@@ -59,7 +59,9 @@ def with_passes(problem, height):
 
     types = tuple(type_of(number, kind) for number, kind in enumerate(problem.types))
     ends = np.where(np.arange(problem.stages) == problem.stages - 1, 1.5 * height, 0.0)
-    return replace(problem, types=types, working=ends)
+    kept = np.zeros(len(problem.stage_of))
+    kept[0], kept[-1] = 0.2 * height, 0.4 * height
+    return replace(problem, types=types, working=ends, kept=kept)
 
 
 def all_plans(problem):

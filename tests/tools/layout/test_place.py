@@ -157,8 +157,7 @@ def test_the_instance_is_the_estimator(case):
         assert instance.step_times(plan[None])[0] <= pipeline * (1 + 1e-9)
     peaks = np.array([memory.peak for memory in all_stages(found)]) / GIB
     assert (instance.peak_memory(plan[None])[0] >= peaks * (1 - 1e-12)).all()
-    # equal, unless the ends' fullest moment is not the layers'
-    if config.chunks == 1 and exact:
+    if exact:
         np.testing.assert_allclose(instance.peak_memory(plan[None])[0], peaks)
 
 
