@@ -50,7 +50,7 @@ def judge(problem, solution):
     plan = plan_of(problem, solution)[None]
     assert problem.well_formed(plan)[0]
     peak = problem.peak_memory(plan)[0]
-    over = {int(stage): float(peak[stage] - problem.cap) for stage in np.flatnonzero(~problem.kept(peak))}
+    over = {int(stage): float(peak[stage] - problem.cap) for stage in np.flatnonzero(~problem.within(peak))}
     return Judgement(float(problem.step_times(plan)[0]), peak, over)
 
 

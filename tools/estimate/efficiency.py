@@ -19,10 +19,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean, refuse_unknown
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import MODEL_VERSION, Configuration
 from tools.estimate.layer_model import Matmul
 from tools.hardware import Hardware, load_hardware
 from tools.hardware.load import FOLDER, name_of
@@ -232,15 +233,36 @@ def known_error(hardware: Hardware) -> KnownError | None:
     return known if known.groups > 1 else None
 
 
-def efficiency_of(hardware: Hardware) -> Efficiency:
+@lru_cache(maxsize=64)
+def _say_no_version(file: str) -> None:
+    """Print once on stderr that a cluster file does not say to which model its efficiencies were fitted."""
+    click.echo(
+        f"{file}: estimator: the key is missing, so the efficiencies may have been fitted to an older model of time; "
+        "make the file again with tc3 search calibrate",
+        err=True,
+    )
+
+
+def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
     """Return the efficiencies that a cluster's file states, or else those of its device type.
 
+    Args:
+        any_version: the efficiencies are only the start of a fit, so they may belong to another version of the model.
+
     Raises:
-        RecipeError: the efficiencies of the device type are not known, or the cluster's file states only some
-            efficiencies.
+        RecipeError: the efficiencies of the device type are not known, the cluster's file states only some of the
+            efficiencies, or these were fitted to another version of the model of time.
     """
     if hardware.efficiency:
-        return _own(hardware)
+        own = _own(hardware)
+        if not any_version and not hardware.estimator:
+            _say_no_version(hardware.file)
+        elif not any_version and hardware.estimator != MODEL_VERSION:
+            raise RecipeError(
+                f"{hardware.file}: estimator: the efficiencies were fitted to version {hardware.estimator} of the "
+                f"model of time, but the present version is {MODEL_VERSION}; fit them again with tc3 search calibrate"
+            )
+        return own
     for entry in _sets().values():
         if hardware.name in entry["clusters"]:
             return Efficiency(**{name: float(value) for name, value in entry["values"].items()}, mesh=entry["mesh"])

@@ -26,14 +26,14 @@ from plugins.lora import plan as lora
 from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, places, spread
 from tools.hardware.units import short_dtype
 from tools.model import Adapters, Model, model_of
-from tools.recipe.findings import in_file, refusal
+from tools.recipe.findings import ERROR, Findings, in_file, refusal, refused
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import CHUNKS, LOADER, MODE, MODEL, OFFSET, OVERLAP, PARALLEL, View, require_resolved
 from tools.schema.converter import Built, convert
 from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
-from tools.schema.stages import stage_layers_of, swaps
+from tools.schema.stages import check_recompute, stage_layers_of, swaps
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
@@ -96,8 +96,8 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
 
     Raises:
         RecipeError: the recipe has no model, or a model of impossible sizes; a key or value is unknown to MindFormers;
-            an offset or a degree does not fit; the optimizer cannot train the model's weights; or the dispatch mode is
-            `auto`.
+            an offset, a degree or a recompute setting does not fit; the optimizer cannot train the model's weights; or
+            the dispatch mode is `auto`.
     """
     view = View(recipe)
     if not view.get(MODEL):
@@ -118,14 +118,11 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     if layers is None:
         raise refusal(recipe, OFFSET, f"the offset does not fit the layers and stages; {_MORE}")
     table = tuple(tuple(row) for row in layers)
-    try:
-        recompute = recompute_of(view, table)
-    except re.error as error:
-        text = f"an operator pattern is not a regular expression ({error}); {_MORE}"
-        raise refusal(recipe, ("recompute_config", _SELECT), text) from None
-    except (TypeError, ValueError):
-        text = f"the numbers of layers do not fit the layers and stages; {_MORE}"
-        raise refusal(recipe, ("recompute_config",), text) from None
+    found = Findings(recipe, load_schema().line)
+    check_recompute(view, model.layers, found)
+    if errors := [finding for finding in found.found if finding.severity == ERROR]:
+        raise refused(errors)
+    recompute = recompute_of(view, table)
     dispatcher = str(built.fields.get("moe_token_dispatcher_type"))
     dispatch = (ep_mode, None) if ep_mode else _dispatch(view, dispatcher)
     try:

@@ -36,7 +36,7 @@ from tools.layout.resolve import resolve
 from tools.ranges import Number, overrides_option
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
-from tools.recipe.view import CHUNKS, MODE, PARALLEL, View, unresolved
+from tools.recipe.view import AUTO, OFFSET, PARALLEL, View, look
 
 WIDTH = 110  # of the tables, also where nobody looks at a terminal: a cut number would be another number
 NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
@@ -290,11 +290,15 @@ def ep_report(
     if hardware:
         click.echo("--hardware is called --cluster now", err=True)
     loaded, devices = load_recipe(recipe), find_cluster(hardware or cluster)
-    changed = _laid_out(apply_overrides(loaded, overrides))
+    asked_for = apply_overrides(loaded, overrides)
+    # the layout of the file beside the recipe, as other commands read it, if there is one for this run
+    changed = resolve(asked_for, partial(click.echo, err=True), layout="found", dispatch=False)
+    planned = look(asked_for, OFFSET) == AUTO
     advices = []
     for degree in ep or [None]:
         try:
-            advices.append(advise(_of_degree(changed, degree) if degree else changed, devices, asked))
+            of_degree = _of_degree(changed, degree) if degree else changed
+            advices.append(advise(of_degree, devices, asked, planned=planned))
         except RecipeError as error:
             raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
     require_step_time(from_recipe(changed, ep_mode="global"))  # the report has seconds of steps, where `auto` has none
@@ -305,15 +309,6 @@ def ep_report(
         click.echo(json.dumps(content(advices, str(recipe), asked)))
     else:
         print_text(advices, str(recipe), Console(soft_wrap=True, highlight=False, markup=False), asked)
-
-
-def _laid_out(recipe: Recipe) -> Recipe:
-    """Return the recipe with a layout for `offset: auto`: the layout of the file beside the recipe, as other commands
-    read it, if there is one for this run. Where the dispatch is `auto`, the layout is even, because `auto` is decided
-    for an even layout.
-    """
-    decided = not {MODE, CHUNKS} & set(unresolved(recipe))
-    return resolve(recipe, partial(click.echo, err=True), layout="found" if decided else "even", dispatch=False)
 
 
 def _of_degree(recipe: Recipe, degree: int) -> Recipe:

@@ -130,6 +130,7 @@ _FIGURES: dict[str, Any] = {
 }
 _WORDS = ("name", "device")
 _HOST = "host_link"  # may be missing: only the price of swapping hangs on it
+_VERSION = "estimator"  # only in files with fitted efficiencies
 # keys of older files, and what is to be done about them
 _GONE = {"matmul_efficiency": "delete it: what matmuls reach is fitted (tools/estimate/efficiencies.yaml)"}
 
@@ -190,6 +191,7 @@ class Hardware:
         file: the name of the file in messages.
         efficiency: the values of `tools.estimate.efficiency.Efficiency` that the file states (written by `tc3 search
             calibrate`); {} if the file states none.
+        estimator: the version of the model of time to which these values were fitted; "" if the file does not state it.
     """
 
     name: str
@@ -205,6 +207,7 @@ class Hardware:
     efficiency: Mapping[str, Any] = field(default_factory=dict, repr=False)
     host_link: HostLink | None = None
     file: str = field(default="", repr=False, compare=False)
+    estimator: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
         """Return the cluster with the bandwidth of "intra_node" or "inter_node" multiplied by `factor`."""
@@ -253,15 +256,16 @@ class _Reader:
     def hardware(self) -> Hardware:
         """Return the checked content of the file."""
         efficiency = self.content.pop("efficiency", {}) if isinstance(self.content, dict) else {}
-        content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True, more=(_HOST,))
-        for word in _WORDS:
-            if not isinstance(content[word], str):
+        content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True, more=(_HOST, _VERSION))
+        for word in (*_WORDS, _VERSION):
+            if not isinstance(content.get(word, ""), str):
                 raise RecipeError(f"{self.shown}: {word}: the value must be text, not {content[word]!r}")
         values = {key: self._value(content[key], key, kind) for key, kind in _FIGURES.items()}
         values["intra_node"] = Link(**values["intra_node"])
         values["inter_node"] = Link(**values["inter_node"])
         host = self._host(content[_HOST]) if _HOST in content else None
         more: dict[str, Any] = {"origins": self.origins, "efficiency": efficiency, "host_link": host}
+        more["estimator"] = content.get(_VERSION, "")
         return Hardware(content["name"], content["device"], **values, **more, file=self.shown)
 
     def _host(self, content: Any) -> HostLink:

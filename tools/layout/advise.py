@@ -26,7 +26,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import EVEN, Loads, loads_of
 from tools.estimate.time_model import StepTime, TimeModel
 from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
-from tools.layout.offsets import Values
+from tools.layout.offsets import Values, even_layout
 from tools.model import MOE, model_of
 from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe, dotted
@@ -164,6 +164,7 @@ class Advice:
     break_even: BreakEven
     why: str  # one sentence
     as_1f1b: str = ""  # why the pipeline is taken as 1F1B, where it is not the recipe's own schedule
+    planned: bool = False  # the layout stands for `offset: auto`; an open dispatch is decided for an even one then
 
     @cached_property
     def written(self) -> Written:
@@ -174,9 +175,11 @@ class Advice:
             chunks, order = own.ep_cut or Cut((1, 1), 1)
             step = step_under(TimeModel(self.hardware), own, self.loads)
             return Written(own, own.ep_mode, chunks or (1, 1), order or 1, step)
-        found = advise(self.recipe, self.hardware, self.loads, modes, cuts, stride)
-        own = replace(found.config, ep_mode=found.mode, ep_cut=Cut(found.chunks, found.stride))
-        return Written(own, found.mode, found.chunks, found.stride, found.best.cut)
+        decided_for = even_layout(self.recipe) if self.planned else self.recipe
+        found = advise(decided_for, self.hardware, self.loads, modes, cuts, stride)
+        own = replace(self.config, ep_mode=found.mode, ep_cut=Cut(found.chunks, found.stride))
+        step = step_under(TimeModel(self.hardware), own, self.loads)
+        return Written(own, found.mode, found.chunks, found.stride, step)
 
     @property
     def skew(self) -> float:
@@ -218,6 +221,7 @@ def advise(
     modes: Sequence[str] = MODES,
     cuts: Sequence[Chunks] = (),
     stride: int | None = None,
+    planned: bool = False,
 ) -> Advice:
     """Compare dispatch modes and numbers of chunks for `recipe` on `hardware`.
 
@@ -232,6 +236,7 @@ def advise(
             overlap EP communication, empty for all pairs that divide batch and sequence.
         stride: the order in which the steps of chunks are issued, if the recipe sets an order; by default the fastest
             order is chosen.
+        planned: whether the layout of the recipe has taken the place of `offset: auto`.
 
     Raises:
         RecipeError: there is no expert-parallel communication, sizes do not fit each other, or an argument is wrong.
@@ -263,7 +268,7 @@ def advise(
     except RecipeError as error:
         unsimulated = str(error)
     of_best = (best.mode, best.choice.chunks, best.choice.stride)
-    return Advice(recipe, config, loads, hardware, topology, reports, *of_best, even, why, unsimulated)
+    return Advice(recipe, config, loads, hardware, topology, reports, *of_best, even, why, unsimulated, planned)
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:

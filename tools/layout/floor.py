@@ -84,7 +84,8 @@ def _low(costs: StageCosts) -> np.ndarray:
             (hulls[-1], kept[-1], held, n[:, :, None]) for held, n in zip(peaks.T, sure.T.swapaxes(1, 2), strict=True)
         ]
         parts += [(hulls[-1], kept[-1], fewest, late - others), (hulls[0], kept[0], fewest, number[None])]
-        extra = np.maximum(extra, _freeing(parts, room))
+        ends = np.array([held[min(vector, len(held) - 1)] for held in instance.kept_by_ends])
+        extra = np.maximum(extra, _freeing(parts, room - ends[:, None, None]))
     found = costs.ends[:, None, None] + work + extra
     found[counts < np.maximum(number + others, least.sum(axis=0)[:, None, None])] = np.inf
     if instance.least_layers:  # the stages before one with early layers have some, too

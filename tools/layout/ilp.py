@@ -6,8 +6,9 @@ Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the s
     minimise T
     every type's layers are placed; each inner chunk has a layer; types keep the model's order, as do the options of a
     chunk's layers where the instance asks for it; the last chunk has the layers and the option that it must
-    for each stage and each Pareto-maximal moment of its order:   static + layers' parameters + in-flight
-                                                                  activations <= cap      (exact peak memory)
+    for each stage and each Pareto-maximal moment of its order:   static + layers' parameters + in-flight activations
+                                                                  + the largest pass and buffers of the layers
+                                                                  <= cap                  (exact peak memory)
     for each chain found so far:   T >= (times a chunk's forward or backward is on the chain) x (its duration)
 
 The time of a step is the length of the longest chain of operations (`tools.pipeline.timetable`), so the constraints for
@@ -30,6 +31,7 @@ added to the model and the same round is tried again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -225,11 +227,30 @@ class PathModel:
     def _limit_memory(self) -> None:
         _, _, parameters, activation = self.instance.costs
         for stage, peaks in enumerate(self.instance.peaks):
-            for held in peaks:
+            own = self.instance.stage_of == stage  # chunk by chunk, whichever way they run
+            once = self._steps(stage, own)
+            room = self.instance.cap - self.instance.least_static[stage]
+            for held, ends in zip(peaks, self.instance.kept_by_ends[stage], strict=True):
                 memory = np.zeros(self.shape)
-                own = self.instance.stage_of == stage  # chunk by chunk, whichever way they run
                 memory[:, own] = parameters[:, None] + np.outer(activation, held)
-                self._add_row(-INFINITE, self.instance.cap - self.instance.static[stage], memory, {self._excess: -1.0})
+                self._add_row(-INFINITE, room - ends, memory, {self._excess: -1.0, **once})
+
+    def _steps(self, stage: int, own: np.ndarray) -> dict[int, float]:
+        """Add a variable in {0, 1} for each step of the memory that a stage's layers need once (`Instance.more`): 1
+        means that the stage has a layer that needs as much or more. Return the height of each step.
+        """
+        found = {}
+        for more in self.instance.more[:, stage].round(9):
+            levels = np.unique(np.append(0.0, more))
+            for low, high in itertools.pairwise(levels):
+                there = self._add_variable(1.0)
+                self._whole.append(there)
+                layers = np.zeros(self.shape)
+                layers[np.ix_(more >= high, own)] = 1
+                most = sum(kind.count for kind in self.instance.types)
+                self._add_row(-INFINITE, 0, layers, {there: -most})
+                found[there] = high - low
+        return found
 
     def _add_variable(self, high: float) -> int:
         self._solver.addVar(0.0, high)

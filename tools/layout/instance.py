@@ -39,11 +39,14 @@ CAP_TOLERANCE = 1e-6
 class Option:
     """An `Option` is one way to recompute a layer, with the time that it adds to the backward pass and the activation
     memory that a micro-batch in flight keeps.
+
+    `working` is the memory that one pass needs while it runs: a stage needs the largest of its layers and ends once.
     """
 
     name: str
     extra_backward: float
     activation: float
+    working: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class LayerType:
     """A `LayerType` describes equal layers: their number, the times of a micro-batch, and the memory of their
     parameters (with gradients and so on).
 
-    `weight` is the part of `backward` that is weight gradients, which some schedules split off.
+    `weight` is the part of `backward` that is weight gradients, which some schedules split off. `buffers` is memory
+    that a stage with such layers needs once; a stage with several types needs the largest.
     """
 
     name: str
@@ -61,6 +65,7 @@ class LayerType:
     parameters: float
     options: tuple[Option, ...]
     weight: float = 0.0
+    buffers: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class Instance:
     last_option the option of all layers of the last chunk whose types have this option; "" if any option is allowed
     order       the options, the strongest first, in the order in which the layers of a chunk must have them; () if any
                 order is allowed
+    working     [stages] the memory that the passes of work that belongs to no layer need, like `Option.working`
+    kept        [C] the activation memory that a micro-batch in flight keeps for work that belongs to no layer
     """
 
     name: str
@@ -89,6 +96,8 @@ class Instance:
     last_layers: int = 0
     last_option: str = ""
     order: tuple[str, ...] = ()
+    working: np.ndarray | float = 0.0
+    kept: np.ndarray | float = 0.0
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
@@ -139,6 +148,40 @@ class Instance:
     def least_layers(self) -> int:
         """Return the smallest number of layers of each inner chunk: 1 if there are enough layers, otherwise 0."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2 + self.last_layers)
+
+    @cached_property
+    def kept_by_ends(self) -> tuple[np.ndarray, ...]:
+        """Return for each stage the memory that `kept` needs at each of its moments of `peaks`, [vectors]."""
+        kept = self.by_stage(np.broadcast_to(self.kept, self.stage_of.shape)).reshape(self.chunks, self.stages)
+        return tuple(peaks @ kept[:, stage] for stage, peaks in enumerate(self.peaks))
+
+    @cached_property
+    def _once(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (`least_static`, `more`)."""
+        ends = np.stack([np.broadcast_to(self.working, self.stages), np.zeros(self.stages)])
+        pairs = [(self.types[t].options[o].working, self.types[t].buffers) for t, o in self.columns]
+        rows = np.maximum(np.array(pairs).T[:, None], ends[:, :, None])  # [2, stages, K]
+        inner = np.full(len(self.stage_of), self.least_layers)
+        inner[[0, -1]] = 0, self.last_layers
+        sure = self.by_stage(inner).reshape(self.chunks, self.stages).any(axis=0)
+        # if each inner chunk has a layer, the first type's layers do not reach stages after so many chunks
+        early = np.array([t == 0 and len(self.types) > 1 for t, _ in self.columns])
+        late = np.arange(self.stages) > (self.types[0].count if self.least_layers else self.stages)
+        least = np.where(late[:, None] & early, np.inf, rows).min(axis=2)
+        least = np.where(sure, least, ends)
+        return self.static + least.sum(axis=0), np.maximum(0.0, rows - least[:, :, None])
+
+    @property
+    def least_static(self) -> np.ndarray:
+        """Return `static` and what every plan needs once for passes and buffers, [stages]."""
+        return self._once[0]
+
+    @property
+    def more(self) -> np.ndarray:
+        """Return the memory that a layer of a column needs once beyond `least_static`, [2, stages, K]: for its passes
+        and for its buffers. The largest on a stage counts of each.
+        """
+        return self._once[1]
 
     @cached_property
     def kept_out(self) -> np.ndarray:
@@ -225,16 +268,20 @@ class Instance:
         """Return the peak memory [N, stages] of plans [N, K, C]."""
         shape = (len(plans), self.chunks, self.stages)
         every, kept = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in self.costs[2:])
-        parameters = every.reshape(shape).sum(axis=1) + self.static
+        there = np.stack([plans[:, :, self.stage_of == s].any(axis=2) for s in range(self.stages)], axis=1)
+        once = sum((there * more).max(axis=2) for more in self.more)
+        parameters = every.reshape(shape).sum(axis=1) + self.least_static + once
         activation = kept.reshape(shape)
-        held = [(activation[:, :, s] @ peaks.T).max(axis=1) for s, peaks in enumerate(self.peaks)]
+        held = [
+            (activation[:, :, s] @ peaks.T + self.kept_by_ends[s]).max(axis=1) for s, peaks in enumerate(self.peaks)
+        ]
         return parameters + np.array(held).T
 
     def fits(self, plans: np.ndarray) -> np.ndarray:
         """Return for each plan [N] whether no stage exceeds the memory cap."""
-        return self.kept(self.peak_memory(plans)).all(axis=1)
+        return self.within(self.peak_memory(plans)).all(axis=1)
 
-    def kept(self, memory: np.ndarray) -> np.ndarray:
+    def within(self, memory: np.ndarray) -> np.ndarray:
         """Return for each amount of memory whether this amount is within the memory cap."""
         return memory <= self.cap + CAP_TOLERANCE
 

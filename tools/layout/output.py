@@ -126,7 +126,7 @@ def _memory(axes: Any, instance: Instance, plan: np.ndarray, simulation: Simulat
     from matplotlib import colormaps
 
     every, kept = instance.by_stage(instance.costs[2:] @ plan).reshape(2, instance.chunks, instance.stages)
-    parameters, activation = every.sum(axis=0) + instance.static, kept
+    parameters, activation = every.sum(axis=0) + instance.least_static, kept
     for stage in range(instance.stages):
         times, memory = memory_over_time(simulation, stage, parameters[stage], activation[:, stage])
         times, memory = np.append(times, simulation.makespan), np.append(memory, memory[-1])

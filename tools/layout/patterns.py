@@ -236,7 +236,8 @@ def _ways(
     """
     peaks = instance.peaks[stage].astype(float)
     parameters = float((counts @ np.array([kind.parameters for kind in instance.types])).sum())
-    room = instance.cap + CAP_TOLERANCE - float(instance.static[stage]) - parameters
+    most_held = instance.cap + CAP_TOLERANCE - float(instance.least_static[stage]) - parameters
+    room = most_held - instance.kept_by_ends[stage]  # for the activations of layers, [vectors]
     choices = []
     for chunk, row in enumerate(counts):
         key = tuple(map(int, row)), stage == instance.stages - 1 and chunk == len(counts) - 1
@@ -246,7 +247,7 @@ def _ways(
     if not all(len(extra) for extra, _, _ in choices):
         return
     least = np.array([held.min() for _, held, _ in choices])
-    if (peaks @ least).max() > room:
+    if (peaks @ least > room).any():
         return
     # what a chunk may hold at most, if the others hold their least
     spare = room - peaks @ least  # [vectors]
@@ -265,7 +266,9 @@ def _ways(
     picks = np.indices([len(extra) for extra, _, _ in small]).reshape(len(small), -1)
     held = np.stack([one[1][pick] for one, pick in zip(small, picks, strict=True)])
     extras = np.stack([one[0][pick] for one, pick in zip(small, picks, strict=True)], axis=1)  # [ways, V]
-    good = ((peaks @ held).max(axis=0) <= room) & (extras.sum(axis=1) < most)
+    there = np.any([one[2][pick] > 0 for one, pick in zip(small, picks, strict=True)], axis=0)  # [ways, K]
+    once = sum((there * more).max(axis=1) for more in instance.more[:, stage])
+    good = (peaks @ held + once <= room[:, None]).all(axis=0) & (extras.sum(axis=1) < most)
     extras, picks = extras[good], picks[:, good]
     front = _front(extras)
     if front is None:
@@ -289,7 +292,7 @@ def _front(extras: np.ndarray) -> list[int] | None:
 
 def _choices(instance: Instance, counts: tuple[int, ...], last: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ([ways] ms of recomputation, [ways] memory held, [ways, K] layers of each column) of a chunk's layers:
-    those that no other way beats in both.
+    those that no other way beats in both and in what a stage needs once.
     """
     every = np.zeros((1, len(instance.columns)), int)
     for index, count in enumerate(counts):
@@ -306,9 +309,12 @@ def _choices(instance: Instance, counts: tuple[int, ...], last: bool) -> tuple[n
         every = every[instance.in_order(every[:, :, None])]
     extra = every @ np.array([instance.types[t].options[o].extra_backward for t, o in instance.columns])
     held = every @ instance.costs[3]
-    kept, least = [], np.inf
+    more = instance.more.reshape(-1, len(instance.columns))  # [2 x stages, K]
+    needs, need = np.unique([((way > 0) * more).max(axis=1) for way in every], axis=0, return_inverse=True)
+    no_more = [np.flatnonzero((needs <= one).all(axis=1)) for one in needs]
+    kept, least = [], np.full(len(needs), np.inf)  # of each need the least memory held so far
     for way in np.lexsort((held, extra)):
-        if held[way] < least - 1e-12:
+        if held[way] < least[no_more[need[way]]].min() - 1e-12:
             kept.append(int(way))
-            least = float(held[way])
+            least[need[way]] = float(held[way])
     return extra[kept], held[kept], every[kept]

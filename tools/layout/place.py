@@ -185,9 +185,8 @@ def place(
     def optimised(way: Way, part: Budget) -> list[Configuration]:
         """Optimise one instance, and add the outcome to the results."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
-        if way.full or way.groups:  # the solver's bound is only one of plans with room for recomputation on every stage
-            every_plan = pipeline_instance(config, model, cap_bytes, *way, room=False)
-            floors.append(_floor(config, model, every_plan, math.inf)[0])
+        if way.groups:  # the solver's bound is one of plans that add group after group, which `eased` does not keep to
+            floors.append(_floor(config, model, instance, math.inf)[0])
         outcomes.append(optimise(instance, part, seed, start=plan_of(first, instance) if first else None))
         plan = outcomes[-1].plan
         return [] if plan is None else [configuration_of(config, instance, plan)]
@@ -239,19 +238,17 @@ def screen(
     spent = 0.0
     for way in every:
         instance = pipeline_instance(config, model, cap_bytes, *way)
-        every_plan = pipeline_instance(config, model, cap_bytes, *way, room=False)
-        bound, rest = _floor(config, model, every_plan, beat)
+        bound, rest = _floor(config, model, instance, beat)
         total, plans = bound + rest + model.fixed, list[np.ndarray]()
         if total < beat < math.inf and not pairs_up(config.schedule):
             budget = Budget(effort / len(every))
-            closer, plans = _closer(config, model, every_plan, rest, beat, budget)
+            closer, plans = _closer(config, model, instance, rest, beat, budget, divided=bool(way.groups))
             total, spent = max(total, closer), spent + budget.spent
         low, outside = min(low, total), min(outside, rest)
         if total < beat:
             plan = place_fast(instance, 1000 * (beat - rest - model.fixed))
             laid = [configuration_of(config, instance, plan)] if plan is not None else []
-            closest = [configuration_of(config, instance, each) for each in plans]
-            laid += [each for each in closest if way.groups or peak_memory(each) <= cap_bytes]
+            laid += [configuration_of(config, instance, each) for each in plans]
             candidates += [eased(one, model, cap_bytes) for one in laid] if way.groups else laid
     dropped = []
     for candidate in [*candidates, *([] if _at_least(config, model) >= min(beat, low) else [config])]:
@@ -268,19 +265,32 @@ def screen(
 
 
 def _closer(
-    config: Configuration, model: TimeModel, instance: Instance, rest: float, beat: float, budget: Budget
+    config: Configuration,
+    model: TimeModel,
+    instance: Instance,
+    rest: float,
+    beat: float,
+    budget: Budget,
+    divided: bool,
 ) -> tuple[float, list[np.ndarray]]:
     """Return seconds of a step that no plan of an instance under `beat` is under, by weighted chains (or the solver's
     model with layers that may be divided), and where that leaves some by patterns; the fastest plan, if it was found to
     be that.
 
     A bound a little under `beat` takes a small share of the work of one at `beat`, so that they are proven in turn.
+
+    Args:
+        divided: only layers that may be divided give a bound. It holds for all sets of groups of operators, because
+            options that add group after group are the lower convex hull of all others.
     """
     known, after = rest + model.fixed, _after(config, model, instance, rest)
     effort = budget.effort * BOUND_EFFORT / WHOLE_EFFORT
-    bound = weighted_bound(instance, 1000 * beat * (1 + IMPROVEMENT), budget.units(budget.effort / 2), after) / 1000
+    goal, half = 1000 * beat * (1 + IMPROVEMENT), budget.units(budget.effort / 2)
+    bound = 0.0 if divided else weighted_bound(instance, goal, half, after) / 1000
     if not bound:  # too many patterns
         bound = path_bound(instance, PathModel(instance), Budget(effort)) / 1000 + known
+    if divided:
+        return bound, []
     for share in GOALS:
         if bound >= share * beat:
             continue
@@ -302,7 +312,7 @@ def floor_seconds(
     every = all_ways(config, model, groups)
     if not every or pairs_up(config.schedule):
         return 0.0
-    instances = (pipeline_instance(config, model, cap_bytes, *way, room=False) for way in every)
+    instances = (pipeline_instance(config, model, cap_bytes, *way) for way in every)
     least = min(sum(_floor(config, model, instance, beat)) for instance in instances) + model.fixed
     own = _at_least(config, model)  # the placements try the configuration's own tables, too
     return own if own < least and peak_memory(config) <= cap_bytes else least
@@ -413,15 +423,11 @@ def ways(config: Configuration) -> list[Way]:
 def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
     """Return the arguments of instances in which layers may also recompute groups of operators; return [] if no group
     can be recomputed.
-
-    Without full recomputation there is an instance for each number of groups, because the working memory of a pass
-    depends on the groups that may be recomputed.
     """
     if not offered(config) or not ways(config):
         return []
     groups = by_price(config, model)
-    some = [Way(False, False, groups[:count]) for count in range(1, len(groups) + 1)]
-    return some + [way._replace(groups=groups) for way in ways(config) if way.full]
+    return [way._replace(groups=groups) for way in ways(config)]
 
 
 def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]:

@@ -2,10 +2,8 @@
 that the estimator predicts.
 
 Times are in milliseconds, and memory is in GiB. The layer types are "dense" and "moe". Embedding, head and MTP layers
-stay on the first and last stage: their times are the head and tail of the instance, and their memory is static memory.
-The memory that a stage needs once, independently of its layers (buffers, working memory, activations of embedding and
-head), is static, too, with its largest possible value. Therefore the memory of the instance is never below the
-estimator's, and equals it if a stage holds the layers and the recomputation that need the most of this memory.
+stay on the first and last stage: their times are the head and tail of the instance, and their weights are static
+memory. The memory of each plan is that which the estimator predicts for the fullest moment of the passes.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import numpy as np
 from tools.estimate.configuration import NORMS, Configuration, Table, joined, offered, parts_of
 from tools.estimate.layer_time import LayerTime
 from tools.estimate.memory.activations import mtp_option, saved, working
-from tools.estimate.memory.model import buffers_of, held_micro_batches, static_memory
+from tools.estimate.memory.model import buffers_of, static_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.instance import CAP_TOLERANCE, Instance, LayerType, Option
@@ -89,7 +87,6 @@ def pipeline_instance(
     full: bool,
     mtp: bool = False,
     groups: Sequence[str] = (),
-    room: bool = True,
 ) -> PlacedInstance:
     """Return the problem of finding a new placement of `config`'s layers. The present placement and recomputation of
     the layers in `config` have no effect.
@@ -99,9 +96,6 @@ def pipeline_instance(
         mtp: whether MTP layers are recomputed fully, which is the case in plans whose last layer is recomputed fully.
         groups: the groups of operators that layers may recompute; a layer that recomputes a group also recomputes all
             groups before it (`by_price`).
-        room: whether every stage reserves the working memory for all recomputation that its layers may do, so that the
-            estimator accepts every plan. If it is False, the instance excludes no plan that the estimator accepts, so
-            that a bound holds for all plans.
     """
     kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
@@ -130,9 +124,11 @@ def pipeline_instance(
             parameters[kind] / GIB,
             _options(probe, kind, times[kind], (*names, "full") if full else names, bool(groups)),
             _weights([times[kind]]),
+            buffers_of(probe, [kind]) / GIB,
         )
         for kind in kinds
     )
+    kept, passes = _of_ends(probe)
     return PlacedInstance(
         name="placement",
         stages=config.pp,
@@ -140,7 +136,7 @@ def pipeline_instance(
         micro_batches=config.micro_batches,
         schedule=config.schedule if config.pp > 1 else "1f1b",
         cap=cap_bytes / GIB - 2 * CAP_TOLERANCE,  # the solver may go over by its tolerance
-        static=(static + _once(probe, kinds, ("full" if full else joined(groups)) if room else "none")) / GIB,
+        static=static / GIB,
         head=_both(ends),
         tail=_both(tail),
         types=types,
@@ -150,6 +146,8 @@ def pipeline_instance(
         last_layers=int(config.pp > 1 and config.model.mtp > 0),
         last_option="full" if mtp else "",
         order=strongest_first(option.name for kind in types for option in kind.options),
+        working=passes / GIB,
+        kept=kept / GIB,
     )
 
 
@@ -207,13 +205,14 @@ def _options(
     config: Configuration, kind: str, layer: LayerTime, names: Sequence[str], every: bool
 ) -> tuple[Option, ...]:
     """Return the recompute options of a kind, without those that another beats in time and memory unless all are
-    wanted.
+    wanted. No option needs less working memory than one that recomputes less.
 
     A dense layer has no experts, but where it stands before MoE layers that repeat theirs its option must say so.
     """
     found: list[Option] = []
     for name in names:
-        option = Option(name, layer.again(name).total * _MS, saved(config, kind, name) / GIB)
+        passes = working(config, [(kind, name)]) / GIB
+        option = Option(name, layer.again(name).total * _MS, saved(config, kind, name) / GIB, passes)
         better = (
             option.activation < other.activation or option.extra_backward < other.extra_backward for other in found
         )
@@ -262,33 +261,18 @@ def by_layers(
     return ends, each
 
 
-def _once(config: Configuration, kinds: list[str], option: str) -> np.ndarray:
-    """Return [stages] bytes of buffers, of working memory and of the ends' activations in flight; `option` is the
-    recompute option of a layer that needs the most working memory.
+def _of_ends(config: Configuration) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes [C] that embedding, head and MTP keep of each micro-batch for its backward pass, and the bytes
+    [stages] that a pass of them needs.
     """
-    buffers = buffers_of(config, kinds)
-    whole, end = mtp_option(config), _last_stage(config)
-    found = []
-    for stage in range(config.pp):
-        ends = ["embedding"] * (stage == 0) + ["head", *["mtp"] * config.model.mtp] * (stage == end)
-        inside = [kind for kind in kinds if kind != kinds[0] or may_hold_first(config, stage)]
-        held = held_micro_batches(config, stage).max(axis=0)
-        first = saved(config, "embedding", whole) * held[0] * (stage == 0)
-        last = sum(saved(config, kind, whole) for kind in ends if kind != "embedding") * held[-1]
-        layers = [*((kind, option) for kind in inside), *((kind, whole) for kind in ends)]
-        found.append(buffers + working(config, layers) + first + last)
-    return np.array(found)
+    whole, last = mtp_option(config), ["head", *["mtp"] * config.model.mtp]
+    kept, passes = np.zeros(config.pp * config.chunks), np.zeros(config.pp)
+    kept[0] = saved(config, "embedding", whole)
+    kept[-1] += sum(saved(config, kind, whole) for kind in last)
+    passes[_last_stage(config)] = working(config, [(kind, whole) for kind in last])
+    return kept, passes
 
 
 def _last_stage(config: Configuration) -> int:
     """Return the stage of the model's last chunk."""
     return 0 if is_v_shaped(config.schedule) and config.chunks % 2 == 0 else config.pp - 1
-
-
-def may_hold_first(config: Configuration, stage: int) -> bool:
-    """Return whether a stage can hold layers of the first kind. If this holds for a stage, each stage before it must
-    hold at least one layer of the first kind.
-    """
-    model = config.model
-    first = kind_count(config, model.pattern[0])
-    return first == model.layers or stage <= first

@@ -48,7 +48,7 @@ class StageCosts:
         self.held = [np.array([o.activation for o in kind.options]) for kind in instance.types]
         ends = instance.by_stage(instance.ends.sum(axis=0)).reshape(instance.chunks, instance.stages)
         self.ends = ends.sum(axis=0)
-        self.room = instance.cap + CAP_TOLERANCE - instance.static
+        self.room = instance.cap + CAP_TOLERANCE - instance.least_static
         self._last = int(instance.stage_of[-1])
         self._known: dict[tuple[int, Stage], tuple[float, np.ndarray] | None] = {}
         self._prefix = np.array(
@@ -75,11 +75,16 @@ class StageCosts:
         choices = [self._choices(stage, *item) for item in items]
         found: tuple[float, list[np.ndarray]] | None
         if not items:
-            found = (0.0, []) if room >= 0 else None
+            found = (0.0, []) if room >= self.instance.kept_by_ends[stage].max() else None
         elif math.prod(_MOST + 1 if choice is None else len(choice) for choice in choices) <= _MOST:
             found = self._every(stage, room, items, choices)
         else:
-            tried = [self._greedy(stage, room, items, lock) for lock in self._locks(stage, layers)]
+            tried = [
+                self._greedy(stage, room - once, items, lock, able)
+                for once, able in self._able(stage, items)
+                for lock in self._locks(stage, layers)
+                if all(able[t][option] for (c, t), option in lock.items() if layers[c][t])
+            ]
             found = min((one for one in tried if one), key=lambda one: one[0], default=None)
         if found is None:
             return None
@@ -96,6 +101,20 @@ class StageCosts:
             return names.index(self.instance.last_option) if self.instance.last_option in names else None
         return None
 
+    def _able(self, stage: int, items: list[tuple[int, int, int]]) -> list[tuple[float, list[np.ndarray]]]:
+        """Return the amounts of memory that layers of these types can need once on a stage, each with the options
+        [options] of each type that need no more.
+        """
+        spans = [self.instance.type_columns(t) for t in range(len(self.instance.types))]
+        (passes, buffers), own = self.instance.more[:, stage], sorted({t for _, t, _ in items})
+        held = max(float(buffers[spans[t]].max()) for t in own)
+        found = []
+        for level in np.unique(np.concatenate([passes[spans[t]] for t in own])):
+            able = [passes[span] <= level for span in spans]
+            if all(able[t].any() for t in own):
+                found.append((float(level) + held, able))
+        return found
+
     def _choices(self, stage: int, chunk: int, kind: int, count: int) -> np.ndarray | None:
         """Return [ways, options] of the layers of one type in a chunk; None where there are too many to try."""
         options, locked = len(self.extra[kind]), self._locked(stage, chunk, kind)
@@ -111,10 +130,14 @@ class StageCosts:
         places = np.indices([len(choice) for choice in every]).reshape(len(every), -1)
         extra = np.zeros(places.shape[1])
         kept = np.zeros((places.shape[1], self.instance.chunks))
+        once = np.zeros((2, places.shape[1]))
         for place, choice, (c, t, _) in zip(places, every, items, strict=True):
             extra += (choice @ self.extra[t])[place]
             kept[:, c] += (choice @ self.held[t])[place]
-        good = (kept @ self.instance.peaks[stage].T).max(axis=1) <= room
+            more = self.instance.more[:, stage, self.instance.type_columns(t)]
+            once = np.maximum(once, ((choice > 0) * more[:, None]).max(axis=2)[:, place])
+        held = kept @ self.instance.peaks[stage].T + self.instance.kept_by_ends[stage]
+        good = held.max(axis=1) + once.sum(axis=0) <= room
         if self.instance.order:
             for (one, (c, t, _)), (two, (d, u, _)) in itertools.combinations(enumerate(items), 2):
                 if c == d:
@@ -156,13 +179,20 @@ class StageCosts:
         return [first, second] if mixed else [fixed]
 
     def _greedy(
-        self, stage: int, room: float, items: list[tuple[int, int, int]], lock: dict[tuple[int, int], int]
+        self,
+        stage: int,
+        room: float,
+        items: list[tuple[int, int, int]],
+        lock: dict[tuple[int, int], int],
+        able: list[np.ndarray],
     ) -> tuple[float, list[np.ndarray]] | None:
-        """Free the cheapest memory first, layer by layer, then give back what was too much."""
+        """Free the cheapest memory first, layer by layer, then give back what was too much. Only the options that are
+        `able` are used.
+        """
         peaks = self.instance.peaks[stage].astype(float)
-        given, need, extra = [], np.zeros(len(peaks)), 0.0
+        given, need, extra = [], self.instance.kept_by_ends[stage].astype(float), 0.0
         for c, t, n in items:
-            option = lock.get((c, t), int(np.lexsort((self.held[t], self.extra[t]))[0]))
+            option = lock.get((c, t), int(np.lexsort((self.held[t], self.extra[t], ~able[t]))[0]))
             given.append(n * np.eye(len(self.extra[t]), dtype=int)[option])
             need += peaks[:, c] * n * self.held[t][option]
             extra += n * self.extra[t][option]
@@ -171,7 +201,7 @@ class StageCosts:
             worst, best = int(need.argmax()), None
             for place in free:
                 c, t, _ = items[place]
-                for a, b in itertools.permutations(np.arange(len(self.extra[t])), 2):
+                for a, b in itertools.permutations(np.flatnonzero(able[t]), 2):
                     gain = peaks[worst, c] * (self.held[t][a] - self.held[t][b])
                     if given[place][a] and gain > 0:
                         cost = self.extra[t][b] - self.extra[t][a]
@@ -189,7 +219,7 @@ class StageCosts:
             extra += many * cost
         for place in free:
             c, t, _ = items[place]
-            slow = self.extra[t].argsort(kind="stable")[::-1]
+            slow = [option for option in self.extra[t].argsort(kind="stable")[::-1] if able[t][option]]
             for b, a in ((b, a) for at, b in enumerate(slow) for a in reversed(slow[at + 1 :])):
                 more = peaks[:, c] * (self.held[t][a] - self.held[t][b])
                 while given[place][b] and (need + more).max() <= room:

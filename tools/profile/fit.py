@@ -33,7 +33,7 @@ from scipy.linalg import qr
 from scipy.optimize import least_squares
 
 from plugins.errors import DataError
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import MODEL_VERSION, Configuration
 from tools.estimate.efficiency import NAMES, PROFILED, Efficiency
 from tools.estimate.layer_model import Matmul
 from tools.estimate.published.calibrate import BOUNDS
@@ -357,5 +357,6 @@ def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profil
         f"Fitted: {', '.join(found.fitted)}; the model's step is {after / measured - 1:+.1%} off it. Others:",
         *(f"  {key}: {why}" for key, why in found.kept.items()),
     ]
-    body = yaml.dump({**content, "name": name, "efficiency": values}, Dumper=_Whole, sort_keys=False, width=110)
+    fitted = {**content, "name": name, "efficiency": values, "estimator": MODEL_VERSION}
+    body = yaml.dump(fitted, Dumper=_Whole, sort_keys=False, width=110)
     return "".join(f"# {line}\n" for line in head) + body

@@ -170,7 +170,7 @@ def start_of(cluster_name: str, like: str | None) -> Efficiency:
     """
     hardware = cluster(cluster_name)
     try:
-        return efficiency_of(cluster(like) if like else hardware)
+        return efficiency_of(cluster(like) if like else hardware, any_version=True)
     except RecipeError as error:
         raise RecipeError(f"{error} with --like") from None
 

@@ -85,6 +85,11 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
         found.error(("swap_config", "swap"), wrong, "write swap and layer_swap under model.model_config")
     if view.parallel and view.pp * view.chunks > 1 and total > 0:
         _offset(view, total, found)
+    check_recompute(view, total, found)
+
+
+def check_recompute(view: View, total: int, found: Findings) -> None:
+    """Check the recompute settings of a model with `total` layers by MindFormers' own conditions."""
     for key in (*RECOMPUTE, *EXCLUDE):
         path = ("recompute_config", key)
         _expressions(view.get(path), path, found)

@@ -160,7 +160,7 @@ def test_which_patterns_save_memory(pattern, saves):
 def test_numbers_for_other_stages_are_refused(key):
     recipe = load_recipe(MTP)
     recipe["recompute_config"][key] = [1, 2, 3]
-    with pytest.raises(RecipeError, match=r"recompute_config: .* do not fit the layers and stages"):
+    with pytest.raises(RecipeError, match=rf"recompute_config.{key}: .* does not fit 8 stages"):
         from_recipe(recipe)
 
 
@@ -212,3 +212,24 @@ def test_a_table_of_zeros_recomputes_nothing(key):
     recipe["recompute_config"] = {"recompute": False, key: zeros if len(zeros) > 1 else zeros[0]}
     assert from_recipe(recipe) == never
     assert peak_memory(from_recipe(recipe)) == peak_memory(never)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("select_recompute", {r"mlp\.experts\.(mul": True}),
+        ("select_recompute", {r".*\.norm": 3}),
+        ("select_recompute", {r".*\.norm": -1}),
+        ("select_recompute", [1, 2, 3]),
+        ("select_recompute_exclude", [r"mlp\.(mul"]),
+        ("select_recompute_exclude", {r"mlp\.mul": [1, 2]}),
+        ("select_comm_recompute_exclude", [r"mlp\.(mul"]),
+    ],
+)
+def test_what_a_check_refuses_of_recomputation_no_planner_reads(key, value):
+    recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
+    recipe["recompute_config"] = dict(recipe["recompute_config"]) | {key: value}
+    (error,) = check_recipe(recipe).errors
+    with pytest.raises(RecipeError) as refused:
+        from_recipe(recipe)
+    assert str(refused.value) == f"{error.place}{error.words}"

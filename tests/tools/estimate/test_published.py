@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import DataError, RecipeError
-from tools.estimate.configuration import Recompute
+from tools.estimate.configuration import MODEL_VERSION, Recompute
 from tools.estimate.efficiency import NAMES, PROFILED, Efficiency, cluster, efficiency_of
 from tools.estimate.published.calibrate import BOUNDS, calibrate, cluster_text
 from tools.estimate.published.rows import express, read_rows
 from tools.estimate.published.validate import QUANTITIES, measured_step, predict, summary
+from tools.estimate.time_model import TimeModel
 from tools.hardware import load_hardware
+from tools.profile.study import start_of
 from tools.search.measured import calibrate_command, validate
 
 FILE = Path(__file__).parent / "data" / "measurements.yaml"
@@ -378,6 +380,27 @@ def test_the_file_is_a_cluster_file(tmp_path):
     assert asdict(efficiency_of(hardware)) == pytest.approx(asdict(found.efficiency), rel=1e-3)
     assert hardware == replace(load_hardware(CLUSTER), name="my_cluster", efficiency=hardware.efficiency)
     assert "# Fitted: " in text and "no row depends on it" in text
+
+
+def test_a_cluster_file_says_to_which_version_of_the_model_it_was_fitted(tmp_path, capsys):
+    """A file that an older model was fitted to was read like a new one."""
+    found = calibrate([express(row) for row in rows_of(START, dense_configs()[:1])], CLUSTER, START)
+    content = yaml.safe_load(cluster_text(CLUSTER, "mine", found, "measured.yaml"))
+    assert content["estimator"] == MODEL_VERSION
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert efficiency_of(cluster(str(path))) and capsys.readouterr().err == ""
+    path.write_text(yaml.safe_dump(content | {"estimator": "older"}))
+    with pytest.raises(RecipeError, match=rf"mine.yaml: estimator: .* older .* version is {MODEL_VERSION}; fit"):
+        TimeModel(cluster(str(path)))
+    assert start_of(str(path), None) == efficiency_of(replace(cluster(str(path)), estimator=MODEL_VERSION))
+    del content["estimator"]
+    path.write_text(yaml.safe_dump(content))
+    assert TimeModel(cluster(str(path))) and TimeModel(cluster(str(path)))
+    assert capsys.readouterr().err.count("mine.yaml: estimator: the key is missing") == 1
+    path.write_text(yaml.safe_dump(content | {"estimator": 12}))
+    with pytest.raises(RecipeError, match="estimator: the value must be text, not 12"):
+        cluster(str(path))
 
 
 def test_the_command(tmp_path):

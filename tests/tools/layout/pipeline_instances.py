@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,22 @@ def instance(folder, **numbers):
     path = Path(folder) / "small.json"
     path.write_text(json.dumps(content(**numbers)), "utf-8")
     return read_instance(path)
+
+
+def with_passes(problem, height):
+    """The instance in which passes and buffers need memory once: the more, the stronger the option and the later the
+    type; the last stage's ends need as much as a middling option. The ends keep activations, too.
+    """
+
+    def type_of(number, kind):
+        options = tuple(replace(o, working=height * (number + 2 * n)) for n, o in enumerate(kind.options))
+        return replace(kind, options=options, buffers=height * (0.5 - 0.3 * number))
+
+    types = tuple(type_of(number, kind) for number, kind in enumerate(problem.types))
+    ends = np.where(np.arange(problem.stages) == problem.stages - 1, 1.5 * height, 0.0)
+    kept = np.zeros(len(problem.stage_of))
+    kept[0], kept[-1] = 0.2 * height, 0.4 * height
+    return replace(problem, types=types, working=ends, kept=kept)
 
 
 def all_plans(problem):

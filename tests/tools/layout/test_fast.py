@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance
-from tools.layout import fast
+from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance, with_passes
+from tools.layout import fast, stage_costs
 from tools.layout.budget import Budget
 from tools.layout.fast import place_fast, stage_sizes
 from tools.layout.floor import floor_of
@@ -30,6 +30,7 @@ def small(draw):
     with tempfile.TemporaryDirectory() as folder:
         numbers = {"counts": counts, "cap": cap, "micro_batches": micro_batches}
         made = instance(folder, stages=stages, chunks=chunks, options=draw(st.sampled_from([2, 3])), **numbers)
+    made = with_passes(made, draw(st.sampled_from([0.0, 3.0, 9.0])))
     order = tuple(option.name for option in made.types[0].options[::-1])
     last = draw(st.sampled_from(["", order[0]]))
     ruled = replace(made, last_layers=1, last_option=last, order=order)
@@ -71,6 +72,23 @@ def test_a_stage_recomputes_no_more_than_it_must(made, data):
             assert found is None
         else:
             assert found[0] == pytest.approx(works[same & kept].min())
+
+
+@settings(max_examples=30, derandomize=True)
+@given(small())
+def test_a_stage_with_too_many_ways_fits_and_recomputes_no_less_than_it_must(made):
+    costs, most = StageCosts(made), stage_costs._MOST
+    plans = all_plans(made)
+    plans = plans[made.well_formed(plans)]
+    try:
+        for counts in np.unique(plans.sum(axis=1), axis=0):
+            stage_costs._MOST = most
+            every = StageCosts(made).works(counts)
+            stage_costs._MOST = 0
+            works = costs.works(counts)
+            assert works is None or (made.fits(costs.plan(counts)[None])[0] and (works >= every - 1e-9).all())
+    finally:
+        stage_costs._MOST = most
 
 
 def test_stages_are_the_best_of_all_ways_to_share_out_layers(tmp_path):

@@ -131,9 +131,9 @@ def kinds_of(config):
     return lambda stage: [kind for chunk in config.stage_kinds(stage) for kind in chunk]
 
 
-# with little memory the optimiser's room for recomputation on stages that recompute less costs time (docs/search.md)
-@pytest.mark.parametrize(("share", "slower"), [(0.2, 1.037), (0.35, 1.003), (0.6, 1.003)])
-def test_no_tables_are_much_faster(share, slower):
+# with little memory a stage that recomputes nothing needs what the working memory of recomputation would take
+@pytest.mark.parametrize("share", [0.2, 0.25, 0.35, 0.6])
+def test_no_tables_are_much_faster(share):
     config = run(
         replace(MOE, pattern=MOE.pattern[:6]), pp=2, chunks=1, ep=1, dp=1, tp=1, micro_batches=4, layers=((3, 3),)
     )
@@ -146,7 +146,7 @@ def test_no_tables_are_much_faster(share, slower):
     reference, tables = best_of_all_tables(replace(config, layers=found.configuration.layers), cap)
     reached = TIMES.step(found.configuration, simulated=True).pipeline
     assert found.bound_s <= found.step_s - reached + reference  # the bound is that of all tables
-    assert reference * (1 - 1e-9) <= reached <= slower * reference, (found.configuration.recompute, tables)
+    assert reference * (1 - 1e-9) <= reached <= 1.002 * reference, (found.configuration.recompute, tables)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.7])

@@ -214,11 +214,12 @@ def test_a_report_on_dispatch_needs_no_layout(tmp_path):
     assert look(even, MODE) in advised.stdout
 
 
-def test_a_report_on_dispatch_has_the_step_of_the_layout_file(tmp_path):
+@pytest.mark.parametrize("mode", ["hierarchical", "auto"])
+def test_a_report_on_dispatch_has_the_step_of_the_layout_file(tmp_path, mode):
     """Its step was that of an even layout with nothing recomputed, beside a file that every launch reads."""
-    path = child(tmp_path, f"{OPEN}\nplugins: {{hierarchical_ep: {{mode: hierarchical}}, ep_overlap: False}}")
+    path = child(tmp_path, f"{OPEN}\nplugins: {{hierarchical_ep: {{mode: {mode}}}, ep_overlap: False}}")
     recipe = load_recipe(path)
-    write_layout(make_layout(recipe, "atlas_800t_a2", Budget(1)), path_of(path), "a test")
+    write_layout(make_layout(recipe, "atlas_800t_a2", Budget(0.1)), path_of(path), "a test")
     told = CliRunner().invoke(tc3, ["ep-report", str(path), "--json"])
     assert told.exit_code == 0, told.output
     (report,) = json.loads(told.stdout)["reports"]

@@ -25,6 +25,7 @@ import numpy as np
 import yaml
 
 from plugins.errors import DataError
+from tools.estimate.configuration import MODEL_VERSION
 from tools.estimate.efficiency import Efficiency, cluster_file
 from tools.estimate.efficiency import cluster as hardware_of
 from tools.estimate.published.rows import Row
@@ -266,6 +267,7 @@ def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> st
     content: dict[str, Any] = yaml.safe_load(cluster_file(cluster).read_text(encoding="utf-8"))
     content["name"] = name
     content["efficiency"] = {key: _short(value) for key, value in asdict(found.efficiency).items()}
+    content["estimator"] = MODEL_VERSION
     worst = max(abs(after) for _, after in found.errors.values())
     head = [
         f"{name}: {cluster} with efficiencies fitted to {len(found.errors)} measured steps ({source}).",

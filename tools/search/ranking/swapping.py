@@ -35,7 +35,7 @@ from tools.estimate.memory.activations import saved, saved_parts
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
-from tools.layout.instance import Option
+from tools.layout.instance import LayerType, Option
 from tools.layout.optimise import Outcome, optimise
 from tools.layout.place import ways
 from tools.layout.problem import PlacedInstance, pipeline_instance
@@ -109,14 +109,17 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
 
 def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Swapped]]) -> PlacedInstance:
     """Return `instance` with additional options for each kind of layer, which swap its activations to the host's
-    memory. The static memory of every stage grows by the largest tensors that are being moved at one time.
+    memory. The static memory of every stage grows by the largest tensors that are being moved at one time. A pass of
+    such a layer needs as much memory as one that recomputes nothing.
     """
     once = max(price.once for kind in instance.types for price in prices[kind.name].values())
-    more = {
-        kind: [Option(name, one.extra_backward * _MS, one.activation / GIB) for name, one in ways.items()]
-        for kind, ways in prices.items()
-    }
-    types = tuple(replace(kind, options=(*kind.options, *more[kind.name])) for kind in instance.types)
+
+    def swapping(kind: LayerType) -> list[Option]:
+        passes = min(option.working for option in kind.options)
+        ways = prices[kind.name].items()
+        return [Option(name, one.extra_backward * _MS, one.activation / GIB, passes) for name, one in ways]
+
+    types = tuple(replace(kind, options=(*kind.options, *swapping(kind))) for kind in instance.types)
     # simulated only: MindFormers counts no layers that swap, so that any order of options will do
     return replace(instance, types=types, static=instance.static + once / GIB, order=())
 
