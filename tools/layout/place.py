@@ -275,13 +275,9 @@ def _closer(
 ) -> tuple[float, list[np.ndarray]]:
     """Return seconds of a step that no plan of an instance under `beat` is under, by weighted chains (or the solver's
     model with layers that may be divided), and where that leaves some by patterns; the fastest plan, if it was found to
-    be that.
-
-    A bound a little under `beat` takes a small share of the work of one at `beat`, so that they are proven in turn.
-
-    Args:
-        divided: only layers that may be divided give a bound. It holds for all sets of groups of operators, because
-            options that add group after group are the lower convex hull of all others.
+    be that. A bound a little under `beat` takes a small share of the work of one at `beat`, so that they are proven in
+    turn. If `divided` is True, only layers that may be divided give a bound, which holds for all sets of groups of
+    operators, because options that add group after group are the lower convex hull of all others.
     """
     known, after = rest + model.fixed, _after(config, model, instance, rest)
     effort = budget.effort * BOUND_EFFORT / WHOLE_EFFORT
@@ -421,9 +417,7 @@ def ways(config: Configuration) -> list[Way]:
 
 
 def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
-    """Return the arguments of instances in which layers may also recompute groups of operators; return [] if no group
-    can be recomputed.
-    """
+    """Return the arguments of instances in which layers may also recompute groups of operators; [] if no group can."""
     if not offered(config) or not ways(config):
         return []
     groups = by_price(config, model)

@@ -414,7 +414,13 @@ def _pad(call: Call) -> Value:
     by = _starts(call, 2, call.node.inputs[0].shape)
     if not by and (more := tokens.padded_back(call.spread(0), call.values[2], call.outputs[0].shape)) is not None:
         return more
-    return places.wherever(lambda x: slices.pad(x, call.outputs[0].shape, by, call.sizes), call.spread(0))
+    x, shape = call.spread(0), call.outputs[0].shape
+    try:
+        return places.wherever(lambda given: slices.pad(given, shape, by, call.sizes), x)
+    except Contradiction:
+        if (found := slices.stacked(x, shape, by, call.sizes)) is None:
+            raise
+        return found
 
 
 def _starts(call: Call, begin: int, piece: Sequence[int]) -> dict[int, tuple[str, ...]]:

@@ -94,8 +94,8 @@ def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes:
     """
     require_home(x)
     x = as_tensor(x) if isinstance(x, Alike) else x  # beside zeros its elements are not equal any more
-    if (stacked := _stacked(x, shape, by, sizes)) is not None:
-        return stacked
+    if set(by) == {0} and (found := stacked(x, shape, by, sizes)) is not None:
+        return found
     x = x if by else _added_up(x, shape)
     dims, partial = list(x.dims), set(x.partial)
     for number, size in enumerate(shape):
@@ -129,13 +129,14 @@ def _added_up(x: Spread, shape: Sequence[int]) -> Spread:
     return moves.added_up(x, cuts if x.shape == (1,) else cuts & x.dropped)
 
 
-def _stacked(
+def stacked(
     x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
 ) -> Spread | None:
     """Return the spread of a tensor in which each rank puts its piece into its own part of a dimension that had one
     element, and zeros into the other parts; return None for any other padding.
 
-    This is the gradient of a slice that divides gathered pieces among ranks.
+    This is the gradient of a slice that divides gathered pieces among ranks. A dimension other than the first one may
+    also be the dimension of these pieces, which `pad` tries before.
     """
     if len(by) != 1:
         return None

@@ -138,7 +138,9 @@ def test_exchanged_pieces_in_front_of_an_inner_dimension_are_taken_along_another
     assert stacked.shape == (1, 2, 2, 2)
     taken = slices.take(stacked, (1, 2, 2, 1), {3: ("c",)}, sizes)
     assert taken == wanted
-    padded = slices.pad(taken, stacked.shape, {3: ("c",)}, sizes)
+    with pytest.raises(Contradiction, match="not cut along this axis"):
+        slices.pad(taken, stacked.shape, {3: ("c",)}, sizes)
+    padded = slices.stacked(taken, stacked.shape, {3: ("c",)}, sizes)
     assert padded == replace(stacked, partial=frozenset("c"))
     for a in range(2):
         sent = [piece(given, whole, {"a": other, "c": 0}, sizes)[:, :, 2 * a : 2 * a + 2] for other in range(2)]
