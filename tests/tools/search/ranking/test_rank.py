@@ -76,21 +76,21 @@ DENSE = {"pattern": pattern_of(7), "experts": 0, "top_k": 0, "shared_ffn": 0, "k
     ],
 )
 def test_small_spaces_agree_with_the_reference(cap, changes):
-    asked = request(devices=12, batch=24, cap=cap * GIB, model=replace(MODEL, **changes))
+    asked = request(devices=24, batch=24, cap=cap * GIB, model=replace(MODEL, **changes))
     ranking = rank(asked)
     assert judge(asked, ranking, 250) > 8
     assert ranking.funnel.left == len(ranking.seconds)
 
 
 def test_a_space_with_shards_of_an_own_size_agrees_with_the_reference():
-    asked = request(devices=12, batch=24, cap=GIB)
+    asked = request(devices=24, batch=24, cap=GIB)
     asked = replace(asked, base=replace(asked.base, shard_size=2))
     assert judge(asked, rank(asked), 120) > 4
 
 
 def test_memory_does_not_depend_on_the_candidates_beside_one():
     """Of a pipeline only unsharded candidates copy weights; `feasible` looks at those whose weights fit."""
-    asked = request(devices=12, batch=24)
+    asked = request(devices=24, batch=24)
     asked = replace(asked, base=replace(asked.base, training_graph=True))
     for block in blocks(asked, Funnel()):
         rows = np.arange(len(block))[::-1]
@@ -99,7 +99,7 @@ def test_memory_does_not_depend_on_the_candidates_beside_one():
 
 
 def test_a_space_under_loads_agrees_with_the_reference():
-    asked = request(devices=12, batch=24, cap=GIB)
+    asked = request(devices=24, batch=24, cap=GIB)
     base = replace(asked.base, overlap_dp=False)
     asked = replace(asked, base=base, skews=tuple((ep, 1 + 0.3 * (ep - 1)) for ep in range(1, 13)))
     assert configuration(asked, rank(asked).at(0).candidate._replace(ep=4)).skew == pytest.approx(1.9)
@@ -166,15 +166,14 @@ def test_feasible_is_whether_something_is_ranked(cap):
     assert feasible(asked) == (len(rank(asked).seconds) > 0)
 
 
-@pytest.mark.parametrize("batch", [48, 46])  # with 46 the 23 devices have a legal strategy, dp23
-def test_the_nearest_numbers_of_devices_are_those_on_which_something_fits(batch):
-    asked = request(23, batch)
-    every = {number: rank(replace(asked, devices=number)).least for number in range(15, 31)}
+def test_the_nearest_numbers_of_devices_are_those_on_which_something_fits():
+    asked = request(20)  # over so many devices MindSpore splits no model
+    every = {number: rank(replace(asked, devices=number)).least for number in range(8, 33)}
     peaks = {number: least.peak for number, least in every.items() if least}
-    assert (23 in peaks) == (batch == 46)
-    cap = 0.99 * peaks[max(number for number in peaks if number < 23)]
+    assert set(peaks) == {8, 16, 24, 32}
+    cap = 1.01 * peaks[16]
     fits = [number for number, peak in peaks.items() if peak <= cap]
-    below, above = max(n for n in fits if n < 23), min(n for n in fits if n > 23)
+    below, above = max(n for n in fits if n < 20), min(n for n in fits if n > 20)
     asked = replace(asked, cap=cap, hardware=replace(asked.hardware, hbm_bytes=int(cap)))
     lines = explain_infeasible(asked, rank(asked))
     assert lines[-2:] == [f"nearest with fewer: --devices {below}", f"nearest with more: --devices {above}"]
