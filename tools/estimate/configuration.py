@@ -211,8 +211,8 @@ class Configuration:
             )
         if any(len(row) != self.pp for row in self.layers) or sum(map(sum, self.layers)) != self.model.layers:
             raise RecipeError(
-                f"layers {self.layers}: the table must have {self.pp} stages in each chunk, and {self.model.layers} "
-                "layers in all"
+                f"layers {self.layers}: the table of layers by chunk and stage must have {self.pp} stages in each "
+                f"chunk and {self.model.layers} layers in all"
             )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:

@@ -4,14 +4,19 @@ inputs (how the input is distributed over the ranks).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from tools.dryrun.graph_text import Node, TensorType, listed
 from tools.prove import moves, places
-from tools.prove.spread import Alike, Certain, NotKnown, Spread, Zeros, plain
+from tools.prove.places import TRIED
+from tools.prove.spread import Alike, Certain, Dim, NotKnown, Spread, Zeros, placements, plain
+
+_STRATEGY = re.compile(r"in_strategy: \((.*?\))\)")  # of each argument, over how many ranks each dimension is cut
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,25 @@ class Call:
         if not isinstance(value, Spread):
             raise NotKnown(f"its argument {place} is not a tensor")
         return value
+
+    def in_its_layout(self, place: int) -> Spread:
+        """Return the spread of an argument with its loose pieces in the dimensions that MindSpore's layout of the
+        operator cuts, if the text of the operator states the layout (`in_strategy`) and one place agrees with it.
+        """
+        x, text = self.spread(place), _STRATEGY.search(self.node.text)
+        if not x.loose or not text:
+            return x
+        wanted = [tuple(map(int, re.findall(r"\d+", each))) for each in re.findall(r"\(([\d, ]*)\)", text[1])]
+        fit = [
+            each
+            for each in islice(placements(x), TRIED)
+            if place < len(wanted) and tuple(self._ranks(dim) for dim in each.dims) == wanted[place]
+        ]
+        return replace(fit[0], loose=frozenset()) if len({each.dims for each in fit}) == 1 else x
+
+    def _ranks(self, dim: Dim) -> int:
+        """Return over how many ranks a dimension is cut."""
+        return math.prod(self.sizes[atom] for atom in dim if isinstance(atom, str))
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tools.prove.places import wherever_all
+from tools.prove.places import outside, wherever_all
 from tools.prove.spread import (
     Atom,
     Block,
@@ -138,6 +138,9 @@ def _with_pieces(
             of_samples, of_tokens = atom.startswith(_OF_SAMPLES), atom.startswith(_OF_TOKENS)
             if after and between and between[0] == 0 and of_samples:
                 number = 0
+            inner = placed[place - 1][1] if place else 1
+            if number < behind and isinstance(inner, str) and outside(atom, inner):
+                number = behind
             if not before and not after and 0 < len(between) < units and which == units - 1 and not of_tokens:
                 number = behind  # groups of heads become heads, and the batch of one sample in front of them stays
             if firm and len(shape) == 2 * len(x.dims):

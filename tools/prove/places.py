@@ -9,7 +9,17 @@ from itertools import chain, islice, product
 
 from tools.prove.spread import Contradiction, Spread, placements
 
-_TRIED = 1_000  # places of loose pieces; of many values, there are too many for all
+TRIED = 1_000  # places of loose pieces; of many values, there are too many for all
+_INWARDS = ("dp", "cp", "tp")  # the outermost axis of the mesh first
+
+
+def outside(axis: str, other: str) -> bool:
+    """Return whether an axis of the mesh is outside another one. MindSpore cuts a dimension over axes from the outside
+    to the inside, so that an outer axis behind an inner one most likely cuts the next dimension.
+    """
+    names = (axis.partition("."), other.partition("."))
+    places = [(-_INWARDS.index(kind), int(part or 0)) for kind, _, part in names if kind in _INWARDS]
+    return len(places) == 2 and places[0] > places[1]
 
 
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
@@ -43,7 +53,7 @@ def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequenc
     whose dimension is not known yet) for which `move` raises no error.
     """
     first: Contradiction | None = None
-    for each in chain([given], _equal_placements(given), islice(product(*map(placements, given)), _TRIED)):
+    for each in chain([given], _equal_placements(given), islice(product(*map(placements, given)), TRIED)):
         try:
             return move(each)
         except Contradiction as error:
@@ -59,7 +69,7 @@ def _equal_placements(given: Sequence[Spread]) -> Iterator[Sequence[Spread]]:
     """
     if len({len(x.dims) for x in given}) > 1:
         return
-    ways = [list(islice(placements(x), _TRIED)) for x in given]
+    ways = [list(islice(placements(x), TRIED)) for x in given]
     by_axes = [{tuple(sorted(_cut_by(one).items())): one for one in reversed(own)} for own in ways[1:]]
     before = _cut_by(given[0])
     for first in sorted(ways[0], key=lambda one: sum(before[axis] != now for axis, now in _cut_by(one).items())):

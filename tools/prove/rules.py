@@ -198,13 +198,13 @@ def _choice(call: Call) -> Value:
 
 @rule("SumExt", "ReduceSum", says="It is a sum over dimensions: if one of them is cut, the result is partial.")
 def _sum_over(call: Call) -> Value:
-    return reduce_sum(call.spread(0), _axes(call), _keeps(call))
+    return reduce_sum(call.in_its_layout(0), _axes(call), _keeps(call))
 
 
 @rule("MeanExt", "ReduceMean", says="It is a mean over dimensions: if one is cut over an axis, the result is partial "
       "and scaled by the axis' size.")  # fmt: skip
 def _mean_over(call: Call) -> Value:
-    return reduce_mean(call.spread(0), _axes(call), _keeps(call))
+    return reduce_mean(call.in_its_layout(0), _axes(call), _keeps(call))
 
 
 @rule("ArgMaxWithValue", says="It takes the largest element along a dimension: if the dimension is cut, each rank has "

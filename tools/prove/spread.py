@@ -40,8 +40,8 @@ class Contradiction(TC3Error):
 
 
 class Certain(Contradiction):
-    """This error is a contradiction that does not depend on the dimensions of loose pieces (pieces whose dimension is
-    not known yet).
+    """This error says that the compiled graph contradicts itself, wherever the pieces of cut tensors lie of which the
+    dimension is not known yet (loose pieces).
     """
 
 

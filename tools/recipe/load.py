@@ -268,12 +268,12 @@ class _Reader:
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise RecipeError(f"{self.file}:{line}: a key must be a plain word, not a list or mapping")
+                raise RecipeError(f"{self.file}:{line}: a key must be a plain text or number, not a list or mapping")
             if key_node.tag == _MERGE_TAG:
                 continue
             key = self._scalar(key_node)
             if not isinstance(key, str | int | float | None):
-                raise RecipeError(f"{self.file}:{line}: the key {key_node.value} must be a plain word")
+                raise RecipeError(f"{self.file}:{line}: the key {key_node.value} must be a plain text or number")
             if key in first:
                 raise RecipeError(
                     f"{self.file}:{line}: the key {key!r} is already set in line {first[key]}; "

@@ -50,8 +50,8 @@ class Piece:
 
 @lru_cache(maxsize=65536)
 def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...]:
-    """Return the boxes of elements that make up slice `place` of a tensor cut into `new` parts, each taken from a slice
-    of the tensor cut into `old` parts. Each element of the new slice is in exactly one of these boxes.
+    """Return the rectangular blocks of elements that make up slice `place` of a tensor cut into `new` parts; each block
+    is taken from one slice of the tensor cut into `old` parts. Each element of the new slice is in exactly one block.
 
     Args:
         shape: the shape of the whole tensor.

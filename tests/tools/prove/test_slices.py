@@ -23,7 +23,9 @@ from tests.tools.prove.test_spread import (
     spreads_like,
     whole_of,
 )
+from tools.dryrun.graph_text import Node
 from tools.prove import moves, places, slices, tokens
+from tools.prove.call import Call
 from tools.prove.moves import reduce_sum
 from tools.prove.report import against
 from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, plain
@@ -260,3 +262,26 @@ def test_values_with_many_loose_pieces_are_joined_where_these_are_in_the_same_di
     ]
     joined = places.wherever_they_fit(lambda each: moves.concat(each, 3), given)
     assert joined.dims == ((4,), ("d.3", "d.2", "d.1"), ("a",), (12,))
+
+
+def test_an_outer_axis_behind_an_inner_one_cuts_the_next_dimension() -> None:
+    """The loss cuts the batch over the inner data-parallel axes and the sequence over the outer ones."""
+    flat = Spread(((), ("dp.1", "cp.2", "cp.1", "dp.3", "dp.2"), (8,), (6,)), loose=frozenset(("cp.1", "dp.3")))
+    found = moves.reshape(flat, (1, 8, 6))
+    assert found.dims == (("dp.1", "cp.2", "cp.1"), ("dp.3", "dp.2", 8), (6,)) and "dp.3" in found.loose
+    axes = ["dp.10", "dp.2", "dp", "cp.2", "cp.1", "tp.2", "tp"]
+    for place, axis in enumerate(axes):
+        assert not places.outside(axis, axis) and not places.outside(axis, "ep") and not places.outside("a", axis)
+        assert all(places.outside(axis, inner) and not places.outside(inner, axis) for inner in axes[place + 1 :])
+
+
+def test_loose_pieces_lie_where_the_operators_own_layout_cuts() -> None:
+    """The mean over groups of tokens is one over tensor parallelism; its layout says so, the graph does not."""
+    x = Spread((("dp",), ("cp", 4), (6,)), loose=frozenset(("dp", "cp")))
+    text = "ReduceMean(%1, (I64(1)), Bool(1)) primitive_attrs: {in_strategy: ((6, 1, 1))} cnode_attrs: {}"
+    sizes = {"tp": 4, "cp": 2, "dp": 3}
+    call = Call(Node("ReduceMean", "", text, [1]), 0, [x, (1,), True], sizes)
+    assert call.in_its_layout(0) == Spread((("dp", "cp"), (4,), (6,)))
+    for other in ("{}", "{in_strategy: ((2, 3, 1))}", "{in_strategy: ((6, 1))}"):
+        unknown = replace(call, node=replace(call.node, text=other))
+        assert unknown.in_its_layout(0) == x

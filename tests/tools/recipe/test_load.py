@@ -97,7 +97,7 @@ def test_merge_keys_and_yaml_11_scalars_read_as_pyyaml_reads_them(write):
         ("a: 1\nb: !thing 3\n", 2, "not valid YAML"),
         ("a: &x\n  b: *x\n", 1, "contains itself"),
         ("a: *nowhere\n", 1, "undefined alias"),
-        ("? [1, 2]\n: 3\n", 1, "a key must be a plain word"),
+        ("? [1, 2]\n: 3\n", 1, "a key must be a plain text"),
         ("base_config: gone.yaml\n", 1, "the base 'gone.yaml' was not found"),
         ("a: 1\nbase_config: [3]\n", 2, "must be a file name or a list of them, not 3"),
         ("base_config: base.yaml\nscalar: {a: 1}\n", 2, "this mapping cannot replace a plain value"),
@@ -236,7 +236,7 @@ def refusal(path):
         ("a: \x00\n", "not allowed"),
         ("\ta: 1\n", "not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", "not plain YAML"),
-        ("? [a, b]\n: 1\n", "must be a plain word"),
+        ("? [a, b]\n: 1\n", "must be a plain text"),
         ("a: 1\n---\nb: 2\n", "not valid YAML"),
         ("", "the file is empty"),
         ("# only a remark\n", "the file is empty"),
@@ -335,7 +335,7 @@ def test_a_section_that_is_empty_is_no_matter_here(tmp_path):
 
 def test_a_key_that_is_a_date(tmp_path):
     (tmp_path / "x.yaml").write_text("2024-01-01: 1\n")
-    assert "must be a plain word" in refusal(tmp_path / "x.yaml")
+    assert "must be a plain text" in refusal(tmp_path / "x.yaml")
 
 
 def test_the_mini_of_what_is_no_recipe(tmp_path):

@@ -144,7 +144,8 @@ class Measured:
 
 
 def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
-    """Compare two .npy files of the same shape; `smallest` is the smallest normal number of the judged type.
+    """Compare two .npy files of the same shape; `smallest` is the smallest normal number of the type
+    in which the compared tensor was computed.
 
     Raises:
         DataError: a file is missing or broken.
