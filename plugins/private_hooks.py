@@ -73,7 +73,7 @@ def steps_before(params: Any) -> int:
     """
     from mindformers.core.callback.callback import MFLossMonitor
 
-    (monitor,) = (each for each in params.list_callback if isinstance(each, MFLossMonitor))
+    monitor = next(each for each in params.list_callback if isinstance(each, MFLossMonitor))
     return monitor.initial_step or 0
 
 

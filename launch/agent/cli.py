@@ -25,7 +25,7 @@ from launch.agent.loop import Agent
 from launch.agent.meeting import LOST_AFTER
 from launch.agent.planning import PATIENCE, Job, checkpoint_of, first_number, under_way
 from launch.resume import checkpoints, data
-from launch.resume.model import check_model
+from launch.resume.model import check_load_path, check_model
 from launch.run import preflight
 from launch.run.command import checks
 from launch.run.effective import FULL_SIZE, effective_recipe
@@ -93,14 +93,15 @@ class Start:
             checkpoints.one_iteration(str(self.resume))
 
     def choose(self) -> CheckpointInfo | None:
-        """Return the checkpoint that the run begins from. Only one node reads the checkpoint, and it verifies the whole
-        checkpoint.
+        """Return the checkpoint that the run begins from. Only one node reads the checkpoint, or the weights with which
+        a new run begins, and verifies them whole.
 
         Raises:
             CheckpointError: the checkpoint is not complete; or there is none, although the run has started from a
                 checkpoint before.
         """
         if not self.resume:
+            check_load_path(self.recipe)
             return None
         resume, given = self.resume, self.otherwise
         if given and not self._begun_from(given):
@@ -112,6 +113,7 @@ class Start:
         self.chosen = checkpoints.find_checkpoint(resume, self.saves, unfit, given)
         if self.chosen is None:
             checkpoints.refuse_scratch(self.run_dir, self.saves)
+            check_load_path(self.recipe)
         return self.chosen
 
     def _begun_from(self, given: str) -> bool:

@@ -226,17 +226,17 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
     old, new = (
         [each["optimizer"].get(key, default) for key, default in _AVERAGING.items()] for each in (before, recipe)
     )
-    first = checkpoint.step
+    first, late = checkpoint.step, int(bool(recipe["optimizer"].get("use_fused")))  # the fused one counts from -1
     batch = global_batch_of(checkpoint.path) or View(before).global_batch
-    second = int(first * (batch / View(recipe).global_batch))
+    second = int((first - late) * (batch / View(recipe).global_batch)) + late
     held, taken = first % (old[0] * old[1]) // old[1], second % (new[0] * new[1]) // new[1]
     if held != taken or (held and old != new):
         raise CheckpointError(
             f"{checkpoint.path}: the checkpoint holds a sum of {held:,} of the weights that PmaAdamW averages "
             f"(optimizer.fused_num {old[0]:,}, interleave_step {old[1]:,}), but the recipe would go on as if these "
             f"were {taken:,} of {new[0]:,} (interleave_step {new[1]:,}), and replace the weights by something else "
-            "than their average; keep the optimizer's settings and the global batch, or go on from a checkpoint at "
-            "which an average has ended"
+            "than their average; keep the optimizer's settings and the global batch, or start a new run from the "
+            f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
 
 

@@ -25,6 +25,7 @@ from plugins.settings import value_at
 from tools.checkpoint.scan import is_sealed
 from tools.checkpoint.stored import (
     METADATA,
+    OPTIMIZER_FILE,
     OPTIMIZERS,
     TRACKER,
     Stored,
@@ -233,9 +234,11 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
     something to a trained model, such as an MTP layer, and a line says it; a weight that `plugins.lora` freezes would
     stay random.
     """
-    if is_sealed(folder) and (reason := fault(folder, checksums=False)):
-        raise CheckpointError(f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}")
-    wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder))
+    if is_sealed(folder) and (reason := fault(folder, checksums=False, without=OPTIMIZER_FILE)):
+        raise CheckpointError(
+            f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}; name another one"
+        )
+    wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder, weights_only=True))
     own = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
     others = [
         f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"

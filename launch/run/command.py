@@ -178,6 +178,8 @@ def train(**given: Any) -> None:
         if job.resume:
             check_model(flat, job.resume.path)
             checkpoints.check_data_order(flat, run_dir, job.resume)
+        elif asked.resume:  # the run has no checkpoint yet, and begins
+            check_load_path(flat)
         if job.resume and (done := checkpoints.complete(flat, job.resume)):
             click.echo(done, err=True)
             outcome = Outcome(0)
@@ -231,7 +233,7 @@ def checks(
         lambda: None if slots else preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
-        lambda: None if goes_on else check_load_path(recipe),
+        lambda: None if goes_on or slots else check_load_path(recipe),
         lambda: preflight.check_run_dir(run_dir, goes_on, force, saves),
         lambda: checkpoints.check_save_path(saves, goes_on, bool(force)),
         lambda: preflight.check_disk(run_dir),

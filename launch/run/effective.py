@@ -104,6 +104,12 @@ def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE
     before, checkpoint = Path(str(flat.get("output_dir"))), flat.get("checkpoint")
     if checkpoint and before.is_absolute() and checkpoint.get("save_path") == str(before / "checkpoint"):
         checkpoint["save_path"] = ""  # the effective recipe of a run, or a copy of it, names where that run saved
+        if not is_of_run(path):
+            click.echo(
+                f"{path}: checkpoint.save_path: {before / 'checkpoint'} is where a run in {before} saves; this run "
+                "saves in its own folder, unless --set checkpoint.save_path=FOLDER says otherwise",
+                err=True,
+            )
     changed = apply_overrides(flat, overrides)
     for override in overrides:
         if others := also_changed(flat, override, changed):

@@ -147,8 +147,12 @@ def _groups(view: View, built: Built, found: Findings) -> None:
         found.error((*PARALLEL, "data_parallel"), wrong, "write degrees whose product is such a number")
     elif refused := refused_group(view.dp, view.cp, view.tp, ep):
         ranks = f"{refused.ranks} ranks that are {refused.stride} apart"
-        wrong = f"MindSpore makes no communication group of {ranks}, as they lie differently on servers of 8 devices"
-        found.error((*PARALLEL, refused.key), wrong, "write powers of two for the degrees that divide a server")
+        wrong = f"without an NPU MindSpore makes no communication group of {ranks}, as they lie differently on servers"
+        right = "write powers of two for the degrees that divide a server of 8 devices"
+        if view.sharded_on_cpu:
+            found.error((*PARALLEL, refused.key), wrong, right)
+        else:
+            found.warning((*PARALLEL, refused.key), f"{wrong}, so that tc3 dryrun cannot compile the recipe", right)
 
 
 def _nodes(view: View, built: Built, found: Findings) -> None:

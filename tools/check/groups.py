@@ -1,9 +1,9 @@
 """This module says which parallel degrees MindSpore 2.9.0 refuses because of the communication groups that they make.
 
 MindSpore shards a graph for Ascend only over 1, 2, 4 or a multiple of 8 devices (`CheckDeviceConfig` in its
-device_manager.cc), and makes no group of ranks that lies differently on different servers of 8 devices
-(`CheckDeviceList`, same file). Degrees that are powers of two always pass. The sharded graph on CPU processes is
-compiled as for Ascend, so the same holds there.
+device_manager.cc). On a host without an NPU it also makes no group of ranks that lies differently on different servers
+of 8 devices (`CheckDeviceList`, same file); for devices of the kinds 910B and 910C it skips this check. Degrees that
+are powers of two always pass. The sharded graph on CPU processes is compiled as for Ascend without an NPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def splits_over(devices: int) -> bool:
 
 
 def refused_group(dp: int, cp: int, tp: int, ep: int = 1) -> Group | None:
-    """Return a group of a pipeline stage's ranks that MindSpore refuses, or None if it makes all groups of these
-    parallel degrees: of the ranks that divide a tensor, and of those that have copies of a weight or of an expert.
+    """Return a group of a pipeline stage's ranks that MindSpore refuses on a host without an NPU, or None if it makes
+    all groups of these parallel degrees: of the ranks that divide a tensor, and of those that have copies of a weight
+    or of an expert.
 
     Tensor-parallel ranks are neighbours; an EP group is `ep` neighbours, and its experts' copies are `ep` ranks apart.
     """

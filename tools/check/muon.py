@@ -12,7 +12,7 @@ from tools.estimate.memory.model import counted_weights
 from tools.estimate.muon import orthogonal
 from tools.hardware.units import short_dtype
 from tools.recipe.findings import Findings
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import MODEL, RUNNER, View
 from tools.schema.converter import Built
 
 _KIND = ("optimizer", "type")
@@ -71,14 +71,19 @@ def check_averages(view: View, found: Findings) -> None:
     algorithm, alpha, count = (view.get(("optimizer", key), default) for key, default in defaults.items())
     if algorithm != "ema" or type(alpha) is not float or type(count) is not int or not 0 < alpha < 1 or count < 1:
         return  # an average of all alike (sma), or values that the schema refuses
-    share = 1 - (1 - alpha) ** count
-    if share < _WHOLE:
+    share = -math.expm1(count * math.log1p(-alpha))
+    between = view.get(("optimizer", "interleave_step"), 1000)
+    steps = view.number((*RUNNER, "epochs"), 1) * view.ramp.steps_of(view.samples)
+    if share < _WHOLE and not (type(between) is int and 0 < steps < count * between):
         wrong = (
             f"the average begins at zero, so that it is {share:.1%} of {count:,} equal weights (ema_alpha {alpha:g}), "
             "and takes their place"
         )
-        least = math.ceil(math.log(1 - _WHOLE) / math.log(1 - alpha))
-        right = f"write fused_algo: sma, or fused_num: {least:,} or more"
+        least = math.ceil(math.log(1 - _WHOLE) / math.log1p(-alpha))
+        right = (
+            f"write fused_algo: sma, or fused_num: {least:,} or more; a run that has begun such averages goes on as a "
+            "new run from its weights (--run-dir ANOTHER --set checkpoint.load_path=FOLDER, without --resume)"
+        )
         found.error(("optimizer", "fused_num"), wrong, right, rule="pma_begins")
 
 

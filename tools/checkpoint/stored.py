@@ -49,6 +49,7 @@ from tools.checkpoint.tensor_files import Header, read_headers
 PLACEMENT = "placement"  # how names of placements end
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: MindFormers takes the newest
 METADATA = "metadata.json"
+OPTIMIZER_FILE = "-opt-"  # in the names of a rank's files with the state of the optimizer
 BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them, and never saves them
 Kind = Literal["weights", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
@@ -100,6 +101,7 @@ class Stored:
 
     folder: Path
     files: Mapping[str, Mapping[str, Header]]
+    weights_only: bool = False
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -126,7 +128,7 @@ class Stored:
         return {
             name: self._tensor(name, tensor, storage)
             for name, tensor in listed.items()
-            if name in held or not name.startswith(BUFFERS)
+            if name in held or (kind_of(name) == "weights" if self.weights_only else not name.startswith(BUFFERS))
         }
 
     @cached_property
@@ -253,22 +255,24 @@ def _gone(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def open_stored(folder: Path) -> Stored:
+def open_stored(folder: Path, weights_only: bool = False) -> Stored:
     """Return the checkpoint in a folder; only the headers of its files are read.
 
     Args:
         folder: a folder `iteration_*` that MindFormers wrote.
+        weights_only: whether the files with the state of the optimizer are left out; they may be missing then.
 
     Raises:
         CheckpointError: it holds no safetensors, or one that is damaged.
     """
-    files = {path.name: read_headers(path) for path in sorted(folder.glob("*.safetensors"))}
+    paths = sorted(folder.glob("*.safetensors"))
+    files = {path.name: read_headers(path) for path in paths if not (weights_only and OPTIMIZER_FILE in path.name)}
     if not files:
         wanted = "give the folder of an iteration, such as checkpoint/iteration_*"
         if (folder / "config.json").exists():
             wanted = "it has a config.json, so download the model's *.safetensors beside it as well"
         raise CheckpointError(f"{folder}: the folder holds no safetensors files; {wanted}")
-    return Stored(folder, files)
+    return Stored(folder, files, weights_only)
 
 
 def rank_of(name: str) -> int:

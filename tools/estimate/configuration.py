@@ -30,8 +30,9 @@ from plugins.errors import RecipeError
 from tools.model import Adapters, Model, Weight
 from tools.pipeline.schedules import is_v_shaped
 
-# of the model of time and memory: layout files and bundles of `tc3 firsthour` of another version are refused. It is the
-# digest of tests/tools/estimate/data/predictions.yaml, so that it changes with any prediction
+# of the model of time and memory: layout files and bundles of `tc3 firsthour` of another version are refused, and
+# fitted cluster files of another version are used with a warning. It is the digest of
+# tests/tools/estimate/data/predictions.yaml, so that it changes with any prediction
 MODEL_VERSION = "03cfd3738fa9"
 
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]

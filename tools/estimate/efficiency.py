@@ -234,11 +234,14 @@ def known_error(hardware: Hardware) -> KnownError | None:
 
 
 @lru_cache(maxsize=64)
-def _say_no_version(file: str) -> None:
-    """Print once on stderr that a cluster file does not say to which model its efficiencies were fitted."""
+def _say_other_version(file: str, version: str) -> None:
+    """Print once on stderr that the efficiencies of a cluster file may have been fitted to an older model of time. The
+    version is that of all predictions, of memory too, so that another version does not make the efficiencies wrong.
+    """
+    fitted = f"the efficiencies were fitted to version {version}" if version else "the key is missing"
     click.echo(
-        f"{file}: estimator: the key is missing, so the efficiencies may have been fitted to an older model of time; "
-        "make the file again with tc3 search calibrate",
+        f"{file}: estimator: {fitted}, and the present version of the model of time and memory is {MODEL_VERSION}: if "
+        "the model of time has changed, they no longer hold; tc3 search calibrate fits them again",
         err=True,
     )
 
@@ -250,18 +253,13 @@ def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
         any_version: the efficiencies are only the start of a fit, so they may belong to another version of the model.
 
     Raises:
-        RecipeError: the efficiencies of the device type are not known, the cluster's file states only some of the
-            efficiencies, or these were fitted to another version of the model of time.
+        RecipeError: the efficiencies of the device type are not known, or the cluster's file states only some of the
+            efficiencies.
     """
     if hardware.efficiency:
         own = _own(hardware)
-        if not any_version and not hardware.estimator:
-            _say_no_version(hardware.file)
-        elif not any_version and hardware.estimator != MODEL_VERSION:
-            raise RecipeError(
-                f"{hardware.file}: estimator: the efficiencies were fitted to version {hardware.estimator} of the "
-                f"model of time, but the present version is {MODEL_VERSION}; fit them again with tc3 search calibrate"
-            )
+        if not any_version and hardware.estimator != MODEL_VERSION:
+            _say_other_version(hardware.file, hardware.estimator)
         return own
     for entry in _sets().values():
         if hardware.name in entry["clusters"]:

@@ -309,7 +309,7 @@ def _choices(instance: Instance, counts: tuple[int, ...], last: bool) -> tuple[n
         every = every[instance.in_order(every[:, :, None])]
     extra = every @ np.array([instance.types[t].options[o].extra_backward for t, o in instance.columns])
     held = every @ instance.costs[3]
-    more = instance.more.reshape(-1, len(instance.columns))  # [2 x stages, K]
+    more = np.unique(instance.more.reshape(-1, len(instance.columns)), axis=0)  # [needs of stages, K]
     needs, need = np.unique([((way > 0) * more).max(axis=1) for way in every], axis=0, return_inverse=True)
     no_more = [np.flatnonzero((needs <= one).all(axis=1)) for one in needs]
     kept, least = [], np.full(len(needs), np.inf)  # of each need the least memory held so far

@@ -39,8 +39,17 @@ def recipe_text(recipe: dict[str, Any]) -> str:
 
 
 def is_of_run(recipe: Path) -> bool:
-    """Return whether the file `recipe` is the effective recipe that a run keeps in its folder, RUN/recipe.yaml."""
-    return recipe.name == "recipe.yaml" and (recipe.parent / "attempts").is_dir()
+    """Return whether the file `recipe` is the effective recipe that a run keeps in its folder, RUN/recipe.yaml.
+
+    A run of a script or of msrun by hand has no attempts, but its recipe names its own folder as `output_dir`.
+    """
+    if recipe.name != "recipe.yaml" or (recipe.parent / "attempts").is_dir():
+        return recipe.name == "recipe.yaml"
+    try:
+        content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # whoever reads the recipe says what is wrong
+    return isinstance(content, dict) and str(content.get("output_dir")) == str(recipe.absolute().parent)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -171,6 +171,9 @@ def _has_patterns(value: Any) -> bool:
 def _expressions(value: Any, path: KeyPath, found: Findings) -> None:
     """Check that the parts of operator patterns, which MindFormers matches with names, are regular expressions."""
     for pattern in value if _has_patterns(value) else ():
+        if not isinstance(pattern, str):
+            wrong = f"the operator pattern {pattern!r} is not a text"
+            found.error(path, wrong, r"write names of cells with \. between them", rule="recompute_pattern")
         for part in str(pattern).split(r"\."):
             try:
                 re.compile(part)

@@ -29,7 +29,7 @@ import numpy as np
 from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.hierarchical_ep.plan import MODES
 from tools.check.arithmetic import without_copies
-from tools.check.groups import SIZES, refused_group, splits_over
+from tools.check.groups import SIZES, splits_over
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.estimate.layer_model import work
@@ -243,8 +243,6 @@ class _Axes:
         vpp, ep, mbs, mode = (self.along(name) for name in ("vpp", "ep", "mbs", "mode"))
         yield "vpp: chunks without a pipeline", (vpp == 1) | np.bool_(pp > 1)
         yield "ep: does not divide dp x tp", dp * tp % ep == 0
-        made = [refused_group(dp, cp, tp, each) is None for each in self.values["ep"].tolist()]
-        yield "ep: MindSpore does not make the groups of an expert's copies", np.array(made).reshape(ep.shape)
         aligned = (ep % request.node == 0) | (request.node % ep == 0)
         yield "ep: straddles nodes, which ep_overlap does not", aligned | np.bool_(not request.base.ep_cut)
         yield "ep_overlap: more chunks than samples of a micro-batch or tokens of a rank", self._cuts(request)
@@ -340,7 +338,6 @@ def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
     dp, tp, pp, cp = mesh
     size = request.base.shard_size
     yield f"devices: MindSpore splits a model over {SIZES} only", splits_over(request.devices)
-    yield "dp, cp, tp: MindSpore does not make their groups of ranks", refused_group(dp, cp, tp) is None
     yield "tp: does not divide the heads", model.heads % tp == 0
     yield "tp: does not divide the key-value heads", bool(model.latent) or model.kv_heads % tp == 0
     widths = (model.vocab, model.hidden, model.ffn, model.shared_ffn)

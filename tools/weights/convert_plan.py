@@ -236,7 +236,7 @@ class Conversion:
                 found.append(f"unknown: {source} has no config.json, so rates, scales and norms were not compared")
             begin = ["tc3", "train", str(self.recipe), "--set", f"checkpoint.load_path={target}"]
             if is_of_run(self.recipe):  # whose own folder holds its checkpoints
-                begin += ["--run-dir", f"{self.recipe.parent}-next"]
+                begin += ["--run-dir", f"{self.recipe.absolute().parent}-next"]
             found.append(f"begin with it: {shlex.join(begin)}")
             return found
         if self.sizes.telechat2:

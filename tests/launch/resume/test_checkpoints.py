@@ -181,15 +181,15 @@ def test_the_states_are_those_of_mindformers():
         assert held == {f"{state}.a.weight" for state in states}
 
 
-def averaging(batch, fused_num, interleave, algo="sma"):
+def averaging(batch, fused_num, interleave, algo="sma", fused=False):
     recipe = {"optimizer": {"type": "PmaAdamW", "fused_num": fused_num, "interleave_step": interleave}}
-    recipe["optimizer"]["fused_algo"] = algo
+    recipe["optimizer"] |= {"fused_algo": algo, "use_fused": fused}
     return Recipe({**recipe, "runner_config": {"batch_size": batch}})
 
 
 def replaced_by(recipe, step, average, until):
     """The average at `until`, and what takes the place of weights of 1 after `step`: pma_adamw.py of MindFormers."""
-    fused_num, interleave, algo = list(recipe["optimizer"].values())[1:]
+    fused_num, interleave, algo = list(recipe["optimizer"].values())[1:4]
     taken = []
     for number in range(step + 1, until + 1):
         if number % interleave == 0:
@@ -200,16 +200,20 @@ def replaced_by(recipe, step, average, until):
     return average, taken
 
 
-def test_an_average_of_weights_that_a_resume_would_cut_short_is_refused():
-    """With another global batch MindFormers counts the steps anew: half a sum became the weights."""
+@pytest.mark.parametrize("fused", [0, 1])
+def test_an_average_of_weights_that_a_resume_would_cut_short_is_refused(fused):
+    """With another global batch MindFormers counts the steps anew: half a sum became the weights. The fused optimizer
+    begins to count at -1, and multiplies this count.
+    """
     settings = [(batch, *each) for batch in (2, 4) for each in ((2, 2, "sma"), (3, 2, "sma"), (3, 2, "ema"))]
     outcomes = set()
     for old, new in product(settings, repeat=2):
-        before, after = averaging(*old), averaging(*new)
+        before, after = averaging(*old, bool(fused)), averaging(*new, bool(fused))
         whole = replaced_by(after, 0, 0, 12)[1][0]
         for step in range(2, 26, 2):
             average, _ = replaced_by(before, 0, 0, step)
-            right = set(replaced_by(after, step * old[0] // new[0], average, 60)[1]) == {whole}
+            begun = (step - fused) * old[0] // new[0] + fused
+            right = set(replaced_by(after, begun, average, 60)[1]) == {whole}
             try:
                 checkpoints._refuse_cut_averages(before, after, CheckpointInfo(Path("c"), step))
                 refused = False
@@ -307,6 +311,9 @@ def test_a_new_run_says_which_weights_begin_anew_and_begins_with_no_other_models
         check_load_path(apply_overrides(begun, ["model.model_config.n_routed_experts=32"]))
     for rank in range(2):
         write_seal(whole, rank, 2, 4)
+    check_load_path(begun)
+    for file in whole.glob("*-opt-*"):
+        file.unlink()  # to save disk: a new run begins with an optimizer of its own
     check_load_path(begun)
     write_refusal(whole, 1, "a weight is NaN")
     with pytest.raises(CheckpointError, match=r"load_path: .*: this is not a complete checkpoint: a weight is NaN"):

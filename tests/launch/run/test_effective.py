@@ -268,11 +268,12 @@ def test_what_is_missing_is_left_to_those_who_look_for_files(recipe, tmp_path):
     assert fitted_to_conversations(given, None) == given
 
 
-def test_the_recipe_that_a_run_keeps_goes_on_in_that_run_and_a_copy_saves_elsewhere(tmp_path):
+@pytest.mark.parametrize("attempts", [True, False])  # a run of a script has none
+def test_the_recipe_that_a_run_keeps_goes_on_in_that_run_and_a_copy_saves_elsewhere(tmp_path, capsys, attempts):
     """The kept recipe names the folder into which its run saved: another run was refused there, or removed it."""
     run = tmp_path / "run"
     kept = effective_recipe(Path("recipes/mini/pretrain.yaml"), (), None, run)
-    (run / "attempts").mkdir(parents=True)
+    (run / "attempts" if attempts else run).mkdir(parents=True)
     dump_recipe(kept, run / "recipe.yaml")
     dump_recipe(kept, tmp_path / "copy.yaml")
     assert FULL_SIZE.run_dir(run / "recipe.yaml") == run
@@ -280,5 +281,7 @@ def test_the_recipe_that_a_run_keeps_goes_on_in_that_run_and_a_copy_saves_elsewh
     for file in (run / "recipe.yaml", tmp_path / "copy.yaml"):
         again = effective_recipe(file, (), None, tmp_path / "other")
         assert again["checkpoint"]["save_path"] == str(tmp_path / "other" / "checkpoint")
+        told = f"{run}/checkpoint is where a run in {run} saves; this run saves in its own folder"
+        assert (told in capsys.readouterr().err) == (file.parent != run)
     own = effective_recipe(tmp_path / "copy.yaml", ("checkpoint.save_path=/saves",), None, tmp_path / "other")
     assert own["checkpoint"]["save_path"] == "/saves"

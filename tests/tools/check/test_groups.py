@@ -1,4 +1,4 @@
-"""Degrees whose communication groups MindSpore refuses: what its front end said when graphs of these were compiled."""
+"""Degrees whose communication groups MindSpore refuses without an NPU: what its front end said about such graphs."""
 
 import itertools
 
@@ -8,6 +8,8 @@ from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
 from tools.accuracy.equivalence.strategies import one_worker
 from tools.check.check import check_recipe
 from tools.check.groups import Group, _made, refused_group, splits_over
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_powers_of_two_are_never_refused_and_few_numbers_of_devices_taken():
         (Sharding(tp=3, sp=True), "data_parallel: the degrees make 3 devices, and MindSpore splits a model over 1, 2"),
         (
             Sharding(dp=4, tp=6, sp=True),
-            "model_parallel: MindSpore makes no communication group of 6 ranks that are 1 apart, as they",
+            "model_parallel: without an NPU MindSpore makes no communication group of 6 ranks that are 1 apart, as",
         ),
         (Sharding(dp=2, tp=2, sp=True), None),
     ],
@@ -59,3 +61,13 @@ def test_a_recipe_with_such_a_group_is_refused(sharding, words):
     found = [each.words for each in check_recipe(derive_sharded(base, sharding, 1, "corpus")).errors]
     assert [each for each in found if "MindSpore" in each] == found[: bool(words)]
     assert words is None or found[0].startswith(f"parallel_config.{words}")
+
+
+def test_on_devices_of_today_only_the_number_of_devices_is_refused():
+    """MindSpore compares servers only where it knows no NPU, or one of the kind 910A."""
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
+    for data_parallel, errors, warnings in ((3, 0, 1), (4, 0, 0)):
+        degrees = [f"parallel_config.data_parallel={data_parallel}", "parallel_config.model_parallel=4"]
+        found = check_recipe(apply_overrides(recipe, [*degrees, "parallel_config.expert_parallel=1"]))
+        assert sum("MindSpore" in each.words for each in found.errors) == errors
+        assert sum("tc3 dryrun cannot compile" in each.words for each in found.warnings) == warnings

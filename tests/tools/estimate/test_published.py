@@ -391,8 +391,10 @@ def test_a_cluster_file_says_to_which_version_of_the_model_it_was_fitted(tmp_pat
     path.write_text(yaml.safe_dump(content))
     assert efficiency_of(cluster(str(path))) and capsys.readouterr().err == ""
     path.write_text(yaml.safe_dump(content | {"estimator": "older"}))
-    with pytest.raises(RecipeError, match=rf"mine.yaml: estimator: .* older .* version is {MODEL_VERSION}; fit"):
-        TimeModel(cluster(str(path)))
+    assert TimeModel(cluster(str(path)))
+    assert f"to version older, and the present version of the model of time and memory is {MODEL_VERSION}" in (
+        capsys.readouterr().err
+    )
     assert start_of(str(path), None) == efficiency_of(replace(cluster(str(path)), estimator=MODEL_VERSION))
     del content["estimator"]
     path.write_text(yaml.safe_dump(content))

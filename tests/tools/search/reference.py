@@ -1,10 +1,5 @@
 """The space and its ranking, candidate by candidate: slow and obvious."""
 
-import itertools
-from functools import cache
-
-import numpy as np
-
 from plugins.hierarchical_ep.plan import MODES
 from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
@@ -52,7 +47,6 @@ def legal(request, c):
         and (c.vpp == 1 or c.pp > 1)
         and c.dp * c.tp % c.ep == 0
         and (request.devices in (1, 2, 4) or request.devices % 8 == 0)
-        and makes_groups(c.dp, c.cp, c.tp, c.ep)
         and (not request.base.ep_cut or c.ep % request.node == 0 or request.node % c.ep == 0)
         and c.dp * c.mbs * c.m == request.global_batch
         and c.m >= c.pp
@@ -61,20 +55,6 @@ def legal(request, c):
         and (c.pp == 1 or c.shard != "gradients")
         and (c.shard == "none" or not loses_gradients(request, c))
     )
-
-
-@cache
-def makes_groups(dp, cp, tp, ep):
-    """Whether all groups of a stage's ranks that divide a tensor, or have copies of a weight or of an expert, have the
-    same places on each server of 8 ranks; there are 1, 2, 4 or 8 of them.
-    """
-    ranks = np.arange(dp * cp * tp).reshape(dp, cp, tp)
-    axes = (ranks.reshape(-1, tp), ranks.swapaxes(1, 2).reshape(-1, cp), ranks.reshape(-1, tp).T, ranks.reshape(1, -1))
-    for group in itertools.chain(*axes, ranks.reshape(-1, ep).T):
-        places = {tuple(group[group // 8 == server] % 8) for server in group // 8}
-        if len(places) > 1 or len(places.pop()) not in (1, 2, 4, 8):
-            return False
-    return True
 
 
 def loses_gradients(request, c):
