@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tools.check.check import check_recipe
+from tools.check.groups import splits_over
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.loaded import peaks
@@ -83,7 +84,8 @@ def drawn(seed):
 def test_every_tool_says_the_same_of_an_odd_layout(seed):
     recipe = drawn(seed)
     run = from_recipe(recipe)
-    assert [str(error) for error in check_recipe(recipe).errors] == []
+    errors = [str(error) for error in check_recipe(recipe).errors]
+    assert len(errors) == (not splits_over(run.devices)) and all("MindSpore splits a model over" in e for e in errors)
     assert overlay(recipe, run) == {}
     assert parameters(run.model) == sum(stage_parameters(run.model, run.layers))
     step, every = TIMES.step(run, simulated=True), all_stages(run)
@@ -100,6 +102,9 @@ def test_every_tool_says_the_same_of_an_odd_layout(seed):
     asked = Request(run, TIMES.hardware, run.devices, run.global_batch, 1e15, "a test", limits=limits)
     ranking = rank(asked)
     found = [ranking.at(index) for index in range(len(ranking.seconds))]
+    if errors:  # predictions hold for any number of devices, but a search offers none that MindSpore does not take
+        assert not found
+        return
     assert {one.candidate.shard for one in found} >= {own.shard}
     for one in (one for one in found if one.candidate.recompute != PLANNED):
         made = configuration(asked, one.candidate)

@@ -291,7 +291,7 @@ LATENT = Latent(query_rank=48, kv_rank=32, nope=16, rope=8, value=16)
 def test_training_graphs_agree_with_the_reference(changes, limits, seen):
     model = replace(MODEL, pattern=pattern_of(9, 48, 1), mtp=1, latent=LATENT)
     base = replace(BASE, model=model, layers=((9,),), training_graph=True, fp32_residual=True, **changes)
-    devices, batch = (16, 88) if base.schedule == "seqsmartvpp" else (12, 48) if base.shard_size == 3 else (16, 48)
+    devices, batch = (16, 88) if base.schedule == "seqsmartvpp" else (24, 48) if base.shard_size == 3 else (16, 48)
     asked = Request(
         base, cluster("atlas_800t_a2"), devices, batch, 2 * GIB, "test", limits=tuple(map(read_limit, limits))
     )
