@@ -151,9 +151,7 @@ def _tell_steps(a: Side, b: Side) -> None:
         return
     for side, other in ((a, b), (b, a)):
         if more := side.steps.keys() - other.steps.keys():
-            scattered = len(more) > _FEW and len(more) <= max(more) - min(more)  # of another interval between prints
-            which = f"{len(more):,} steps, the first of them step {min(more)}, are" if scattered else listed(more)
-            side.notes.append(f"{which} not in the other run, so nothing of this is compared")
+            side.notes.append(f"{listed(more)} not in the other run, so nothing of this is compared")
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:

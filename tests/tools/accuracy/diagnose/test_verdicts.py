@@ -120,6 +120,15 @@ def test_steps_of_only_one_run_are_named(tmp_path):
     assert any("steps 4 to 5 are not in the other run" in note or "steps 4, 5 are not" in note for note in b.notes)
 
 
+def test_many_steps_of_only_one_run_are_counted(tmp_path):
+    """Each of 9,000 steps was named where one run prints every step and the other every 10th."""
+    a, b = sides(tmp_path, Run)
+    a.steps, b.steps = ({step: a.steps[1] for step in range(every, 10_001, every)} for every in (1, 10))
+    diagnose(a, b)
+    assert any("9,000 steps (the first is step 1) are not in the other run" in note for note in a.notes)
+    assert max(map(len, a.notes)) < 200 and not b.notes
+
+
 @pytest.mark.parametrize(("name", "stage"), [("global_norm", "norm and clipping"), ("learning_rate", "update")])
 def test_a_number_that_only_one_rank_has_is_a_finding(tmp_path, name, stage):
     """A global norm differs where a collective was left out, and in the file of another run."""
