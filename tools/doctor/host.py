@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import MSRUN_READS, allowed, msrun_sees, read_host
 from tools.doctor import measures
-from tools.doctor.checks import REPORT, Answer, Patient, Verdict, check, told
+from tools.doctor.checks import REPORT, Answer, Patient, UntoldError, Verdict, check, told
 from tools.hardware.units import GIB
 from tools.process.host import compress, expand
 from tools.schema.versions import installed, others, verified, words
@@ -196,14 +196,19 @@ def interrupts(patient: Patient) -> Answer:
     host = read_host(patient.root)
     plan = make_plan(host, patient.workers, sorted(host.npus) or None)
     workers = {core for worker in plan.workers for core in worker.cores}
-    seen, hit = 0, set()
+    seen, hit, unreadable = 0, set(), []
     for folder in patient.root.find("/proc/irq/[0-9]*"):
         names = [path.rpartition("/")[2] for path in patient.root.find(f"{folder}/*/")]
         if any(_DEVICE_INTERRUPTS.search(name) for name in names):
             effective = patient.root.read(f"{folder}/effective_affinity_list")
             given = effective or patient.root.read(f"{folder}/smp_affinity_list")
-            hit |= workers.intersection(expand(told(given, f"the cores of {folder} cannot be read")))
+            if given is None:  # hidden, or gone since it was found
+                unreadable.append(folder)
+                continue
+            hit |= workers.intersection(expand(given))
             seen += 1
+    if unreadable and not hit:
+        raise UntoldError(f"the cores of {unreadable[0]} cannot be read")
     told(seen or None, "no interrupts of known devices are visible (in a container, run tc3 doctor on its host)")
     return Answer(
         "warn" if hit else "ok", f"{seen} interrupts of devices, of which on workers' cores: {compress(hit) or 'none'}"

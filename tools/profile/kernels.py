@@ -126,6 +126,7 @@ COMPUTE = ("matmul", "attention", "elementwise", "optimizer")
 COMMUNICATION = ("tp", "cp", "ep", "data", "pipeline")
 OTHER = "not attributed"
 _COLLECTIVE = re.compile(r"hcom_|hccl|all_?gather|all_?reduce|reduce_?scatter|all_?to_?all|batchsendrecv", re.I)
+_GATHER = re.compile(r"all_?gather|reduce_?scatter", re.I)
 _POINT_TO_POINT = re.compile(r"hcom_(send|receive|batch_?send)|sendrecv|\b(send|receive)-op", re.I)
 _ATTENTION = re.compile(r"flash_?attention|fusedinferattention|promptflash|core_attention|_softmaxbackward", re.I)
 _MATMUL = re.compile(r"matmul|\bgmm", re.I)
@@ -225,8 +226,8 @@ def _of_group(kernel: Kernel, config: Configuration) -> str:
 def _of_ranks(kernel: Kernel, config: Configuration) -> str:
     """Return the term by size and stride: tensor parallelism next to each other, then context, then data parallelism.
 
-    A hierarchical dispatch gathers rows along the ranks with the same place on every node of an EP group. Other kinds
-    of parallelism that make the same group are not told apart.
+    A hierarchical dispatch gathers rows along the ranks with the same place on every node of an EP group, and
+    scatters sums along them. Other kinds of parallelism that make the same group are not told apart.
     """
     ranks = kernel.ranks
     strides = {after - before for before, after in pairwise(ranks)}
@@ -237,7 +238,8 @@ def _of_ranks(kernel: Kernel, config: Configuration) -> str:
     if size == config.cp and stride == config.tp:
         return "cp"
     across = size * stride == config.ep and ranks[0] // config.ep == ranks[-1] // config.ep
-    if config.ep_mode == "hierarchical" and across and (stride != inside or _EXPERTS.search(kernel.name)):
+    gathers = stride != inside and _GATHER.search(_words(kernel))  # an AllReduce is of a gradient's copies
+    if config.ep_mode == "hierarchical" and across and (gathers or _EXPERTS.search(kernel.name)):
         return "ep"
     if stride == inside or size in (config.dp, config.dp * config.cp, config.dp * inside) or stride == 0:
         return "data"

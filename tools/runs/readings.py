@@ -256,10 +256,13 @@ def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
         return Slow(None, [], [])
     view = View(recipe) if recipe else None
     groups = by_stage(view.devices, view.pp) if view and view.parallel else None
-    found: Verdict = slow_ranks(records, groups)
+    ranks = view.devices if view else 0
+    # the recipe is that of the newest attempt: other ranks ended where the run went on with fewer
+    present = [record for record in records if not ranks or record.rank < ranks]
+    found: Verdict = slow_ranks(present if groups else records, groups)
     slow = [f"rank {one.rank} on {one.host}: {one.seen}" for one in found.slow]
     unknown = [f"{one.kind} of {_ranks(one.ranks)}: {one.why}" for one in found.unknown]
-    return Slow(found.compared, slow, [*unknown, *_unprobed(records, view.devices if view else 0)])
+    return Slow(found.compared, slow, [*unknown, *_unprobed(present, ranks)])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

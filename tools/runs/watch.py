@@ -191,10 +191,10 @@ class Status:
     """A `Status` is the state of a run at one moment; unknown values are None. All times of a `Status` are in seconds;
     `goodput` is a share; `quiet` is the time for which the run has written no new record. The held-out losses come from
     the last evaluation. The field `not_finite` names the loss and the global norm if they are NaN or infinite in the
-    newest step. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean of its
-    layer; `idle_experts` is the number of experts, of all layers, that got no token in the newest step. If the batch
-    grows (plugins/batch_ramp), `step_samples` is the number of samples of the newest step, and `stage_end` is the last
-    step with this number.
+    newest step, except for the norm of a step that the loss scale skipped. The field `fullest_expert` is the number of
+    tokens of the fullest expert divided by the mean of its layer; `idle_experts` is the number of experts, of all
+    layers, that got no token in the newest step. If the batch grows (plugins/batch_ramp), `step_samples` is the number
+    of samples of the newest step, and `stage_end` is the last step with this number.
     """
 
     run: str
@@ -358,7 +358,7 @@ class Watch:
             slow_ranks=self.probes.look().slow,
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
-            not_finite=[name for name in JUDGED if not math.isfinite(number(kept.last.get(name)) or 0.0)],
+            not_finite=_not_finite(kept.last),
             **self._batch(min(kept.step, kept.cut)),
             **self._held_out(),
             **routers_of(self.measured),
@@ -386,6 +386,14 @@ class Watch:
             return "running" if state == "unfinished" else state
         done = self.kept.total is not None and self.kept.step >= self.kept.total
         return "done" if done else "running"
+
+
+def _not_finite(record: dict[str, Any]) -> list[str]:
+    """Return the names of a step's loss and global norm if they are NaN or infinite. The norm of a step that the loss
+    scale skipped is no fault.
+    """
+    known = [name for name in JUDGED if name != "global_norm" or record.get("overflow") is not True]
+    return [name for name in known if not math.isfinite(number(record.get(name)) or 0.0)]
 
 
 def routers_of(record: dict[str, Any]) -> dict[str, Any]:

@@ -312,6 +312,14 @@ def test_only_interrupts_of_devices_count(tmp_path, large):
     assert CHECKS["interrupts"].look(Patient(Root(tmp_path), large)).seen.endswith("150")
 
 
+@pytest.mark.parametrize(("core", "verdict"), [(150, "warn"), (144, "unknown")])
+@pytest.mark.parametrize("hidden", [29, 31])
+def test_an_interrupt_without_readable_cores_hides_no_other(tmp_path, large, hidden, core, verdict):
+    files = {**BOARD, **interrupt(core), f"proc/irq/{hidden}/hns3-0000:7d:00.0-TxRx-0/x": ""}
+    (found,) = (one for one in examine(Patient(write(tmp_path, files), large), MODULES) if one.check == "interrupts")
+    assert found.verdict == verdict, found.seen
+
+
 def test_without_a_recipe_nobody_wants_npus(tmp_path):
     assert CHECKS["npus"].look(Patient(Root(tmp_path))).verdict == "unknown"
     assert CHECKS["npus"].look(Patient(write(tmp_path, davinci(1)))).verdict == "ok"

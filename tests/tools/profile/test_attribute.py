@@ -77,6 +77,15 @@ def test_the_gather_between_the_nodes_of_an_ep_group_is_of_experts(wanted, ranks
     assert term_of(gather, config) == wanted
 
 
+@pytest.mark.parametrize(
+    ("wanted", "kind"), [("data", "allReduce"), ("ep", "reduceScatter"), ("ep", "allGather"), ("data", "broadcast")]
+)
+def test_between_nodes_a_hierarchical_dispatch_only_gathers_and_scatters(wanted, kind):
+    """With 4 shards of an optimizer and tp 2, the copies of a weight lie 8 ranks apart, too."""
+    config = replace(CONFIG, dp=16, tp=2, cp=1, ep=32, ep_mode="hierarchical")
+    assert term_of(kernel(f"hcom_{kind}_", core="HCCL", ranks=(0, 8, 16, 24)), config) == wanted
+
+
 def test_a_group_that_only_one_kind_of_parallelism_makes_needs_no_ranks():
     alone = replace(CONFIG, dp=1, ep=1, pp=8)
     assert term_of(kernel("hcom_allGather_", core="HCCL"), alone) == "tp"

@@ -28,7 +28,7 @@ from tools.prove import moves, places, slices, tokens
 from tools.prove.call import Call
 from tools.prove.moves import reduce_sum
 from tools.prove.report import against
-from tools.prove.spread import Contradiction, NotKnown, Spread, multiply, plain
+from tools.prove.spread import Alike, Contradiction, NotKnown, Spread, Zeros, multiply, plain
 
 
 @anything
@@ -152,6 +152,14 @@ def test_exchanged_pieces_in_front_of_an_inner_dimension_are_taken_along_another
             assert np.array_equal(own, piece(wanted, whole, {"a": a, "c": c}, sizes))
             total[..., c : c + 1] += own
         assert np.array_equal(total, held), "the parts of the padded gradient add up to the gradient of all pieces"
+
+
+@pytest.mark.parametrize("kind", [Alike, Zeros])
+def test_equal_elements_beside_zeros_are_not_equal_any_more(kind: type[Spread]) -> None:
+    """Each rank pads its piece inside a dimension: only zeros stay what they are."""
+    found = slices.stacked(kind(((2,), (), ("a", 3))), (2, 2, 3), {1: ("a",)}, {"a": 2})
+    assert found is not None and found.partial == {"a"}
+    assert type(found) is (Spread if kind is Alike else Zeros)
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])

@@ -156,6 +156,14 @@ def test_a_loss_that_is_not_finite_is_shown(tmp_path):
     json.loads(cli.json_line(status), parse_constant=pytest.fail)
 
 
+@pytest.mark.parametrize(("loss", "told"), [(6.0, []), (math.nan, ["loss"])])
+def test_the_norm_of_a_step_that_the_loss_scale_skipped_is_no_fault(tmp_path, loss, told):
+    file = builders.empty(tmp_path)
+    skipped = builders.step(1, loss=loss) | {"global_norm": math.inf, "overflow": True}
+    append(file, builders.header(10), skipped)
+    assert Watch(tmp_path).look().not_finite == told
+
+
 @pytest.mark.parametrize("behind", [0, 3600])
 def test_goodput_by_clocks_that_do_not_agree_is_unknown(tmp_path, behind):
     """Steps by the clock of a host, and plans by that of the disk."""

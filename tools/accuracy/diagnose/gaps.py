@@ -22,6 +22,7 @@ COPY = "copy the metrics/ folders of all hosts into this folder again"
 NUMBERS = ("lm_loss", "mtp_loss", "loss", "global_norm", "learning_rate")
 ALWAYS = ("loss", "learning_rate")  # of these, that every run has
 STATE = "weights, gradients and routers"
+_LISTED = 20  # steps that do not follow each other, at most
 _MANY = 10**5  # missing steps that are not listed one by one
 NAMED = ("state", "parts", "weights", "loads", "biases")  # keys of a state that hold an object of values by name
 FITTED = ("rate", "decay", "rest", "square")  # of a weight's update: all are recorded, or none is
@@ -195,12 +196,16 @@ def _asked(side: Side) -> int:
 
 
 def listed(steps: Iterable[int], verb: str = " is| are") -> str:
-    """Return the steps in words, with the verb in the right number."""
+    """Return the steps in words, with the verb in the right number; of many that do not follow each other, the number
+    and the first.
+    """
     found = sorted(steps)
     one, _, many = verb.partition("|")
     if len(found) == 1:
         return f"step {found[0]}{one}"
     whole = found == [*range(found[0], found[-1] + 1)] and len(found) > 2
+    if not whole and len(found) > _LISTED:
+        return f"{len(found):,} steps (the first is step {found[0]}){many}"
     return f"steps {f'{found[0]} to {found[-1]}' if whole else ', '.join(map(str, found))}{many}"
 
 

@@ -9,7 +9,8 @@ moments accumulate. Gradients, weights and moments are read as whole tensors fro
 If the load of an expert is just its share, rounding decides whether its bias moves, by a whole step of the rate, and
 layouts round differently: a mean of 1/12 is not exact, and a token at a tie between two experts may choose either. Some
 tokens choose other experts with the bias of one layout than with the bias of the other. Such a turn of a bias is a
-known difference, and values that are computed with the bias are not judged.
+known difference, and values that are computed with the bias are not judged. The loads themselves are not compared: a
+wrongly counted load of one or two experts of each router would look the same.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ NORM = 5e-5  # relative
 SURE = 4  # times what groups' norms are allowed: a wrong global norm that they would show
 MOVES = 0.05  # of the moves of a router's biases: a token at a tie turns that of an expert at its share
 TURNED = 2  # experts of a router: rarely are more at their share, and a token at a tie chooses between two
-TIE = "rounding decided how the bias of an expert at its share moved; numbers that are computed with it are not judged"
+TIE = (
+    "rounding may have decided how the bias of an expert at its share moved (the loads are not compared, and a wrongly "
+    "counted load of one or two experts would look the same); numbers that are computed with it are not judged"
+)
 OF_MOVES, OF_HELD_OUT = "moves of the bias", "held-out loss"
 TWICE = "embedding.word_embeddings.weight"  # its gradient is counted once more by a pipeline with an MTP layer
 NOTE = {"type": "OwnGradient", "auto_register": "own_gradient.OwnGradient"}
