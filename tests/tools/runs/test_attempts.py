@@ -10,9 +10,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from plugins.straggler_probe.record import append as add_probe
+from plugins.straggler_probe.record import probe_file
+from tests.plugins.straggler_probe.histories import history
 from tests.tools.runs.builders import Builder, append, empty, header, step
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
@@ -27,7 +31,7 @@ from tools.runs import attempts
 from tools.runs.attempts import Beat, End, Plan, Verdict, folder_of, read, read_attempts, write
 from tools.runs.cli import runs
 from tools.runs.measured import SLOWER, beside
-from tools.runs.readings import Follower, loss_in_words, perplexity, read_held_out, read_metrics
+from tools.runs.readings import Follower, loss_in_words, perplexity, read_held_out, read_metrics, slow_of
 from tools.runs.study import study
 from tools.schema.stages import loss_rank
 
@@ -237,3 +241,17 @@ def test_the_command_says_it_in_text_and_json(tmp_path):
     assert "the prediction for the measured cluster" in CliRunner().invoke(runs, words).stdout
     refused = CliRunner().invoke(runs, [*words[:-1], bundle(tmp_path / "n.zip", {})])
     assert "the bundle has no cluster.yaml" in str(refused.exception)
+
+
+@pytest.mark.parametrize("newest", [13, 40])
+def test_a_run_that_went_on_with_fewer_ranks_misses_no_probes(tmp_path, newest):
+    """The ranks that went on were said to lack their newest probes, and later those that are gone."""
+    first, again = (
+        list(history(np.random.default_rng(1), ranks=ranks, probes=probes)) for ranks, probes in ((16, 20), (8, newest))
+    )
+    from_step = sorted({record.step for record in first})[11]
+    for record in [*first, *(record for record in again if record.step > from_step)]:
+        add_probe(probe_file(tmp_path, record.rank), record)
+    recipe = {"use_parallel": True, "parallel_config": {"data_parallel": 8}}
+    for mode in (0, 1):  # data parallelism compares all ranks, also those of the past
+        assert slow_of(tmp_path, Recipe(recipe | {"parallel": {"parallel_mode": mode}})).unknown == []

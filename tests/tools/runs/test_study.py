@@ -451,19 +451,6 @@ def test_ranks_whose_probes_are_missing_are_named(tmp_path):
     assert slow_of(tmp_path, None).unknown == found.unknown[1:]
 
 
-@pytest.mark.parametrize("newest", [13, 40])
-def test_a_run_that_went_on_with_fewer_ranks_misses_no_probes(tmp_path, newest):
-    """The ranks that went on were said to lack their newest probes, and later those that are gone."""
-    first = list(history(np.random.default_rng(1), ranks=16, probes=20))
-    again = list(history(np.random.default_rng(2), ranks=8, probes=newest))
-    from_step = sorted({record.step for record in first})[11]
-    for record in [*first, *(record for record in again if record.step > from_step)]:
-        append(probe_file(tmp_path, record.rank), record)
-    for mode in (0, 1):  # data parallelism compares all ranks, also those of the past
-        recipe = {"use_parallel": True, "parallel": {"parallel_mode": mode}, "parallel_config": {"data_parallel": 8}}
-        assert slow_of(tmp_path, Recipe(recipe)).unknown == []
-
-
 def test_probes_that_cannot_show_a_slow_rank_find_none(run):
     probed(run, ranks=16, probes=1)
     assert "no slow rank" not in report(run) and "fewer than 3 probes" in report(run)
