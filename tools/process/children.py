@@ -167,7 +167,7 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
-    first receives SIGTERM and has this time to end; then `kill` ends it.
+    first receives SIGTERM and has this time to end; then `kill` ends it. What it had started ends with it.
 
     After a second Ctrl-C, `kill` ends the process at once. `options` are passed to Popen. Raises OSError if the process
     cannot be started.
@@ -180,13 +180,19 @@ def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterato
 
 
 def _end(process: subprocess.Popen[Any], grace: float) -> None:
+    below: list[psutil.Process] = []
     try:
         if grace and process.poll() is None:
+            with suppress(psutil.Error):
+                below = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(grace)
     finally:
         kill(process)
+        for each in below:  # which the process may have left behind
+            with suppress(psutil.Error):
+                each.kill()
 
 
 def kill(process: subprocess.Popen[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -91,6 +92,21 @@ def test_a_signal_before_anybody_knows_of_a_process_ends_it_too(number: signal.S
 
 def interrupted_worker():
     return lambda number: os.kill(os.getpid(), signal.SIGINT) or (number, os.getpid())
+
+
+@pytest.mark.parametrize(("how", "grace"), [("SIG_DFL", LONG), ("SIG_IGN", 0.1)])
+def test_what_a_process_has_started_ends_with_it(how: str, grace: float) -> None:
+    """A process that ended at SIGTERM left behind what it had started itself."""
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
+    code = f"import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.{how}); "
+    code += f"print(subprocess.Popen({sleep!r}).pid, flush=True); time.sleep(3600)"
+    with children.child([sys.executable, "-c", code], grace, stdout=subprocess.PIPE, text=True) as process:
+        below = psutil.Process(int(process.stdout.readline()))
+    until = time.monotonic() + LONG  # the kernel ends what was killed when it gets to it
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while below.is_running() and below.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
 
 def test_workers_do_not_hear_ctrl_c_and_end_by_sigterm() -> None:
