@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tools.prove import moves
+from tools.prove import moves, places
 from tools.prove.call import Call, Order, Part, Value, rule
 from tools.prove.spread import (
     Dim,
@@ -209,11 +209,36 @@ def _exchanged_order(call: Call, key: tuple[Any, ...]) -> Order:
 def _exchange_counts(call: Call) -> Value:
     if isinstance(call.values[0], Spread):
         split, join = (re.search(rf"\b{name}: I64\((-?\d+)\)", call.node.text) for name in ("split_dim", "concat_dim"))
-        if len(call.axes) != 1 or not split or not join:
-            raise NotKnown("there is a rule only for an exchange over one axis of the mesh")
-        x, number = call.spread(0), len(call.outputs[0].shape)
-        return moves.exchange(x, call.axes[0], int(split[1]) % number, int(join[1]) % number, call.sizes)
+        if not split or not join:
+            raise NotKnown("it is unknown which dimensions the exchange splits and joins")
+        number = len(call.outputs[0].shape)
+        dims = int(split[1]) % number, int(join[1]) % number
+        if len(call.axes) == 1:
+            return moves.exchange(call.spread(0), call.axes[0], *dims, call.sizes)
+        return places.wherever(lambda x: exchange_over(x, call.axes, *dims, call.sizes), call.spread(0))
     return Order((*_order(call, 0).key, call.axes))
+
+
+def exchange_over(x: Spread, axes: tuple[str, ...], split: int, join: int, sizes: Mapping[str, int]) -> Spread:
+    """Return how a value is distributed over the ranks (its spread) after an AllToAll over several axes of the mesh,
+    which count as one axis: their pieces must follow each other in one dimension.
+
+    Args:
+        axes: the axes of the group, outermost first. split, join: the dimensions that are split and joined.
+    """
+    both, count = "*".join(axes), len(axes)
+    dims = []
+    for dim in x.dims:
+        place = next((at for at in range(len(dim)) if dim[at : at + count] == axes), None)
+        dims.append(dim if place is None else (*dim[:place], both, *dim[place + count :]))
+    if both not in {atom for dim in dims for atom in dim}:
+        raise refusal(
+            (x,), f"pieces over {_named(axes)} are exchanged, but do not follow each other in one dimension"
+        )
+    one = replace(x, dims=tuple(dims), loose=x.loose.difference(axes))
+    found = moves.exchange(one, both, split, join, {**sizes, both: math.prod(sizes[axis] for axis in axes)})
+    apart = (tuple(part for atom in dim for part in (axes if atom == both else (atom,))) for dim in found.dims)
+    return replace(found, dims=tuple(apart))
 
 
 @rule("SortExt", "Sort", says="It finds an order of rows; sorting this order gives the order that undoes it.")

@@ -26,6 +26,7 @@ from tests.tools.prove.test_spread import (
 from tools.dryrun.graph_text import Node
 from tools.prove import moves, places, slices, tokens
 from tools.prove.call import Call
+from tools.prove.experts import exchange_over
 from tools.prove.moves import reduce_sum
 from tools.prove.report import against
 from tools.prove.spread import Alike, Contradiction, NotKnown, Spread, Zeros, multiply, plain
@@ -293,3 +294,25 @@ def test_loose_pieces_lie_where_the_operators_own_layout_cuts() -> None:
     for other in ("{}", "{in_strategy: ((2, 3, 1))}", "{in_strategy: ((6, 1))}"):
         unknown = replace(call, node=replace(call.node, text=other))
         assert unknown.in_its_layout(0) == x
+
+
+@pytest.mark.parametrize(("split", "join"), [(2, 3), (3, 1), (2, 1)])
+def test_an_exchange_over_two_axes_is_one_over_an_axis_of_both(split, join) -> None:
+    """Context and data parallelism together exchange pieces of the logits."""
+    sizes = {"c": 2, "a": 3, "b": 2}
+    given = Spread(((), ("a", "b", 2), ("c", 6), (12,)))
+    whole = np.random.default_rng(5).standard_normal((1, 12, 12, 12))
+    found = exchange_over(given, ("a", "b"), split, join, sizes)
+    pairs = [{"a": a, "b": b} for a in range(3) for b in range(2)]
+    for place in [{**pair, "c": c} for pair in pairs for c in range(2)]:
+        number = pairs.index({axis: place[axis] for axis in "ab"})
+        sent = [np.split(piece(given, whole, {**pair, "c": place["c"]}, sizes), 6, split)[number] for pair in pairs]
+        held = np.concatenate(sent, axis=join)
+        assert held.shape == found.shape
+        if join == 1:  # otherwise the pieces wait in front of another dimension
+            assert np.array_equal(held, piece(found, whole, place, sizes))
+    with pytest.raises(Contradiction, match="do not follow each other in one dimension"):
+        exchange_over(given, ("b", "a"), split, join, sizes)
+    if join == 3:
+        back = exchange_over(found, ("a", "b"), 3, 2, sizes)
+        assert back == given
