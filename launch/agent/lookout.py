@@ -31,8 +31,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -142,16 +140,6 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-@cache
-def _mindspore() -> str:
-    """Return the folder of the installed MindSpore, with a slash at its end. The name alone says nothing, because an
-    environment or a checkout may lie below a folder that is called mindspore, too.
-    """
-    spec = find_spec("mindspore")
-    assert spec and spec.origin, "the workers of this node need MindSpore, too"
-    return f"{Path(spec.origin).parent}/"
-
-
 @dataclass(frozen=True)
 class Place:
     """A `Place` is the innermost Python call of a worker's main thread, in which the worker hangs or waits."""
@@ -163,10 +151,11 @@ class Place:
     @property
     def waits(self) -> bool:
         """Return whether the worker's innermost call is in MindSpore but not in `mindspore/dataset`, so that it may
-        wait for other ranks.
+        wait for other ranks. An environment or a checkout that is called mindspore is not the package.
         """
-        own = _mindspore()
-        return self.file.startswith(own) and not self.file.startswith(f"{own}dataset/")
+        before, found, below = self.file.rpartition("/mindspore/")
+        package = bool(found) and (Path(before) / "mindspore" / "__init__.py").exists()
+        return package and not below.startswith("dataset/")
 
     def __str__(self) -> str:
         """Return the place in the form in which a user would look for it."""
