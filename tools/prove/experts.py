@@ -232,9 +232,7 @@ def exchange_over(x: Spread, axes: tuple[str, ...], split: int, join: int, sizes
         place = next((at for at in range(len(dim)) if dim[at : at + count] == axes), None)
         dims.append(dim if place is None else (*dim[:place], both, *dim[place + count :]))
     if both not in {atom for dim in dims for atom in dim}:
-        raise refusal(
-            (x,), f"pieces over {_named(axes)} are exchanged, but do not follow each other in one dimension"
-        )
+        raise refusal((x,), f"pieces over {_named(axes)} are exchanged, but do not follow each other in one dimension")
     one = replace(x, dims=tuple(dims), loose=x.loose.difference(axes))
     found = moves.exchange(one, both, split, join, {**sizes, both: math.prod(sizes[axis] for axis in axes)})
     apart = (tuple(part for atom in dim for part in (axes if atom == both else (atom,))) for dim in found.dims)
