@@ -24,7 +24,7 @@ from tests.tools.prove.test_spread import (
     whole_of,
 )
 from tools.dryrun.graph_text import Node
-from tools.prove import moves, places, slices, tokens
+from tools.prove import moves, places, rules, slices, tokens
 from tools.prove.call import Call
 from tools.prove.experts import exchange_over
 from tools.prove.moves import reduce_sum
@@ -289,8 +289,12 @@ def test_loose_pieces_lie_where_the_operators_own_layout_cuts() -> None:
     x = Spread((("dp",), ("cp", 4), (6,)), loose=frozenset(("dp", "cp")))
     text = "ReduceMean(%1, (I64(1)), Bool(1)) primitive_attrs: {in_strategy: ((6, 1, 1))} cnode_attrs: {}"
     sizes = {"tp": 4, "cp": 2, "dp": 3}
-    call = Call(Node("ReduceMean", "", text, [1]), 0, [x, (1,), True], sizes)
+    types = ("(<Tensor[Float32], (1, 4, 6)>)", "(<Tensor[Float32], (1, 1, 6)>)")
+    call = Call(Node("ReduceMean", "", text, [1], types=types), 0, [x, (1,), True], sizes)
     assert call.in_its_layout(0) == Spread((("dp", "cp"), (4,), (6,)))
+    assert rules.RULES["ReduceMean"].of(call) == Spread((("dp", "cp"), (), (6,))), (
+        "each rank's mean is of its own groups, and no partial sum"
+    )
     for other in ("{}", "{in_strategy: ((2, 3, 1))}", "{in_strategy: ((6, 1))}"):
         unknown = replace(call, node=replace(call.node, text=other))
         assert unknown.in_its_layout(0) == x
@@ -303,6 +307,9 @@ def test_an_exchange_over_two_axes_is_one_over_an_axis_of_both(split, join) -> N
     given = Spread(((), ("a", "b", 2), ("c", 6), (12,)))
     whole = np.random.default_rng(5).standard_normal((1, 12, 12, 12))
     found = exchange_over(given, ("a", "b"), split, join, sizes)
+    text, types = f"split_dim: I64({split}), concat_dim: I64({join})", ("()", f"(<Tensor[Float32], {found.shape}>)")
+    call = Call(Node("AlltoAll", "", text, [1], types=types), 0, [given], sizes, axes=("a", "b"))
+    assert rules.RULES["AlltoAll"].of(call) == found
     pairs = [{"a": a, "b": b} for a in range(3) for b in range(2)]
     for place in [{**pair, "c": c} for pair in pairs for c in range(2)]:
         number = pairs.index({axis: place[axis] for axis in "ab"})
