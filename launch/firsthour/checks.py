@@ -2,8 +2,8 @@
 checks that each check needs, and the verdict that follows from their outcomes.
 
 A check relies only on the earlier checks that it needs. If a check that it needs failed, or judged nothing, the check
-is not run and its outcome is unknown, with the reason. Checks that do not depend on a failed check are still run. An
-outcome is written as soon as it is known, so an interrupted command resumes where it stopped: checks that failed or
+is not run and its outcome is unknown, with the reason. Checks that do not depend on a failed check are still run. Each
+check's outcome is saved when the check ends, so an interrupted command resumes where it stopped: checks that failed or
 judged nothing are run again, and the outcomes of all other checks are kept.
 
 `verdict` returns "go", "go with", or "no go". An item that could not be judged is unknown, never ok. The functions of

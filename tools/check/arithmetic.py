@@ -152,7 +152,7 @@ def _groups(view: View, built: Built, found: Findings) -> None:
         if view.sharded_on_cpu:
             found.error((*PARALLEL, refused.key), wrong, right)
         else:
-            found.warning((*PARALLEL, refused.key), f"{wrong}, so that tc3 dryrun cannot compile the recipe", right)
+            found.note((*PARALLEL, refused.key), f"{wrong}, so that tc3 dryrun cannot compile the recipe")
 
 
 def _nodes(view: View, built: Built, found: Findings) -> None:

@@ -66,8 +66,8 @@ def test_a_recipe_with_such_a_group_is_refused(sharding, words):
 def test_on_devices_of_today_only_the_number_of_devices_is_refused():
     """MindSpore compares servers only where it knows no NPU, or one of the kind 910A."""
     recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
-    for data_parallel, errors, warnings in ((3, 0, 1), (4, 0, 0)):
+    for data_parallel, notes in ((3, 1), (4, 0)):
         degrees = [f"parallel_config.data_parallel={data_parallel}", "parallel_config.model_parallel=4"]
         found = check_recipe(apply_overrides(recipe, [*degrees, "parallel_config.expert_parallel=1"]))
-        assert sum("MindSpore" in each.words for each in found.errors) == errors
-        assert sum("tc3 dryrun cannot compile" in each.words for each in found.warnings) == warnings
+        assert not any("MindSpore" in each.words for each in [*found.errors, *found.warnings])
+        assert sum("tc3 dryrun cannot compile" in each.words for each in found.findings) == notes

@@ -16,8 +16,8 @@ The count is known for these operators (a name is matched by a part of its class
     sums and means    values of the input for each of the output
 
 A cell that contains other cells gets the largest count among these cells. Everything else is judged by `DEFAULT`, the
-strictest row; so are operators that only move values (because in a chain of operators their inputs are no longer
-exact).
+strictest row. `DEFAULT` also judges operators that only move values, because in a chain of operators their inputs are
+no longer exact.
 
 **The second part finds which parameters a gradient trains. All other parameters are state: counters, a router's bias,
 running statistics, caches.**
