@@ -30,14 +30,14 @@ import click
 from plugins.semi_auto_cpu.collectives import VARIABLE
 from tools.accuracy.equivalence.executed import compare_executed, read_executed
 from tools.accuracy.equivalence.runs import Trained, make_corpus
-from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding, derive_sharded
-from tools.accuracy.equivalence.strategies import one_worker
+from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
+from tools.accuracy.equivalence.strategies import CASES, one_worker
 from tools.accuracy.equivalence.trained import Finding, finding_text
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARDINGS = {name: sharding for name, _, sharding in EXECUTED_ROWS}
+SHARDINGS = {case.name: case.sharding for case in CASES if case.sharding}
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def told(outcome: Outcome, sharding: Sharding) -> list[str]:
     weights = [found for found in outcome.findings if found.tensor.startswith("gradient of ")]
     copies = [found for found in outcome.findings if found.detail == "copies differ"]
     chosen = dict.fromkeys([*outcome.findings[:1], *weights[:1], *copies[:1]])
-    return outcome.errors or [finding_text(finding, sharding.mesh) for finding in chosen] or ["NOT CAUGHT"]
+    return outcome.errors or [finding_text(finding, sharding) for finding in chosen] or ["NOT CAUGHT"]
 
 
 @click.command()

@@ -9,8 +9,7 @@ from safetensors.numpy import save_file
 from launch.generate.command import forward_recipe
 from tests.training import forked, runs
 from tools.accuracy.equivalence.executed import ExecutedRuns
-from tools.accuracy.equivalence.sharding import EXECUTED_ROWS
-from tools.accuracy.equivalence.strategies import one_worker
+from tools.accuracy.equivalence.strategies import CASES, one_worker
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.dump import dump_recipe
@@ -60,7 +59,7 @@ def test_weights_under_the_public_names_compute_the_logits_of_the_reference(work
 
 def test_a_layout_equals_one_process(workers, tmp_path):
     """Of one dense layer, whose feed-forward part has the streams that its attention has mixed."""
-    (sharding,) = (replace(each, layers=1) for name, _, each in EXECUTED_ROWS if name == ROW)
+    (sharding,) = (replace(case.sharding, layers=1) for case in CASES if case.name == ROW)
     with forked.launches(workers):
         found = ExecutedRuns(one_worker(str(runs.TINY)), 3, tmp_path, print).compare(ROW, sharding)
     assert not found.findings and 0 < found.used < 1 and found.tensors > 50, found

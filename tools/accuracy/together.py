@@ -19,9 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from plugins import ADAPTERS, REPLACED, UNWRITTEN
-from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding, derive_sharded
-from tools.accuracy.equivalence.strategies import TRAINED_ROWS, Variant, one_worker
+from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
+from tools.accuracy.equivalence.strategies import CASES, Variant, one_worker
 from tools.check.check import check_recipe
 from tools.files.atomic import write_atomically
 from tools.layout.resolve import resolve
@@ -36,35 +38,6 @@ DENSE = ROOT / "recipes/telechat3_36b/context_32k.yaml"
 EQUAL, TRAINS, COMPILED, REFUSED, UNSHOWN = "equal", "trains", "compiled", "refused", "not shown"
 _SMALLEST = Sharding(moe=True, aux=True)
 
-KINDS: Mapping[str, Mapping[str, Any]] = {
-    "data parallel": {"dp": 2},
-    "tensor and sequence parallel": {"tp": 2, "sp": True},
-    "context parallel": {"cp": 2},
-    "pipeline": {"pp": 2, "micro": 2},
-    "interleaved pipeline": {"pp": 2, "micro": 4, "vpp": 2, "layers": 4},
-    "expert parallel": {"dp": 2, "ep": 2},
-    "several expert groups": {"dp": 4, "ep": 2},
-    "sharded optimizer": {"dp": 2, "zero": True},
-    "accumulated gradients": {"accumulate": 2},
-    "recomputation": {"recompute": True},
-}
-
-
-# Some runs leave out plugins that their recipe names: a CPU fuses nothing, a dry run has neither data nor callbacks.
-_NOT_IN = {
-    TRAINS: {"operator_fusion", "grouped_gradient"},
-    COMPILED: {
-        "finite_loss",
-        "packed_labels",
-        "held_out_loss",
-        "attention_balance",
-        "batch_ramp",
-        "spike_guard",
-        "step_record",
-        "straggler_probe",
-    },
-}
-
 
 @dataclass(frozen=True)
 class Plugin:
@@ -75,34 +48,16 @@ class Plugin:
     settings: Any = field(default_factory=dict)  # the settings in the plugin's section of the recipe
     # the degrees of parallelism (fields of a `Sharding`) that the plugin needs
     needs: Mapping[str, Any] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()  # the names of other plugins that must be on
+    beside: Sequence[str] = ()  # the names of other plugins that must be on
     chats: bool = False  # whether the plugin needs conversations as data
     dense: bool = False  # whether the plugin needs grouped-query attention, which the models without experts have
     model: Mapping[str, Any] = field(default_factory=dict)  # the keys of `model_config` that the plugin needs
     grows: bool = False  # whether the plugin needs a batch that can be halved, and data that pass through the process
 
 
-PLUGINS: Mapping[str, Plugin] = {
-    "finite_loss": Plugin(),
-    "packed_labels": Plugin(chats=True),
-    "mtp_documents": Plugin({}, {"mtp": True, "documents": True}),
-    "yarn": Plugin({"attention_factor": "telechat3"}, dense=True),
-    "output_biases": Plugin(dense=True, model={"add_bias_linear": True}),
-    "hyper_connections": Plugin({"streams": 4}),
-    "lora": Plugin({"rank": 8}, beside=("yarn",), dense=True),
-    "held_out_loss": Plugin({"data_path": "x", "samples": 64, "every": 5}),
-    "hierarchical_ep": Plugin({"mode": "hierarchical"}, {"dp": 2, "ep": 2}),
-    "ep_overlap": Plugin({"chunks": [1, 2]}, beside=("hierarchical_ep",)),
-    "group_aux_loss": Plugin(True, {"dp": 2, "ep": 2}),
-    "expert_balance": Plugin({"every": 20}, {"dp": 2, "ep": 2}),
-    "attention_balance": Plugin({"window": 1}, {"dp": 2, "documents": True}),
-    "batch_ramp": Plugin({"stages": [[1, 8]]}, grows=True),
-    "grouped_gradient": Plugin({}, {"pp": 2, "micro": 2}),
-    "operator_fusion": Plugin({"level": "vector"}),
-    "spike_guard": Plugin({"rollbacks": 3}),
-    "step_record": Plugin(),
-    "straggler_probe": Plugin(),
-}
+FACTS = yaml.safe_load(Path(__file__).with_name("together.yaml").read_text("utf-8"))
+KINDS: Mapping[str, Mapping[str, Any]] = FACTS["kinds"]
+PLUGINS: Mapping[str, Plugin] = {name: Plugin(**row) for name, row in FACTS["plugins"].items()}
 
 
 @dataclass(frozen=True)
@@ -191,12 +146,14 @@ def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
     """Return a tuple (kind of evidence, name of the run or compile, its plugins and kinds of parallelism) for each run
     or compile that shows that a combination works; the strongest evidence comes first.
     """
-    rows = [(EQUAL, name, _of_sharding(sharding)) for name, _, sharding in EXECUTED_ROWS]
-    rows += [(EQUAL, name, _of_variant(variant)) for name, _, variant in TRAINED_ROWS]
+    rows = [(EQUAL, case.name, _of_sharding(case.sharding)) for case in CASES if case.sharding]
+    rows += [(EQUAL, case.name, _of_variant(case.variant)) for case in CASES if case.variant]
     for how, claim in ((TRAINS, "trained-on-cpu-mini"), (COMPILED, "compiled-virtual-")):
         entries = [entry for card in load_cards(ROOT / "recipes") for entry in card.entries]
         claimed = [entry.file for entry in entries if any(s["claim"].startswith(claim) for s in entry.status)]
-        rows += [(how, str(file.relative_to(ROOT)), _of_recipe(file) - _NOT_IN[how]) for file in claimed]
+        rows += [
+            (how, str(file.relative_to(ROOT)), _of_recipe(file).difference(FACTS["left_out"][how])) for file in claimed
+        ]
     return tuple((how, by, frozenset(has)) for how, by, has in rows)
 
 
@@ -225,7 +182,7 @@ def _covers(sharding: Sharding, need: Mapping[str, Any]) -> bool:
 
 def _of_variant(variant: Variant) -> set[str]:
     has = {"hierarchical_ep", "expert parallel"} if variant.mode else set()
-    named = {"ep_overlap": variant.chunks, "attention_balance": variant.balance, "held_out_loss": variant.held_out}
+    named = {"ep_overlap": variant.chunks > 1, "attention_balance": variant.balance, "held_out_loss": variant.held_out}
     named |= {"recomputation": variant.recompute, "data parallel": variant.workers > 1}
     return has | {name for name, on in named.items() if on}
 

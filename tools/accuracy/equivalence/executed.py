@@ -83,6 +83,7 @@ TIE = (
     "counted load of one or two experts would look the same); numbers that are computed with it are not judged"
 )
 OF_MOVES, OF_HELD_OUT = "moves of the bias", "held-out loss"
+TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 TWICE = "embedding.word_embeddings.weight"  # its gradient is counted once more by a pipeline with an MTP layer
 NOTE = {"type": "OwnGradient", "auto_register": "own_gradient.OwnGradient"}
 NOTES = "equivalence"  # the folder of a run where the callback writes
@@ -106,7 +107,7 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
     wrong += [*rates(run, reference), *copies(run), *(() if sharding.known else unclipped(run))]
     twice = tuple(_counted_twice(run, reference)) if sharding.known else ()
     known = (*twice, *turned, *filter(_differs, after))
-    reason = "; ".join([sharding.known] * bool(twice) + [TIE] * bool(turned))
+    reason = "; ".join([TWO_STAGES] * bool(twice) + [TIE] * bool(turned))
     return Comparison(len(rows), max(finding.used for finding in rows), tuple(wrong), known, reason)
 
 

@@ -19,9 +19,10 @@ from rich.table import Table
 from plugins.errors import RecipeError, did_you_mean
 from tools.accuracy.equivalence.executed import ExecutedRuns
 from tools.accuracy.equivalence.runs import RunFailedError, Runs, Trained, train
-from tools.accuracy.equivalence.sharding import USUAL, derive_sharded
+from tools.accuracy.equivalence.sharding import USUAL, Sharding, derive_sharded
 from tools.accuracy.equivalence.strategies import (
     BASELINE,
+    CASES,
     EXECUTED,
     NOT_EXECUTABLE,
     TRAINED,
@@ -29,13 +30,12 @@ from tools.accuracy.equivalence.strategies import (
     Variant,
     baseline_variant,
     batch_of,
-    cases,
     cases_of,
     derive,
     draw_cases,
     one_worker,
 )
-from tools.accuracy.equivalence.trained import Comparison, Finding, Mesh, compare_trained, finding_text
+from tools.accuracy.equivalence.trained import Comparison, Finding, compare_trained, finding_text
 from tools.check.check import check_recipe
 from tools.files import page as markup
 from tools.files.page import Cell
@@ -62,11 +62,9 @@ class Row:
     findings: tuple[Finding, ...] = ()
 
     @property
-    def mesh(self) -> Mesh:
+    def sharding(self) -> Sharding:
         """Return the parallel degrees of the strategy, by which messages describe its ranks."""
-        if self.case.sharding:
-            return self.case.sharding.mesh
-        return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
+        return self.case.sharding or Sharding(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for one strategy as values that can be written as JSON; an infinite number is the string
@@ -132,7 +130,7 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
         again = [case for case in layouts if case.name in names]
         others = tuple(name for name in names if name not in {case.name for case in layouts})
         return (choose(others, base) if others else []) + (again or layouts)
-    known = cases() if base is None else cases_of(base)
+    known = [*CASES] if base is None else cases_of(base)
     words = [case.name for case in known] + [TRAINED, EXECUTED, BASELINE]
     for name in names:
         if name not in words:
@@ -261,7 +259,7 @@ def failure_lines(row: Row, most: int = 3) -> list[str]:
     """
     if not row.findings:
         return [row.reason]
-    lines = [finding_text(finding, row.mesh) for finding in row.findings[:most]]
+    lines = [finding_text(finding, row.sharding) for finding in row.findings[:most]]
     return lines + [f"and {len(row.findings) - most} more"] * (len(row.findings) > most)
 
 
@@ -318,11 +316,11 @@ def print_list(console: Console) -> None:
     be tested.
     """
     table = _table("how", "what")
-    for case in cases():
+    for case in CASES:
         table.add_row(case.name, case.how, case.what)
     console.print(table)
-    for reason in dict.fromkeys(case.reason for case in cases() if case.reason):
-        names = ", ".join(case.name for case in cases() if case.reason == reason)
+    for reason in dict.fromkeys(case.reason for case in CASES if case.reason):
+        names = ", ".join(case.name for case in CASES if case.reason == reason)
         console.print(f"{names}: {reason}", style="dim", markup=False, soft_wrap=True)
 
 

@@ -8,11 +8,10 @@ from the same weights, so each layout is compared with one process that runs the
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tools.accuracy.equivalence.runs import MUON
-from tools.accuracy.equivalence.trained import Mesh
 from tools.recipe.load import Recipe
 from tools.recipe.mini_strategy import shares_keys
 
@@ -34,7 +33,6 @@ MODEL = (
     *("moe", "sparse", "mtp", "layers", "aux", "documents"),
     *("known", "groups", "shared", "length", "held_out", "streams"),
 )
-TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,9 @@ class Sharding:
     streams: int = 1  # the number of residual streams (hyper_connections plugin); 1: without the plugin
     moves: bool = False  # whether the expert_balance plugin shuffles the experts after every step
     uneven: bool = False  # whether the first stage has one layer more than the others, and the last stage one less
-    # a known difference of stock MindFormers between this strategy and one process, which is reported and not judged
-    known: str = ""
+    # whether stock MindFormers counts MTP's share of the embedding's gradient twice in this strategy, which is reported
+    # and not judged
+    known: bool = False
 
     @property
     def workers(self) -> int:
@@ -90,11 +89,6 @@ class Sharding:
         """
         whole = self.mode == "global"
         return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)
-
-    @property
-    def mesh(self) -> Mesh:
-        """Return the parallel degrees by which messages describe the ranks of this sharding."""
-        return Mesh(self.pp, self.dp, self.cp, self.tp)
 
     @property
     def alone(self) -> Sharding:
@@ -115,7 +109,7 @@ class Sharding:
         ]
         sizes = {"groups": self.groups, "shared": self.shared, "tokens": self.length}
         parts += [f"{size}_{name}" for name, size in sizes.items() if size]
-        parts += ["unclipped" * bool(self.known), "sample_by_sample" * (not self.accumulate)]
+        parts += ["unclipped" * self.known, "sample_by_sample" * (not self.accumulate)]
         return "_".join(["one_process", *filter(None, parts)])
 
     @property
@@ -144,80 +138,6 @@ class Sharding:
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
 
-_EP = Sharding(dp=2, ep=2, moe=True)
-_EP4 = Sharding(dp=4, ep=4, moe=True)
-_CHUNKS = Sharding(pp=2, micro=2, vpp=2, layers=4)
-_MOVES = replace(_EP, moves=True)
-_MOVES_PP2 = replace(_MOVES, pp=2, micro=2, sparse=2)
-EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
-    ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
-    ("executed_tp2_sp", "the same, norms on halves of the sequence", Sharding(tp=2, sp=True)),
-    ("executed_dp2_zero", "data parallel, weights and moments sharded", Sharding(dp=2, zero=True)),
-    ("executed_dp2_tp2_zero", "the same over ranks that are not consecutive", Sharding(dp=2, tp=2, sp=True, zero=True)),
-    ("executed_dp2_cp2_zero", "optimizer sharding and context parallelism", Sharding(dp=2, cp=2, zero=True)),
-    ("executed_dp2_pp2_zero", "optimizer sharding in each stage", Sharding(dp=2, pp=2, micro=2, zero=True)),
-    ("executed_cp2", "halves of the sequence (colossalai_cp)", Sharding(cp=2)),
-    ("executed_pp2", "two stages, 1F1B, two micro-batches", Sharding(pp=2, micro=2)),
-    ("executed_pp2_micro4", "two stages, 1F1B, four micro-batches", Sharding(pp=2, micro=4)),
-    ("executed_pp2_vpp2", "two stages of two chunks, interleaved", _CHUNKS),
-    ("executed_pp2_gpipe", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule="gpipe")),
-    ("executed_pp2_seqpipe", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule="seqpipe")),
-    ("executed_pp2_zero_bubble_v", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule="zero_bubble_v")),
-    ("executed_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2)),
-    ("executed_tp2_sp_recompute", "activations computed again", Sharding(tp=2, sp=True, recompute=True)),
-    ("executed_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True)),
-    ("executed_moe_tp2_sp", "dropless dispatch, auxiliary loss", Sharding(tp=2, sp=True, moe=True, aux=True)),
-    ("executed_moe_ep2", "experts over data parallel, no auxiliary loss", _EP),
-    ("executed_moe_ep2_aux", "auxiliary loss of each sample, as in one process sample by sample",
-     replace(_EP, aux=True, accumulate=0)),
-    ("executed_moe_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2, moe=True)),
-    ("executed_moe_ep2_tp2_sp", "four processes", replace(_EP, tp=2, sp=True)),
-    ("executed_moe_dp4_ep2_zero", "experts over pairs, the optimizer over their copies", replace(_EP, dp=4, zero=True)),
-    ("executed_all_zero", "eight processes, as recipes/mini/pretrain_3d.yaml",
-     Sharding(dp=2, tp=2, sp=True, pp=2, micro=2, ep=2, moe=True, zero=True)),
-    ("executed_mtp_tp2_sp", "an MTP layer", Sharding(tp=2, sp=True, mtp=True)),
-    ("executed_mtp_pp2", "an MTP layer on the last stage", Sharding(pp=2, micro=2, mtp=True, known=TWO_STAGES)),
-    ("executed_mtp_pp2_zero", "the same, the optimizer over two copies",
-     Sharding(dp=2, pp=2, micro=2, mtp=True, zero=True)),
-    ("executed_ep2_global", "hierarchical_ep as on Ascend", replace(_EP, mode="global")),
-    ("executed_ep2_hierarchical", "hierarchical_ep as on Ascend", replace(_EP, mode="hierarchical")),
-    ("executed_ep2_deduplicated", "hierarchical_ep as on Ascend", replace(_EP, mode="deduplicated")),
-    ("executed_ep4_hierarchical", "two nodes of two, as on Ascend", replace(_EP4, mode="hierarchical")),
-    ("executed_ep4_deduplicated", "two nodes of two, as on Ascend", replace(_EP4, mode="deduplicated")),
-    ("executed_ep4_overlap", "the former in two chunks (ep_overlap)", replace(_EP4, mode="deduplicated", chunks=2)),
-    ("executed_documents_tp2_sp", "documents apart, compressed mask", Sharding(documents=True, tp=2, sp=True)),
-    ("executed_documents_pp2", "the same in two stages", Sharding(documents=True, pp=2, micro=2)),
-    ("executed_documents_cp2", "the same on halves of the sequence", Sharding(documents=True, cp=2)),
-    ("executed_held_out_dp2", "held_out_loss after every step", Sharding(dp=2, held_out=True)),
-    ("executed_held_out_tp2_sp", "held_out_loss after every step", Sharding(tp=2, sp=True, held_out=True)),
-    ("executed_held_out_cp2", "held_out_loss after every step", Sharding(cp=2, held_out=True)),
-    ("executed_held_out_ep2", "held_out_loss after every step", replace(_EP, held_out=True)),
-    ("executed_held_out_pp2", "held_out_loss after every step", Sharding(pp=2, micro=2, held_out=True)),
-    ("executed_held_out_vpp2", "held_out_loss after every step", replace(_CHUNKS, held_out=True)),
-    ("executed_held_out_accumulation_2", "held_out_loss after every step", Sharding(accumulate=2, held_out=True)),
-    ("executed_moves_ep2", "expert_balance shuffles experts after every step", _MOVES),
-    ("executed_moves_pp2", "the same, experts on both stages", _MOVES_PP2),
-    ("executed_moves_vpp2", "the same, in all four chunks", replace(_MOVES_PP2, vpp=2, layers=4, sparse=4)),
-    ("executed_moves_two_groups_zero", "two EP groups, the optimizer over both", replace(_MOVES, dp=4, zero=True)),
-    ("executed_moves_accumulation_2", "between updates only", replace(_MOVES, accumulate=2)),
-    ("executed_mhc_tp2_sp", "four residual streams (hyper_connections)", Sharding(tp=2, sp=True, streams=4)),
-    ("executed_mhc_pp2_zero", "the same, streams sent between stages",
-     Sharding(dp=2, pp=2, micro=2, zero=True, streams=4)),
-    ("executed_mhc_ep2", "the same with experts", replace(_EP, streams=4)),
-    ("executed_mhc_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True, streams=4)),
-    ("executed_mhc_tp2_sp_recompute", "activations computed again",
-     Sharding(tp=2, sp=True, recompute=True, streams=4)),
-    ("executed_mhc_cp2", "the same on halves of the sequence", Sharding(cp=2, streams=4)),
-    ("executed_mhc_mtp_vpp2", "two stages of two chunks, MTP of one stream",
-     replace(_CHUNKS, mtp=True, streams=4, known=TWO_STAGES)),
-    ("executed_mhc_mtp_vpp2_zero", "the same, the optimizer over two copies",
-     replace(_CHUNKS, dp=2, zero=True, mtp=True, streams=4)),
-    ("executed_mhc_moves_ep2", "four streams, experts shuffled after every step", replace(_MOVES, streams=4)),
-    ("executed_mhc_documents_tp2_sp", "four streams, documents apart",
-     Sharding(documents=True, tp=2, sp=True, streams=4)),
-    ("executed_mhc_documents_cp2", "the same on halves of the sequence", Sharding(documents=True, cp=2, streams=4)),
-    ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
-)  # fmt: skip
 # what a run without --only executes: one strategy of each kind, as each takes a minute
 USUAL = ("executed_tp2_sp", "executed_pp2")
 

@@ -1,5 +1,5 @@
 """This module lists every strategy that `tc3 accuracy equivalence` compares, and the way in which a CPU can run it
-(report, Table 3).
+(report, Table 3); strategies.yaml has a row for each.
 
 A *trained* strategy runs MindFormers' data-parallel graph with this repository's classes for CPU. An *executed*
 strategy runs MindSpore's sharded graph with MindFormers' own operators on CPU processes (`sharding.py`). Layouts that
@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+
+import yaml
 
 from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.accuracy.equivalence.runs import MONITORS, MUON, PASSES, refuse_other_data
-from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
+from tools.accuracy.equivalence.sharding import CLIP, Sharding
 from tools.check.arithmetic import without_copies
 from tools.check.check import require_sound
 from tools.check.groups import refused_group, splits_over
@@ -31,12 +34,6 @@ from tools.recipe.view import View
 
 TRAINED, EXECUTED, NOT_EXECUTABLE = "trained", "executed", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
-_PER_RANK = "MindFormers takes it per rank and micro-batch: another loss than one process's, but sample by sample"
-_NEITHER = (
-    ("seqvpp", "pipelines whose sequences are cut into chunks", "MindFormers' trainer refuses them in graph mode"),
-    ("auxiliary_loss_per_rank", "the router's auxiliary loss over several samples of a rank", _PER_RANK),
-    ("bfloat16", "the data type of the full-size recipes", "its rounding would hide what these rows are to show"),
-)
 ONLY_SHARDED = "Muon asks for groups of ranks and computes in bfloat16, so on CPU it needs the sharded graph"
 NO_EXPERTS = "the recipe's model has no experts"
 NO_MTP = "MindFormers' TeleChat3 without latent attention takes no MTP layer from num_nextn_predict_layers"
@@ -52,7 +49,7 @@ class Variant:
     workers: int = 1
     # mode, chunks: the mode of hierarchical_ep and the chunks of ep_overlap, with experts split over all workers
     mode: str = ""
-    chunks: tuple[int, int] | None = None
+    chunks: int = 1
     apart: bool = False  # whether tokens attend only to their own document
     balance: bool = False  # whether the attention_balance plugin is on
     recompute: bool = False  # whether activations are recomputed
@@ -93,26 +90,18 @@ class Case:
         return EXECUTED if self.sharding else NOT_EXECUTABLE
 
 
-TRAINED_ROWS = (
-    ("data_parallel_2", "two workers, gradients averaged", Variant(workers=2)),
-    ("expert_parallel_4_global", "experts over four workers, one All-to-All", Variant(workers=4, mode="global")),
-    ("expert_parallel_4_hierarchical", "two nodes of two, AllGather first", Variant(workers=4, mode="hierarchical")),
-    ("expert_parallel_4_deduplicated", "rows once to a node", Variant(workers=4, mode="deduplicated")),
-    ("expert_parallel_4_overlap", "tokens in two chunks (ep_overlap)", Variant(4, "hierarchical", (1, 2))),
-    ("recompute", "activations computed again in backward", Variant(recompute=True)),
-    ("held_out_loss", "the plugin evaluates between steps", Variant(held_out=True)),
-    ("attention_balance", "samples dealt by cost to two workers, documents apart",
-     Variant(workers=2, apart=True, balance=True, against=APART)),
-)  # fmt: skip
+def _read() -> Iterator[Case]:
+    """Yield every strategy: trained, then executed as sharded graphs, then what a CPU cannot run."""
+    rows = yaml.safe_load(Path(__file__).with_name("strategies.yaml").read_text("utf-8"))
+    for name, row in rows["trained"].items():
+        yield Case(name, row.pop("what"), variant=Variant(**row))
+    for name, row in rows["executed"].items():
+        yield Case(name, row.pop("what"), sharding=Sharding(**row))
+    for name, row in rows["neither"].items():
+        yield Case(name, **row)
 
 
-def cases() -> list[Case]:
-    """Return every strategy: first the strategies that MindFormers trains, then those that are executed as sharded
-    graphs, then those that a CPU cannot run. Trainings that only serve as baselines are left out.
-    """
-    trained = [Case(name, what, variant=variant) for name, what, variant in TRAINED_ROWS]
-    executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
-    return [*trained, *executed, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
+CASES = tuple(_read())
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
@@ -121,7 +110,7 @@ def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
     """
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
-    lacking = ((case, case.lacks(model, optimizer)) for case in cases())
+    lacking = ((case, case.lacks(model, optimizer)) for case in CASES)
     return [Case(case.name, case.what, reason=reason) if reason else case for case, reason in lacking]
 
 
@@ -193,8 +182,8 @@ def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
         recipe["parallel_config"]["expert_parallel"] = variant.workers
         recipe["plugins"]["hierarchical_ep"] = {"mode": variant.mode}
         model["npu_nums_per_device"] = variant.workers // 2
-    if variant.chunks:
-        recipe["plugins"]["ep_overlap"] = {"chunks": list(variant.chunks)}
+    if variant.chunks > 1:
+        recipe["plugins"]["ep_overlap"] = {"chunks": [1, variant.chunks]}
     if variant.balance:
         recipe["plugins"]["attention_balance"] = {"window": 1}
     if variant.held_out:
@@ -269,7 +258,7 @@ def _draw(numbers: random.Random) -> Sharding:
         chunks=choose((1, 2)) if mode else 1,
         streams=choose((1, 1, 1, 4)),
         uneven=pp > 1 and choose((False, True)),
-        known=TWO_STAGES if mtp and pp > 1 and not zero and schedule != "zero_bubble_v" else "",
+        known=mtp and pp > 1 and not zero and schedule != "zero_bubble_v",
     )  # fmt: skip
 
 

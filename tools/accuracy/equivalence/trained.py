@@ -34,6 +34,7 @@ from tools.accuracy.equivalence.runs import (
     group_of,
     weight_of,
 )
+from tools.accuracy.equivalence.sharding import Sharding
 from tools.accuracy.judge import ROUNDOFF, judge, tolerance
 from tools.process.host import compress
 
@@ -72,18 +73,6 @@ COUNTED = {"load_balancing_loss": 2e-3}
 Ranks = tuple[int, ...]
 Number = float | None
 CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this share of it
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """A `Mesh` holds the degrees of pipeline, data, context and tensor parallelism. The ranks of a tensor-parallel
-    group have consecutive numbers.
-    """
-
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -160,10 +149,11 @@ class Comparison:
     reason: str = ""  # what the known differences come from
 
 
-def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
+def describe_ranks(ranks: Iterable[int], sharding: Sharding) -> str:
     """Return as text a list of ranks with the parallel coordinates that they have in common: ``ranks 2-3 (dp 1)``."""
     chosen = sorted(ranks)
-    sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp}
+    # the ranks of a tensor-parallel group have consecutive numbers
+    sizes = {"pp": sharding.pp, "dp": sharding.dp, "cp": sharding.cp, "tp": sharding.tp}
     if len(chosen) == math.prod(sizes.values()):
         return "all ranks" if len(chosen) > 1 else "the only rank"
     places = np.array(np.unravel_index(chosen, tuple(sizes.values())))
@@ -175,14 +165,14 @@ def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
     return f"rank{'s' * (len(chosen) > 1)} {compress(chosen)}{common}".replace(",", ", ")
 
 
-def finding_text(finding: Finding, mesh: Mesh) -> str:
+def finding_text(finding: Finding, sharding: Sharding) -> str:
     """Return one line of text about a difference between two trainings."""
     where = f"{finding.phase} of step {finding.step}, {finding.module}: {finding.tensor}"
     if finding.error > finding.allowed:
         numbers = f"error {finding.error:.3g}, allowed {finding.allowed:.3g}; {finding.detail}"
     else:
         numbers = finding.detail
-    return f"{where}, {describe_ranks(finding.ranks, mesh)}: {numbers}. Usually: {finding.meaning}"
+    return f"{where}, {describe_ranks(finding.ranks, sharding)}: {numbers}. Usually: {finding.meaning}"
 
 
 def _bias_rows(run: Trained, reference: Trained) -> Iterator[Finding]:

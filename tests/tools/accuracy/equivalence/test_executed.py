@@ -14,12 +14,13 @@ from tools.accuracy.equivalence import executed, matrix
 from tools.accuracy.equivalence.executed import compare_executed
 from tools.accuracy.equivalence.matrix import as_html
 from tools.accuracy.equivalence.runs import RunFailedError, read_samples
-from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding
+from tools.accuracy.equivalence.sharding import Sharding
+from tools.accuracy.equivalence.strategies import CASES
 from tools.accuracy.equivalence.trained import finding_text
 
 EMBEDDING, HEAD, ROUTER = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.1.mlp.router"
 STEPS, WORKERS = 3, 2
-TP2, MTP_PP2 = Sharding(tp=2, sp=True), next(each for _, _, each in EXECUTED_ROWS if each.known)
+TP2, MTP_PP2 = Sharding(tp=2, sp=True), next(case.sharding for case in CASES if case.sharding and case.sharding.known)
 RECIPE = {
     "use_parallel": True,
     "parallel": {"parallel_mode": 1},
@@ -160,7 +161,7 @@ def biases(step, saved, metrics):
 )
 def test_each_difference_is_found_and_named(alone, tmp_path, spoil, text):
     comparison = compare_executed(run_with(tmp_path, spoil), alone, TP2)
-    assert text in finding_text(comparison.findings[0], TP2.mesh), comparison.findings[:3]
+    assert text in finding_text(comparison.findings[0], TP2), comparison.findings[:3]
 
 
 def turning(at, experts=(), after=lambda step, metrics: None):
@@ -199,7 +200,7 @@ def test_what_a_turned_bias_changes_is_named_and_not_judged(tmp_path):
     assert [(each.step, each.tensor) for each in found.known] == [
         (2, "turn of the bias"), (3, "loss"), (2, "held-out loss")
     ]  # fmt: skip
-    text = finding_text(found.known[0], TP2.mesh)
+    text = finding_text(found.known[0], TP2)
     assert "layers.1.router: turn of the bias, all ranks: of experts [7] it is [0.001" in text and "one process" in text
     whole = compare_executed(held_out(run_with(tmp_path / "whole", turning(4)), [6, 6, 6, 6]), alone, TP2)
     assert whole.known == () and whole.reason == "" and whole.tensors > found.tensors
@@ -246,7 +247,7 @@ def test_other_samples_explain_everything(alone, tmp_path):
 def test_a_run_of_fewer_steps_or_another_start_is_found(alone, tmp_path):
     run = run_with(tmp_path)
     short = executed.Trained(2, run.steps[:2], [], run.norms[:2], run.state, {})
-    assert "2 steps, should be 3" in finding_text(compare_executed(short, alone, TP2).findings[0], TP2.mesh)
+    assert "2 steps, should be 3" in finding_text(compare_executed(short, alone, TP2).findings[0], TP2)
     del run.state[f"adam_m.{HEAD}"]
     (finding, *_) = compare_executed(run, alone, TP2).findings
     assert finding.detail == "no checkpoint of the run holds it"
@@ -264,7 +265,7 @@ def mtp_in_a_pipeline(step, saved, metrics):
 
 
 def test_a_known_difference_of_mindformers_is_judged_by_its_formula_and_nothing_else_is_excused(alone, tmp_path):
-    case = next(case for case in matrix.cases() if case.sharding == MTP_PP2)
+    case = next(case for case in CASES if case.sharding == MTP_PP2)
     run = run_with(tmp_path, mtp_in_a_pipeline)
     found = compare_executed(run, alone, MTP_PP2)
     assert found.findings == () and found.used < 1e-2, found

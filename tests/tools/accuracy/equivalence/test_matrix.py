@@ -13,7 +13,8 @@ from tests.training.runs import ROOT
 from tools.accuracy.cli import accuracy
 from tools.accuracy.equivalence import runs, strategies
 from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, as_html, equivalence, failure_lines, share
-from tools.accuracy.equivalence.trained import Mesh, describe_ranks
+from tools.accuracy.equivalence.sharding import Sharding
+from tools.accuracy.equivalence.trained import describe_ranks
 from tools.files.locks import only_process_in
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -213,12 +214,12 @@ def test_samples_that_cannot_be_cut_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "mesh", "text"),
     [
-        ([0], Mesh(), "the only rank"),
-        ([0, 1], Mesh(dp=2), "all ranks"),
-        ([2, 3], Mesh(dp=2, tp=2), "ranks 2-3 (dp 1)"),
-        ([1, 3], Mesh(dp=2, tp=2), "ranks 1, 3 (tp 1)"),
-        ([5], Mesh(pp=2, dp=2, tp=2), "rank 5 (pp 1, dp 0, tp 1)"),
-        ([0, 3], Mesh(dp=2, tp=2), "ranks 0, 3"),
+        ([0], Sharding(), "the only rank"),
+        ([0, 1], Sharding(dp=2), "all ranks"),
+        ([2, 3], Sharding(dp=2, tp=2), "ranks 2-3 (dp 1)"),
+        ([1, 3], Sharding(dp=2, tp=2), "ranks 1, 3 (tp 1)"),
+        ([5], Sharding(pp=2, dp=2, tp=2), "rank 5 (pp 1, dp 0, tp 1)"),
+        ([0, 3], Sharding(dp=2, tp=2), "ranks 0, 3"),
     ],
 )
 def test_ranks_are_named_by_what_they_share(ranks, mesh, text):
@@ -234,7 +235,7 @@ def test_a_dry_run_starts_nothing(trained):
 def test_the_list_says_why(tmp_path):
     done = invoke("--list")
     assert done.exit_code == 0
-    for case in strategies.cases():
+    for case in strategies.CASES:
         assert case.name in done.stdout
     assert "bfloat16: its rounding would hide" in done.stdout and "…" not in done.stdout
 
@@ -244,7 +245,7 @@ def test_shares_are_readable():
 
 
 def test_an_infinite_error_is_json():
-    case = strategies.cases()[0]
+    case = strategies.CASES[0]
     row = Row(case, FAIL, used=float("inf"))
     assert json.loads(json.dumps(row.as_json()))["used"] == "inf"
     assert Matrix("x", 2, [row]).passed is False

@@ -14,7 +14,6 @@ from tools.accuracy.equivalence.matrix import choose
 from tools.accuracy.equivalence.runs import RunFailedError
 from tools.accuracy.equivalence.sharding import (
     BIAS_CALLBACK,
-    EXECUTED_ROWS,
     UNROUNDED,
     USUAL,
     Sharding,
@@ -35,7 +34,7 @@ RECIPES = [
     str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml"),
 ]
 DENSE = str(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml")
-VARIANTS = {case.name: case.variant for case in strategies.cases() if case.variant}
+VARIANTS = {case.name: case.variant for case in strategies.CASES if case.variant}
 
 
 @pytest.mark.parametrize("name", ["pretrain", "pretrain_tp2"])
@@ -65,7 +64,7 @@ def test_one_worker_trains_the_batch_of_accumulated_gradients(tmp_path):
 
 
 def test_names_are_unique_and_every_row_is_one_of_three_kinds():
-    cases = strategies.cases()
+    cases = strategies.CASES
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert sum(map(bool, (case.variant, case.sharding))) <= 1
@@ -78,7 +77,7 @@ def test_names_are_unique_and_every_row_is_one_of_three_kinds():
 def test_rows_are_chosen_by_name_or_kind():
     assert [case.name for case in choose(("recompute", "executed_tp2"))] == ["recompute", "executed_tp2"]
     assert {case.how for case in choose(("trained",))} == {strategies.TRAINED}
-    assert [case for case in choose(()) if not case.sharding] == [c for c in strategies.cases() if not c.sharding]
+    assert [case for case in choose(()) if not case.sharding] == [c for c in strategies.CASES if not c.sharding]
     assert choose(("baseline",)) == []
 
 
@@ -139,7 +138,7 @@ SHARDED_RECIPES = [
     str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml"),
     DENSE,
 ]
-SHARDINGS = {name: sharding for name, _, sharding in EXECUTED_ROWS}
+SHARDINGS = {case.name: case.sharding for case in strategies.CASES if case.sharding}
 
 
 @pytest.mark.parametrize("path", SHARDED_RECIPES)
@@ -286,7 +285,7 @@ def test_drawn_recipes_are_sound_and_both_sides_train_the_same_model(which, requ
 
 def test_names_of_their_baselines_tell_models_apart(base):
     seen = {}
-    for sharding in [case.sharding for case in draw_cases(base, 200, 0, MOST)] + [each for _, _, each in EXECUTED_ROWS]:
+    for sharding in [case.sharding for case in draw_cases(base, 200, 0, MOST)] + [*SHARDINGS.values()]:
         assert seen.setdefault(sharding.against, sharding.alone) == sharding.alone
 
 
