@@ -1,8 +1,4 @@
-"""This module is the command group `tc3 accuracy` with its commands ops, dump, compare and collectives; each other
-command of the group has its own module.
-
-Exit codes: 0 everything passes, 1 something fails or differs, 2 a wrong input or an unknown result.
-"""
+"""This module is the command group `tc3 accuracy` with its commands ops, dump, compare and collectives."""
 
 from __future__ import annotations
 

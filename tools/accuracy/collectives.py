@@ -1,9 +1,5 @@
-"""This module checks whether the collectives that a sharded training executes are the collectives that `tc3 dryrun`
-reports for its recipe.
-
-CPU processes train a few steps of a recipe's sharded graph, and record the collectives of their first step. Every rank
-of the same recipe is compiled, and each rank's record is compared with the collectives that `tc3 dryrun` reports for
-its compiled graph.
+"""This module checks whether the collectives that a sharded training executes are those that `tc3 dryrun` reports: CPU
+processes train a few steps of a recipe and record those of the first step, and every rank of the recipe is compiled.
 """
 
 from __future__ import annotations
@@ -40,11 +36,8 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe in `path` unchanged if it is for CPU; for an Ascend recipe, return a small version for CPU
-    (its mini recipe) with the same parallel strategy.
-
-    Raises:
-        RecipeError: the file is missing, it or an override is wrong, or MindSpore would not shard the recipe's graph.
+    """Return a recipe for CPU as it is, or the mini recipe with the parallel strategy of one for Ascend; raise
+    RecipeError if the file or an override is wrong, or MindSpore would not shard its graph.
     """
     refuse_missing(path)
     recipe = load_recipe(path)
@@ -58,9 +51,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise RecipeError for a path that does not exist and does not end like the name of a recipe, because it may be
-    the mistyped folder of a run.
-    """
+    """Raise RecipeError for a missing path that may be the mistyped folder of a run, and not a recipe."""
     if path.exists() or path.suffix in (".yaml", ".yml"):
         return
     try:
@@ -89,11 +80,7 @@ def refuse_unsharded(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
-    """Train `STEPS` steps of a recipe on a made-up corpus; return the folder of the run.
-
-    Raises:
-        RunFailedError: the training failed, or was refused.
-    """
+    """Train `STEPS` steps of a recipe on a made-up corpus, and return its folder; raise RunFailedError if it fails."""
     short = copy.deepcopy(recipe)
     view = View(recipe)
     loader = look(short, LOADER)
@@ -112,9 +99,7 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """A `RankCalls` holds the collectives that one rank executed in its first step, and how they differ from the
-    collectives that `tc3 dryrun` reports for this rank.
-    """
+    """A `RankCalls` compares the collectives of one rank's first step with those of `tc3 dryrun`."""
 
     rank: int
     calls: int  # the number of executed collectives
@@ -125,9 +110,7 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says whether the executed collectives of all ranks are those of the dry run: `EQUAL`, `DIFFERS`, or
-    `UNKNOWN` with the reason.
-    """
+    """A `Verdict` says whether all ranks execute the dry run's collectives; `why` is the reason of `UNKNOWN`."""
 
     word: str
     why: str = ""
@@ -185,9 +168,7 @@ def _not_comparable(view: View, executed: list[Executed]) -> str:
 
 
 def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) -> str:
-    """Return which rank's place in a group is missing from its record, though other ranks of the group recorded
-    theirs; "" if none is missing.
-    """
+    """Return which rank's record lacks its place in a group, though others of the group recorded theirs."""
     for ranks in sorted({tuple(group) for result in results for group in result["graph"]["groups"]}):
         known = [rank for rank in ranks if made_up_name(ranks) in executed[rank].places]
         if known and (lost := [rank for rank in ranks if rank not in known]):
@@ -199,11 +180,8 @@ def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) 
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """Return the recipe of a run without the keys that do not change its compiled graph, so that all runs of one recipe
-    can use the same cached compiles.
-
-    Raises:
-        RecipeError: the run has no recipe, or its recipe is not sharded.
+    """Return a run's recipe without keys that do not change its compiled graph, so that runs share cached compiles;
+    raise RecipeError if it has none, or none that is sharded.
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():
@@ -221,9 +199,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 class Executed(NamedTuple):
-    """An `Executed` holds the collectives that one rank recorded in its first step, in the format that `calls_file`
-    describes.
-    """
+    """An `Executed` holds the collectives of one rank's first step, in the format that `calls_file` describes."""
 
     calls: list[CallRecord]
     places: dict[str, int]
@@ -231,11 +207,7 @@ class Executed(NamedTuple):
 
 
 def read_record(run_dir: Path, rank: int) -> Executed:
-    """Return the collectives that one rank of a run recorded in its first step.
-
-    Raises:
-        DataError: the file is missing, or its content is wrong.
-    """
+    """Return the collectives of one rank's first step; raise DataError for a missing or wrong file."""
     file = calls_file(run_dir, rank)
     if not file.is_file():
         raise DataError(
@@ -292,9 +264,7 @@ def _short(value: Any) -> str:
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """Return a comparison of the collectives that the compile of one rank reports with the collectives that this rank
-    executed.
-    """
+    """Return a comparison of the collectives of one rank's compile with those that the rank executed."""
     calls, rank = executed.calls, result["rank"]
     found = compare_calls(result["graph"], calls)
     return RankCalls(

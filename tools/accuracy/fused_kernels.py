@@ -1,16 +1,11 @@
-"""This module extracts from the text of a compiled graph the fused kernels that DVM would build, and computes them in
-NumPy.
-
-The kernels are reduced to a small size: sizes above 32 become smaller, and equal sizes stay equal. `compute` computes
-the result of one operator. `replayed` computes each kernel from seeded inputs in three ways, and judges the results by
-Table 2:
+"""This module extracts from the text of a compiled graph the fused kernels that DVM would build, reduced to a small
+size, and computes each from seeded inputs in NumPy in three ways, which are judged by Table 2:
 
 exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory
 fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
 
-An operator outside of a fused kernel computes in float32 or wider, whatever its type, and so do its sums. `allowances`
-returns the tolerance of each result by Table 2.
+An operator outside of a fused kernel computes in float32 or wider, whatever its type, and so do its sums.
 """
 
 from __future__ import annotations
@@ -79,18 +74,13 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Return a text that is equal for all kernels with the same operators and shapes, wherever they are in the
-        graph.
-        """
+        """Return a text that all kernels with the same operators and shapes have, wherever they are."""
         return repr((self.inputs, self.steps, self.outputs))
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the nodes at `places` in a graph as one kernel; the results of the nodes at `outputs` are used outside the
-    kernel.
-
-    Raises:
-        UnreadableError: the text does not show a constant, or an input is not a tensor.
+    """Return the nodes at `places` as one kernel, of which those at `outputs` are used outside; raise UnreadableError
+    if a constant is not shown, or an input is no tensor.
     """
     chosen = sorted(places)
     number = {place: step for step, place in enumerate(chosen)}
@@ -127,11 +117,8 @@ def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tupl
 
 
 def constant(text: str) -> object:
-    """Return a constant from its text: ``F32(0.5)``, ``(I64(1), I64(0))`` or ``Tensor(shape=[1], dtype=Float32,
-    value=[1])``.
-
-    Raises:
-        UnreadableError: the text has none of these forms, or its values are truncated.
+    """Return a constant from ``F32(0.5)``, ``(I64(1), I64(0))`` or ``Tensor(shape=[1], dtype=Float32, value=[1])``;
+    raise UnreadableError for other or truncated texts.
     """
     array = _ARRAY.match(text)
     try:
@@ -172,14 +159,8 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """Return the result of an operator in the type that NumPy derives from its operands; a Cast between floating-point
-    types changes nothing.
-
-    Args:
-        values: arrays, and plain numbers and tuples where the graph has constants.
-
-    Raises:
-        UnreadableError: the operator is not in `KNOWN`.
+    """Return an operator's result in the type that NumPy derives; a Cast between floats changes nothing. The values are
+    arrays, or numbers and tuples for constants. Raise UnreadableError for an operator outside `KNOWN`.
     """
     first, *rest = values
     if step.op in _ELEMENTWISE:
@@ -209,13 +190,8 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def shrunk(kernel: Kernel) -> Kernel:
-    """Return the kernel with a small number in place of every size above 32 and of every size known only at run time.
-
-    Equal sizes stay equal, and different sizes stay different, so that broadcasting still works. Because sizes are
-    smaller, sums have fewer terms.
-
-    Raises:
-        UnreadableError: the sizes of a Reshape would be reduced, although their products must stay equal.
+    """Return the kernel with a small number for every size above 32 or known only at run time; equal sizes stay equal,
+    and sums have fewer terms. Raise UnreadableError if a Reshape's products would change.
     """
     given = [step.output for step in kernel.steps]
     sizes = sorted({size for kind in (*kernel.inputs, *given) for size in kind.shape if not 0 <= size <= _KEPT})
@@ -238,8 +214,7 @@ class Found:
 
     kernels: dict[str, Kernel] = field(default_factory=dict)  # one kernel of each kind, by `Kernel.key`
     counts: Counter[str] = field(default_factory=Counter)  # the number of kernels of each kind
-    # the number of kernels that cannot be computed, by the reason
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)  # kernels that cannot be computed, by the reason
 
     def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Collection[int]) -> None:
         """Add one fused kernel, with its large sizes replaced by small ones."""
@@ -275,10 +250,8 @@ _LARGEST = 2.0
 
 
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
-    """Return random inputs: floats of magnitude `lower_bound` to 2, which are positive if a root or a division may use
-    them.
-
-    They depend only on the seed and the kernel, and the types of the inputs can represent them exactly.
+    """Return random floats of magnitude `lower_bound` to 2, positive if a root or a division may use them; they depend
+    only on the seed and the kernel, and are exact in their types.
     """
     rng = np.random.default_rng([seed, zlib.crc32(kernel.key.encode())])
     positive = any(step.op in _POSITIVE for step in kernel.steps)
@@ -297,9 +270,7 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return floats rounded to MindSpore's type `dtype`, where 16-bit values are stored as float32; return values of
-    other types unchanged.
-    """
+    """Return floats rounded to MindSpore's `dtype`, with 16 bits in float32; other values are unchanged."""
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
     return np.asarray(rounded(values, dtype.lower())).astype(np.float32)
@@ -333,9 +304,7 @@ class Allowance:
 
     dtype: str  # the type with the fewest bits on which it depends
     count: int  # the number of elements that it sums; 0 if values are only moved
-    # the largest number of times that a value is rounded to 16 bits on its way, if the result of each operator is
-    # stored
-    stores: int
+    stores: int  # how often a value is rounded to 16 bits at most, if each operator's result is stored
     casts: int  # the number of times that a Cast rounds the value to 16 bits
 
     def tolerance(self, way: str) -> float:
@@ -417,8 +386,7 @@ class Report:
     """A `Report` holds the judgements of all fused kernels of a recipe's graphs."""
 
     rows: list[Row] = field(default_factory=list)
-    # the number of kernels that were not computed again, by the reason
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)  # kernels that were not computed again, by the reason
 
     @property
     def wrong(self) -> list[Row]:
@@ -432,9 +400,7 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Return whether every kernel is within tolerance; None if no kernel is known to be out of tolerance, but some
-        are unknown.
-        """
+        """Return whether every kernel is within tolerance; None if none is out of it, but some are unknown."""
         if self.wrong:
             return False
         return None if self.unknown or not self.rows else True

@@ -1,6 +1,4 @@
-"""This module is the command `tc3 accuracy fusion`. The exit code of the command is 0 if all fused kernels are within
-tolerance, 1 if a fused kernel is not, and 2 if the result is unknown or the input is wrong.
-"""
+"""This module is the command `tc3 accuracy fusion`."""
 
 from __future__ import annotations
 
@@ -76,11 +74,8 @@ def _read(file: Path) -> list[GraphText]:
 
 
 def _compiled(file: Path, overrides: tuple[str, ...]) -> list[GraphText]:
-    """Return the graphs of a recipe, of which those that were compiled before are kept.
-
-    Raises:
-        RecipeError: the file or an override is wrong, or several CPU processes share its data.
-        ClusterError: it does not compile.
+    """Return a recipe's graphs, cached or compiled; raise RecipeError for a wrong recipe or override or one of several
+    CPU processes, and ClusterError if it does not compile.
     """
     from tools.check.check import require_sound
     from tools.dryrun.compiles import compile_all, refusal_of, text_of

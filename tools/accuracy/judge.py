@@ -1,7 +1,5 @@
-"""This module judges whether a computed tensor is near enough to its golden tensor: it defines data types, tolerances
-and errors.
-
-The golden baseline computes in a wider type than the one that is tested (report, section 3.1 (1)):
+"""This module judges whether a computed tensor is near enough to its golden tensor, which is computed in a wider type
+than the tested one (report, section 3.1 (1)):
 
 tested    device gets   golden computes in
 float16   float16       float32
@@ -9,18 +7,14 @@ bfloat16  bfloat16      float32
 hfloat32  float32       float32 (the device's matmul rounds its factors)
 float32   float32       float64, or float32 with wide=False
 
-Table 2 of the report states the tolerance by data type and by the number of terms that an element accumulates. Its
-values are in tolerance.yaml, and `systematic` returns the tolerance of a factor that scales a whole tensor. The report
-requires "the actual error" to be within Table 2, and does not define this error. This module defines the error of each
-element as
+Table 2 of the report (tolerance.yaml) states the tolerance of "the actual error" by data type and by the number of
+terms that an element accumulates, and does not define this error. Here it is
 
     error = |got - want| / max(|want|, rms(want), smallest)
 
-Here rms is the root mean square of the finite elements of the tensor, and smallest is the type's smallest normal
-number. The error is relative to the element if the element is large, relative to the scale of the tensor if the element
-nearly cancels to zero, and relative to the smallest normal number if all elements are denormal. The largest error of
-the tensor is compared with the tolerance (`judge`). Infinities and NaN must be where the baseline has them
-(`judge_special`).
+with the root mean square of the finite elements and the type's smallest normal number: relative to the element if it
+is large, to the scale of the tensor if the element nearly cancels to zero, and to the smallest normal number if all
+elements are denormal. The largest error of the tensor counts. Infinities and NaN must be where the baseline has them.
 """
 
 from __future__ import annotations
@@ -40,9 +34,7 @@ NAMES = {**LONG, "hf32": "hfloat32"}
 DEFAULT = ("float32", "float16", "bfloat16")
 # half the distance of 1 to the next number; hf32's 11 fraction bits are from memory
 ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "hfloat32": 2.0**-12}
-# smallest normal number
 SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126, "hfloat32": 2.0**-126}
-# largest finite number
 LARGEST = {**dict.fromkeys(("float32", "hfloat32"), float(np.finfo(np.float32).max)), "float16": 65504.0}
 LARGEST["bfloat16"] = 2.0**127 * (2 - 2.0**-7)
 
@@ -59,9 +51,7 @@ def round_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return values rounded to `dtype`: float16 is returned as float16, all other floats as float32, and integers and
-    booleans are unchanged.
-    """
+    """Return floats rounded to `dtype`, as float16 or else float32; integers and booleans are unchanged."""
     if not np.issubdtype(values.dtype, np.floating):
         return values
     with np.errstate(over="ignore", under="ignore"):
@@ -72,9 +62,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
-    """Return the values of a test input in the NumPy type in which golden results are computed; integers and booleans
-    are unchanged.
-    """
+    """Return floats in the type in which golden results are computed; integers and booleans are unchanged."""
     return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
 
 
@@ -83,20 +71,13 @@ FILE = Path(__file__).with_name("tolerance.yaml")
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the content of tolerance.yaml: the tolerances by data type and accumulation count, and the limits that
-    belong to them.
-    """
+    """Return tolerance.yaml: tolerances by data type and accumulation count, and the limits that go with them."""
     return yaml.safe_load(FILE.read_text("utf-8"))
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
-    """Return the largest allowed error of an operator's result by Table 2; `judge.errors` computes the error to which
-    this limit applies.
-
-    Args:
-        dtype: the dtype of the operator's inputs: float32, float16, bfloat16 or hfloat32.
-        count: the number of terms that one output element accumulates; 0 for an operator that only moves values.
-            roundings: the number of times that a value is stored in `dtype` on its way to the output.
+    """Return by Table 2 the largest allowed error (`errors`) of results that accumulate `count` terms, 0 if values only
+    move. A value is stored in `dtype` up to `roundings` times on its way to the output.
     """
     if count == 0:
         return 0.0
@@ -107,8 +88,8 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
 
 def systematic(dtype: str) -> tuple[float, float]:
-    """Return the tolerance for a factor that all elements of a tensor have in common: the allowed distance of the
-    factor from 1, and the number of standard deviations that is allowed in addition (tools/accuracy/dumps/errors.py).
+    """Return the tolerance of a factor that a whole tensor has: its allowed distance from 1, and the standard
+    deviations that are allowed in addition (tools/accuracy/dumps/errors.py).
     """
     content = table()
     found = content["systematic"]
@@ -122,9 +103,7 @@ def lower_bound() -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` is the judgement of one tensor against its golden tensor: `error` is the largest error of an element,
-    `outside` the number of elements over the tolerance, `detail` a description of the worst element.
-    """
+    """A `Verdict` judges one tensor: its largest error, the elements over the tolerance, and the worst of them."""
 
     passed: bool
     error: float
@@ -133,9 +112,7 @@ class Verdict:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
-    """Return the error of each element of a tensor as float64; the error is inf if the element or the right value is
-    not finite and they differ.
-    """
+    """Return each element's error as float64; inf where one of the two is not finite and they differ."""
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
     rms = np.sqrt(np.mean(np.square(want[finite]))) if finite.any() else 0.0
@@ -146,9 +123,7 @@ def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
 
 
 def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Verdict:
-    """Compare a tensor that a device computed with the golden tensor, element by element; `dtype` is the tested
-    type.
-    """
+    """Compare a tensor with the golden tensor, element by element; `dtype` is the tested type."""
     if got.shape != want.shape:
         return Verdict(False, np.inf, want.size, f"shape {list(got.shape)}, should be {list(want.shape)}")
     if not want.size:
@@ -166,14 +141,9 @@ def _verdict(error: np.ndarray, got: np.ndarray, want: np.ndarray, tolerance: fl
 def judge_special(
     got: np.ndarray, wants: list[np.ndarray], tolerance: float, dtype: str, floor: float = 0.0
 ) -> Verdict:
-    """Compare an operator's results for special inputs with the golden results: each error is relative to the element,
-    and NaN and infinities must be in the same places.
-
-    Args:
-        wants: the right golden results, for a device that keeps denormals and for a device that does not. They are
-            rounded to `dtype`, so a value that overflows must be infinite.
-        floor: the smallest magnitude to which errors are relative; it is needed for reductions, whose ordinary elements
-            may cancel.
+    """Compare results of special inputs with `wants`, goldens for devices that keep denormals or do not, rounded to
+    `dtype`: errors are relative to the element, but at least to `floor` (elements of reductions may cancel), and NaN
+    and infinities must be in the same places.
     """
     got = got.astype(np.float64)
     held = [rounded(want, dtype).astype(np.float64) for want in wants]
@@ -182,9 +152,7 @@ def judge_special(
 
 
 def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float) -> np.ndarray:
-    """Return relative errors; 0 where both are within the smallest normal number of each other, however wrong
-    relatively.
-    """
+    """Return relative errors; 0 where both are within the smallest normal number of each other."""
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     finite = np.isfinite(got) & np.isfinite(want)
     with np.errstate(all="ignore"):
@@ -194,8 +162,6 @@ def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: f
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of elements in which two runs of an operator differ in any bit; a NaN equals a NaN of the same
-    bits.
-    """
+    """Return how many elements of two runs differ in any bit; a NaN equals a NaN of the same bits."""
     kind = np.dtype(f"u{first.dtype.itemsize}")
     return int((first.view(kind) != other.view(kind)).sum())

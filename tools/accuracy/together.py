@@ -1,12 +1,10 @@
-"""This module finds which plugins work with each other, and with which kinds of parallelism. For each pair of plugins,
-and for each plugin with each kind of parallelism, it reports whether a recipe can have both, and which check or run has
-shown this.
+"""This module finds which plugins work with each other and with kinds of parallelism, and which check or run shows it.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 
-A pair is put into a small recipe for Ascend, which has only the settings that the two need. Either `tc3 check` refuses
-this recipe, or there is evidence that both work together: a row of `tc3 accuracy equivalence`, or a recipe whose card
-says that it was trained or compiled. A pair without either is reported as "not shown".
+A pair is put into a small recipe for Ascend with only the settings that the two need. Either `tc3 check` refuses it, or
+there is evidence: a row of `tc3 accuracy equivalence`, or a recipe whose card says that it was trained or compiled. A
+pair without either is "not shown".
 """
 
 from __future__ import annotations
@@ -41,13 +39,10 @@ _SMALLEST = Sharding(moe=True, aux=True)
 
 @dataclass(frozen=True)
 class Plugin:
-    """A `Plugin` holds the settings with which a plugin is tried in a small recipe, and the other settings that this
-    recipe then needs.
-    """
+    """A `Plugin` holds the settings with which a plugin is tried, and what its small recipe needs beside."""
 
     settings: Any = field(default_factory=dict)  # the settings in the plugin's section of the recipe
-    # the degrees of parallelism (fields of a `Sharding`) that the plugin needs
-    needs: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)  # fields of a `Sharding` that the plugin needs
     beside: Sequence[str] = ()  # the names of other plugins that must be on
     chats: bool = False  # whether the plugin needs conversations as data
     dense: bool = False  # whether the plugin needs grouped-query attention, which the models without experts have
@@ -62,9 +57,7 @@ PLUGINS: Mapping[str, Plugin] = {name: Plugin(**row) for name, row in FACTS["plu
 
 @dataclass(frozen=True)
 class Cell:
-    """A `Cell` says whether two plugins, or a plugin and a kind of parallelism, can be combined: `how` is one of the
-    five words that the module `together` defines, and `by` is the reason or the evidence.
-    """
+    """A `Cell` says whether two things can be combined: `how` in one of five words, `by` with reason or evidence."""
 
     one: str
     other: str
@@ -79,9 +72,7 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def cells() -> list[Cell]:
-    """Return for every pair of plugins, and of a plugin and a kind of parallelism, whether the two can be combined,
-    with the evidence.
-    """
+    """Return a cell for every pair of plugins, and of a plugin and a kind of parallelism."""
     return [cell(*pair) for pair in pairs()]
 
 
@@ -96,9 +87,7 @@ def cell(one: str, other: str) -> Cell:
 
 
 def recipe_of(*names: str) -> Recipe:
-    """Return a small recipe for Ascend that uses the named plugins and kinds of parallelism, with all settings that
-    they need.
-    """
+    """Return a small recipe for Ascend with the named plugins and kinds, and all settings that they need."""
     plugins = list(dict.fromkeys(each for name in names if name in PLUGINS for each in (*PLUGINS[name].beside, name)))
     needs = [KINDS[name] for name in names if name in KINDS] + [PLUGINS[name].needs for name in plugins]
     sharding = _SMALLEST
@@ -143,9 +132,7 @@ def _base(path: Path) -> Recipe:
 
 @cache
 def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
-    """Return a tuple (kind of evidence, name of the run or compile, its plugins and kinds of parallelism) for each run
-    or compile that shows that a combination works; the strongest evidence comes first.
-    """
+    """Return (kind of evidence, run or compile, its plugins and kinds) for each, the strongest evidence first."""
     rows = [(EQUAL, case.name, _of_sharding(case.sharding)) for case in CASES if case.sharding]
     rows += [(EQUAL, case.name, _of_variant(case.variant)) for case in CASES if case.variant]
     for how, claim in ((TRAINS, "trained-on-cpu-mini"), (COMPILED, "compiled-virtual-")):

@@ -1,6 +1,4 @@
-"""This module is the command `tc3 accuracy align`. The exit code of the command is 0 if the recipe agrees with the
-reference, 1 if a stage of the comparison fails or nothing ran, and 2 for a wrong input.
-"""
+"""This module is the command `tc3 accuracy align`."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ def align(
 
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yield the folder of the runs, removed behind us unless it is `keep`; and what leaves in it all but the large
-    files.
-    """
+    """Yield the folder of the runs, removed behind us unless it is `keep`, and what leaves only small files in it."""
     if keep is not None:
         yield keep.absolute(), lambda: None
         return

@@ -1,11 +1,8 @@
-"""This module compares two recipes in six stages, as Figure 1 of the report does (section 3.2.1). The six stages of the
-comparison are: configuration, forward, backward, optimizer, training steps, more devices.
+"""This module compares two recipes in six stages, as Figure 1 of the report does (section 3.2.1), up to the first stage
+that fails: configuration, forward, backward, optimizer, training steps, more devices.
 
-`compare_stages` runs the trainings of both recipes and stops at the first stage that fails. On the last stage each
-recipe trains with its own workers, and the losses of their steps are compared. Recipes that are only data parallel run
-on data-parallel CPU workers. If one of the recipes splits its model (tensor, pipeline or context parallelism), both run
-as MindSpore's sharded graph, in which every layout starts from the same weights. `print_comparison` shows a line for
-each stage, and below it the likely cause of the first failure.
+On the last stage each recipe trains with its own workers: data-parallel ones on data-parallel CPU workers; if a recipe
+splits its model, both run as MindSpore's sharded graph, in which every layout starts from the same weights.
 """
 
 from __future__ import annotations
@@ -61,12 +58,11 @@ MOST = 8  # rows of a failed stage that are printed
 def split_model(
     paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int
 ) -> tuple[list[Recipe], str] | None:
-    """Return two recipes that train as a sharded graph on CPU (for a recipe for Ascend its mini recipe with the same
-    parallel strategy), and how they differ from the given recipes; return None if neither recipe splits its model over
-    ranks.
+    """Return two recipes that train as a sharded graph on CPU, mini recipes with their parallel strategy for Ascend,
+    and how they differ from the given ones; None if neither splits its model over ranks.
 
-    If there is only one recipe, it is compared with one process that runs the same graph. Features that MindFormers
-    computes differently in other layouts are switched off on both sides (docs/stock-differences.md).
+    A single recipe is compared with one process that runs the same graph. What MindFormers computes differently in
+    other layouts is switched off on both sides (docs/stock-differences.md).
     """
     as_written = [View(apply_overrides(load_recipe(path), overrides)) for path in paths]
     split = [view.parallel and view.tp * view.pp * view.cp > 1 for view in as_written]
@@ -110,10 +106,8 @@ def _sharded(recipe: Recipe) -> Recipe:
 
 
 def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Stage:
-    """Return stage 6: two recipes are trained by `tc3 train` with their own workers, and compared by their losses.
-
-    Raises:
-        SideFailedError: a side failed, or was refused. The results of the five stages before are kept.
+    """Return stage 6: both recipes train with their own workers, and their losses are compared; raise SideFailedError
+    if a side fails or is refused.
     """
     steps, about = wanted.steps, ""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
@@ -158,9 +152,7 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Comparison:
-    """A `Comparison` is the result of comparing two recipes: the stages of the comparison, the settings in which the
-    recipes differ, and in `about` a description of what ran, with software versions.
-    """
+    """A `Comparison` is the result of comparing two recipes; `about` says what ran, with software versions."""
 
     ours: str
     theirs: str
@@ -170,11 +162,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return NOT_ALIGNED if a stage of the comparison failed, and ALIGNED if at least one stage ran and no stage
-        failed.
-
-        If nothing ran, return SAME_NUMBERS if no setting differs that could change a number, and NOT_COMPARED
-        otherwise.
+        """Return NOT_ALIGNED if a stage failed, ALIGNED if a stage ran; otherwise SAME_NUMBERS if no setting differs
+        that could change a number, or NOT_COMPARED.
         """
         if any(stage.status == FAILED for stage in self.stages):
             return NOT_ALIGNED
@@ -185,9 +174,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Return True if no stage of the comparison failed and all required comparisons were made. A stage that was not
-        run is reported but does not count as failed.
-        """
+        """Return whether no stage failed and everything required was compared; a stage may be left out."""
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
@@ -196,9 +183,7 @@ class Comparison:
         return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result of the comparison as dicts, lists, texts and numbers that can be written as JSON; a number
-        that is not finite is a text, such as "inf".
-        """
+        """Return the comparison as values for JSON, with a text such as "inf" for what is not finite."""
         names = ("ours", "theirs", "passed", "verdict", "about")
         stages = [
             {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
@@ -232,11 +217,8 @@ class Wanted:
 
 
 def compare_stages(wanted: Wanted, say: Say) -> Comparison:
-    """Compare a recipe with its reference stage by stage, up to the first stage that fails; `say` is called with
-    sentences about the progress.
-
-    Raises:
-        TC3Error: an input is wrong. If a run fails, its stage fails, and no error is raised.
+    """Compare a recipe with its reference up to the first stage that fails; `say` is told of the progress. Raise
+    TC3Error for a wrong input; if a run fails, its stage fails.
     """
     comparison = Comparison(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
     if align_sides.is_mini(wanted.path):
@@ -287,9 +269,7 @@ def _against_reference(comparison: Comparison, wanted: Wanted, say: Say) -> None
 
 
 def _against_recipe(comparison: Comparison, wanted: Wanted, say: Say) -> None:
-    """Compare two recipes, both with MindFormers: their settings at their own size, and their results at a size that a
-    CPU can run.
-    """
+    """Compare two recipes with MindFormers: settings at their own size, results at a size for a CPU."""
     paths = wanted.path, Path(wanted.against)
     comparison.stages.append(_configuration(comparison, paths, wanted))
     if comparison.stages[-1].status == FAILED:
@@ -327,9 +307,7 @@ def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wan
 def compare_records(
     comparison: Comparison, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Compare the forward pass, the backward pass, the optimizer's update and the losses of two runs (stages 2 to 5),
-    and stop after the first stage that fails.
-    """
+    """Compare two runs in stages 2 to 5, and stop after the first stage that fails."""
     for compare, explain in (
         (align_stages.forward, lambda stage: align_stages.explain_forward(stage, ours, theirs, rope)),
         (align_stages.backward, lambda stage: align_stages.explain_backward(stage, ours, theirs)),
@@ -344,9 +322,7 @@ def compare_records(
 
 
 def failed_text(row: Row) -> str:
-    """Return one line of text about a failed comparison, which states the error of a value, the number of differences,
-    or the two values of a setting.
-    """
+    """Return a line about a failed row: the error of a value, the number of differences, or two settings."""
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:

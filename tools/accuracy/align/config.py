@@ -42,8 +42,7 @@ class Setting:
     """A `Setting` is one key that has different values in two recipes."""
 
     path: str
-    # ours, theirs: the values of the key in the two recipes, as text
-    ours: str
+    ours: str  # the value of the key as text
     theirs: str
     # the severity of the difference: MUST and UNKNOWN make the comparison fail; LAYOUT may change only rounding, which
     # the training runs have to show; MAY is any other difference
@@ -53,12 +52,9 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Return every difference between two flat recipes, beginning with the settings that must be equal. Corpora are
-    compared by their content and not by their paths.
-
-    Raises:
-        DataError: the corpus of a recipe for CPU does not exist. The corpus of a recipe for Ascend may be on another
-            machine; it is then compared by its path.
+    """Return every difference of two flat recipes, those that must be equal first. Corpora are compared by content;
+    raise DataError if that of a recipe for CPU does not exist. That of a recipe for Ascend may be elsewhere: it is then
+    compared by its path.
     """
     found = [_setting(change) for change in compare(ours, theirs).changes]
     if _sums_gradients(ours) and _sums_gradients(theirs):
@@ -81,9 +77,7 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """Return the class to which the report would assign a difference at this key path, such as "precision" or
-    "layout".
-    """
+    """Return the class of the report for a difference at this key path, such as "precision" or "layout"."""
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 
@@ -99,9 +93,7 @@ def _setting(change: Change) -> Setting:
 
 
 def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
-    """Compare corpora by their content: two paths that hold one corpus may differ, but one path must not hold two
-    corpora.
-    """
+    """Compare corpora by their content: two paths may hold one corpus, but one path must not hold two."""
     sums = [corpus_checksum(side) for side in (ours, theirs)]
     if sums[0] == sums[1]:
         return [
@@ -123,15 +115,11 @@ def has_corpus(recipe: Mapping[str, Any]) -> bool:
 
 
 def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Return the CRC-32 of a Megatron corpus's index, of the first 64 MiB of its tokens and of its tokenizer, each
-    computed over all prefixes of the corpus, and the shares in which these prefixes are blended.
+    """Return the CRC-32 of a Megatron corpus's index, of the first 64 MiB of its tokens and of its tokenizer (""
+    without one), over all its prefixes, and the shares in which they are blended; raise DataError if it does not exist.
 
-    With equal checksums and equal `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; a later
-    stage compares the batches themselves. The checksum of the tokenizer is empty if `tc3 data prepare` did not write
-    one.
-
-    Raises:
-        DataError: the corpus does not exist.
+    With equal checksums, `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; a later stage
+    compares the batches themselves.
     """
     weights, prefixes = _blend(recipe)
     index = tokens = tokenizer = 0

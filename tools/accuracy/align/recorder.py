@@ -21,14 +21,11 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """An `AlignRecorder` is a callback of MindFormers' trainer that loads given weights into the model and records the
-    values that are compared with the reference.
+    """An `AlignRecorder` loads given weights into the model and records the values that are compared.
 
     Args:
-        weights: the path of an .npz file of parameters by MindFormers' names, all of which must exist in the model;
-            None: the model keeps its own weights.
-        record: the path of the file to write.
-        columns: the names of the columns of a batch (`train_dataset.input_columns`).
+        weights: an .npz file of parameters by MindFormers' names, all of which must exist; None: the model keeps its
+            own.
     """
 
     def __init__(self, weights, record, columns, **kwargs):
@@ -48,9 +45,7 @@ class AlignRecorder(Callback):
                     parameters[name].set_data(Tensor(file[name]))
 
     def on_train_step_begin(self, run_context):
-        """Record the batch of the step; before the first step, also run a forward pass of its batch and record the
-        outputs of the modules.
-        """
+        """Record the batch of the step, and before the first step the outputs of modules."""
         arguments = run_context.original_args()
         self._after_step(arguments)
         batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))

@@ -1,10 +1,6 @@
 """This module prepares and runs the two trainings that `tc3 accuracy align` compares, one by MindFormers and one by the
-reference, and reads the records that they write.
-
-A recipe is reduced to one CPU worker and a few steps, without monitoring. MindFormers' trainer with the recorder and
-the reference run as separate processes, which exchange .npz files. A `Record` holds the results of one side as named
-arrays: weights, the trace of the forward pass, gradients, updates, and the losses and norms of all steps. The names in
-a record are those of MindFormers or those of the reference.
+reference. The two are separate processes that exchange .npz files; a `Record` holds the results of one side, under the
+names of MindFormers or of the reference.
 """
 
 from __future__ import annotations
@@ -51,9 +47,8 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """A `Record` holds the values that one of the two compared trainings computed, as named arrays; `single` is the
-    result of `reference.train.single_steps`, started from the states of the other training, and `about` holds software
-    versions.
+    """A `Record` holds what one of the two compared trainings computed, as named arrays; `single` is the result of
+    `reference.train.single_steps` from the states of the other training.
     """
 
     trace: Arrays
@@ -69,9 +64,7 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """Return the results of `tools.accuracy.reference.run` as a `Record`, together with the initial weights and the
-    batches that it was given.
-    """
+    """Return what `tools.accuracy.reference.run` has stored, with the weights and batches that it was given."""
     parts: dict[str, Any] = {
         kind: below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
     }
@@ -81,11 +74,8 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 
 
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
-    """Return the values that a MindFormers training recorded (by its `AlignRecorder` and in its metrics file) as a
-    `Record` whose weights have MindFormers' names.
-
-    Gradients are computed from Adam's first moments after one step, which are (1 - beta1) times the clipped gradient.
-    These are the gradients that the trainer used, and no second graph has to be compiled.
+    """Return what a MindFormers training recorded, by MindFormers' names. Gradients are those that the trainer used:
+    Adam's first moments after one step are (1 - beta1) times the clipped gradient.
     """
     steps = list(metrics)
     # a model without MTP layers, or of grouped-query attention, has no parts of the loss; without clipping no norm
@@ -141,10 +131,8 @@ def _layer(router: str, sizes: Sizes) -> str:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe in `path`, or its mini recipe if it is for Ascend, with the overrides and the corpus `data`.
-
-    Args:
-        workers: those of a mini recipe that keeps its parallel strategy; None for one that does not.
+    """Return the recipe in `path`, or its mini recipe if it is for Ascend, with overrides and the corpus `data`. A mini
+    recipe keeps its parallel strategy on `workers`, if they are given.
     """
     recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
     recipe = changed(recipe, overrides, data)
@@ -153,9 +141,7 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
 
 
 def changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    """Return the recipe with overrides applied, and with `data` as its whole corpus; if the recipe blends several
-    corpora, `data` replaces the list of them.
-    """
+    """Return the recipe with overrides applied, and with `data` in place of its corpus or list of corpora."""
     recipe = apply_overrides(recipe, overrides)
     if data:
         one = len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2
@@ -169,10 +155,8 @@ def is_mini(path: Path) -> bool:
 
 
 def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return a copy of the recipe that trains `steps` steps on one worker with the same global batch.
-
-    Raises:
-        RecipeError: a plugin changes the computation, or the recipe reads other data than a Megatron corpus.
+    """Return a copy of the recipe for one worker with the same global batch and `steps` steps; raise RecipeError if a
+    plugin changes the computation, or it reads other data than a Megatron corpus.
     """
     view = View(recipe)
     refuse_other_data(recipe)
@@ -196,9 +180,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return the recipe with only `steps` training steps, but with the same number of workers and the same
-    learning-rate schedule.
-    """
+    """Return the recipe with only `steps` steps; its workers and learning-rate schedule stay."""
     short = copy.deepcopy(dict(recipe))
     look(short, LOADER)["sizes"] = [steps * View(recipe).global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
@@ -207,9 +189,7 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
-    """Return the sizes of the Hugging Face model that corresponds to a recipe; raise RecipeError for settings that
-    Hugging Face does not have.
-    """
+    """Return the sizes of Hugging Face's model of a recipe; raise RecipeError for what it does not have."""
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
@@ -234,9 +214,7 @@ def rope_dimensions(recipe: Mapping[str, Any]) -> int:
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """Return the sections of a recipe that can change the results, without its output paths and without the sections
-    that `beside` names.
-    """
+    """Return the sections of a recipe that can change results, without those that `beside` names."""
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
 
 
@@ -244,15 +222,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """This error means that one of the two compared trainings did not finish; the message holds the last lines of its
-    output and the name of its log file.
-    """
+    """This error means that a compared training did not finish; the message has the end and name of its log."""
 
 
 def find_torch(python: str) -> None:
-    """Raise ClusterError if the Python interpreter `python` lacks torch or transformers; the check is quick because it
-    imports neither of the two packages.
-    """
+    """Raise ClusterError if `python` lacks torch or transformers; neither is imported, which would take long."""
     try:
         done = subprocess.run([python, "-c", _FIND], capture_output=True, check=False)
     except OSError as error:
@@ -269,13 +243,10 @@ def _no_torch(python: str) -> str:
 
 
 def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weights: Arrays | None) -> Record:
-    """Train `recipe`, which is for one worker, in `folder`, and return what the training recorded.
-
-    Args:
-        weights: the initial weights by MindFormers' names; None: the recipe's own.
+    """Train `recipe`, for one worker, from `weights` by MindFormers' names (None: its own), and return the record.
 
     Raises:
-        RecipeError: the recipe is refused. SideFailedError: the run failed; the end of its log is in the message.
+        RecipeError: the recipe is refused. SideFailedError: the run failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recorder: dict[str, Any] = {"record": str(folder / "record.npz"), "weights": None}
@@ -293,11 +264,8 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
 def run_reference(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, batch: Arrays, other: Record | None = None
 ) -> Record:
-    """Train the reference in PyTorch from `weights` (Hugging Face's names) on recorded batches; return its record.
-
-    Args:
-        other: the MindFormers training in Hugging Face's names; if it is given, the reference also computes each step
-            by itself from the state that this training had before the step.
+    """Train the reference from `weights` (Hugging Face's names) on recorded batches. With `other`, the MindFormers
+    training in these names, it also computes each step by itself from the state before it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = json.dumps({"sizes": sizes.as_json(), "hyper": asdict(hyper)})
@@ -319,10 +287,10 @@ def _states(record: Record) -> Arrays:
 
 
 def start(command: list[str], log: Path, run: Path) -> None:
-    """Run a training in a separate process until it ends, and write the output of the process to the file `log`.
+    """Run a training in a process of its own, with its output in `log`.
 
     Raises:
-        RecipeError: the process refused its input. ClusterError: torch is missing. SideFailedError: the process failed.
+        RecipeError: it refused its input. ClusterError: torch is missing. SideFailedError: it failed.
     """
     threads = str(len(os.sched_getaffinity(0)))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

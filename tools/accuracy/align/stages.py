@@ -1,15 +1,9 @@
-"""This module defines the comparisons in each stage of `tc3 accuracy align`, and finds the first module, gradient or
-parameter group that differs in a failed stage. The module uses only NumPy.
+"""This module defines the comparisons of each stage of `tc3 accuracy align`, and finds the first module, gradient or
+parameter group that differs in a failed stage (`explain_*`; report, section 3.2.1). It uses only NumPy.
 
-Two records are compared stage by stage (report, Figure 1): forward, backward, one update, the losses of all steps. Each
-stage has a fixed tolerance. The tolerance is compared with the effect of rounding on the reference, which is the
-distance between two runs of the reference whose initial weights differ in the last bit. If this effect exceeds the
-tolerance, a difference proves nothing, and the row is `undecided`, which is neither passed nor failed. A row is also
-undecided if a token that chose another expert explains the difference. If a value is not finite on one of the sides,
-its row fails.
-
-For a failed stage, the functions `explain_*` return the first module, gradient or group of parameters that differs, and
-the usual cause (section 3.2.1).
+Each stage has a fixed tolerance. If the distance between two runs of the reference whose initial weights differ in the
+last bit exceeds it, rounding explains a difference, and the row is `undecided`, which is neither passed nor failed; so
+is a row that a token explains which chose another expert. A value that is not finite fails.
 """
 
 from __future__ import annotations
@@ -65,9 +59,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Return whether this comparison passed within its tolerance, failed, or is undecided because rounding or
-        another known reason may explain the error.
-        """
+        """Return whether the error is within its tolerance, is undecided (rounding, `excuse`), or fails."""
         if not (np.isfinite(self.error) and np.isfinite(self.floor)):
             return FAILED
         if self.error <= self.tolerance:
@@ -76,24 +68,18 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Return whether `error` counts differences, of which even one is a failure, instead of measuring the size of
-        one difference.
-        """
+        """Return whether `error` counts differences, of which even one is a failure."""
         return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
-        """Return whether rounding explains the error: the error is at most `FLOOR_FACTOR` times the difference between
-        two runs of the reference whose weights differ in the last bit.
-        """
+        """Return whether the error is at most `FLOOR_FACTOR` times what rounding causes in the reference."""
         return self.error <= FLOOR_FACTOR * self.floor
 
 
 @dataclass
 class Stage:
-    """A `Stage` holds all comparisons of one stage, such as the forward pass; `reason` says why the stage did not run,
-    or what its failure means.
-    """
+    """A `Stage` holds the rows of a stage; `reason` says why it did not run, or what its failure means."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -102,9 +88,7 @@ class Stage:
 
     @property
     def status(self) -> str:
-        """Return the status of the stage: `state` if it is set, because the stage was not run, and otherwise the worst
-        status among its comparisons.
-        """
+        """Return `state` if it is set (the stage was not run), and otherwise the worst status of its rows."""
         if self.state:
             return self.state
         found = {row.status for row in self.rows}
@@ -112,9 +96,7 @@ class Stage:
 
     @property
     def worst(self) -> Row | None:
-        """Return the comparison whose error is largest relative to its tolerance, among the comparisons that have the
-        status of the whole stage; return None if the stage has no comparisons.
-        """
+        """Return the row with the stage's status that errs most relative to its tolerance; None without rows."""
         rows = [row for row in self.rows if row.status == self.status] or self.rows
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
@@ -207,9 +189,7 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def _ties_are_rare(theirs: Record) -> bool:
-    """Return whether the choice of experts moved in fewer than half of the steps; a fault of the router moves some
-    choices in every step.
-    """
+    """Return whether choices moved in fewer than half of the steps; a wrong router moves some in all."""
     return bool(np.count_nonzero(theirs.single["moved"]) * 2 < len(theirs.single["moved"]))
 
 
@@ -247,9 +227,7 @@ def moved(record: Record) -> Arrays:
 
 
 def largest(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the largest absolute difference between the elements of two arrays; inf if a difference is NaN or the
-    shapes differ.
-    """
+    """Return the largest absolute difference of two arrays' elements; inf for NaN or different shapes."""
     if got.shape != want.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):
@@ -282,9 +260,7 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the relative error that `relative` computes, but without the worst thousandth of the elements; of arrays
-    with fewer than a thousand elements, no element is left out.
-    """
+    """Return `relative` without the worst thousandth of the elements; below a thousand elements none is left out."""
     if got.shape != want.shape or not (np.isfinite(got).all() and np.isfinite(want).all()):
         return float("inf")  # NaN would be among the worst, and left out
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
@@ -317,17 +293,13 @@ def _between(
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
-    """Return a row with the relative error of each traced module that both trainings recorded, in the given order, so
-    that the first module with a large error explains why the forward comparison failed.
-    """
+    """Return a row for each traced module that both trainings recorded, in the given order."""
     both = [name for name in order if name in ours and name in theirs]
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 
 def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> str:
-    """Return a sentence that names the first module whose output differs; `rope` is the number of dimensions at the end
-    of an attention head that RoPE rotates.
-    """
+    """Return which module's output differs first; `rope` dimensions at the end of a head are rotated."""
     bad = [row.name for row in stage.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
     if given:
@@ -348,9 +320,7 @@ def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> st
 
 
 def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
-    """Return a sentence that names the first wrong gradient in the order of the backward pass, and says how many
-    gradients are wrong.
-    """
+    """Return which wrong gradient comes first in the backward pass, and how many are wrong."""
     bad = [row for row in stage.rows if row.status == FAILED]
     weights = [row for row in bad if row.name != "global norm"]
     if not weights:
@@ -364,9 +334,7 @@ def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
 
 
 def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> str:
-    """Return a sentence that names the group of parameters whose update differs, and says whether weight decay or the
-    learning rate explains the difference.
-    """
+    """Return whose update differs, and whether weight decay or the learning rate explains it."""
     bad = [row.name for row in stage.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
     weights = [name for name in bad if name not in biases]
@@ -388,9 +356,7 @@ def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> 
 
 
 def explain_curve(stage: Stage) -> str:
-    """Return a sentence that names the first training step whose loss differs, the size of the difference, and its
-    usual cause.
-    """
+    """Return which step's loss differs first, by how much, and what that usually means."""
     first = next(row for row in stage.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:

@@ -1,7 +1,4 @@
-"""This module is the command `tc3 accuracy diagnose`. For two runs the command finds the training step, the kind of
-value and the module in which they first differ; for one run it finds the laws (relations that hold in every correct
-run) that the run breaks.
-"""
+"""This module is the command `tc3 accuracy diagnose`."""
 
 from __future__ import annotations
 

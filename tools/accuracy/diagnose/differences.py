@@ -1,15 +1,13 @@
 """This module finds where two runs first differ, or where one run breaks a law, which is a relation that holds in every
-correct run (`laws`). The module works on the records that `evidence.read_side` has read.
+correct run (`laws`), from the records that `evidence.read_side` has read.
 
-The stages are compared in the order in which a difference arises: versions of the software; the configuration, as
-written and as built; the state from which a new or resumed run starts; then for each step its samples, the outputs of
-its modules, its loss and parts, its gradients, the global norm with clipping, the update, the routers. `diagnose` makes
-all findings and sorts them by step and stage; the first stage with a difference above rounding is the verdict, and
-later differences are usually its consequences.
+The stages are compared in the order in which a difference arises (`STAGES`). `diagnose` makes all findings and sorts
+them by step and stage; the first stage with a difference above rounding is the verdict, and later differences are
+usually its consequences.
 
 Two runs of one layout, configuration and software must agree to the last bit: this holds on CPU, and on a device with
-deterministic operators. Other pairs of runs add up in a different order: for them the tolerances are `LOSS` for losses,
-`NORM` for norms, and `GROUP` for norms of weights and gradients.
+deterministic operators. Other runs add up in another order, within `LOSS` for losses, `NORM` for norms, and `GROUP`
+for norms of weights and gradients.
 """
 
 from __future__ import annotations
@@ -64,15 +62,12 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` is the result of `tc3 accuracy diagnose`: the differences between two runs, or the laws that one run
-    breaks.
-    """
+    """A `Verdict` holds the differences between two runs, or the laws that one run breaks."""
 
     findings: tuple[Finding, ...]  # the differences, in the order of steps and stages
     changes: tuple[Change, ...]  # the changed keys of the recipes that affect results
     layout: tuple[Change, ...]  # the changed keys of the recipes that affect the parallel layout
-    # the packages whose versions differ between the runs, with both versions
-    software: tuple[tuple[str, str, str], ...]
+    software: tuple[tuple[str, str, str], ...]  # the packages whose versions differ, with both versions
     compared: tuple[str, ...]  # the stages that could be compared
     unknown: tuple[str, ...]  # the stages that could not be compared, with the records that they would need
     bits: bool  # whether the runs had to agree to the last bit
@@ -112,11 +107,7 @@ class OtherModelError(ValueError):
 
 
 def diagnose(a: Side, b: Side | None = None) -> Verdict:
-    """Return the verdict on one run by itself, or on the comparison of two runs.
-
-    Raises:
-        OtherModelError: the runs' models have other sizes.
-    """
+    """Return the verdict on one run or two; raise OtherModelError if their models have other sizes."""
     changes = compare(a.recipe, b.recipe).changes if b else []
     if any(start.step for side in (a, b) if side for start in side.starts):
         changes = [each for each in changes if not _resuming(each)]
@@ -155,8 +146,8 @@ def _tell_steps(a: Side, b: Side) -> None:
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
-    """Yield findings, each with the step at which it arose: a module that is wrong when the run ends was so when the
-    first number of a step's arithmetic differed.
+    """Yield findings with the step at which they arose: a module that is wrong at the end was so when the first number
+    of a step's arithmetic differed.
     """
     steps = [
         each.step
@@ -168,9 +159,7 @@ def _dated(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _placed(findings: list[Finding]) -> Iterator[Finding]:
-    """Yield findings in order; where no module of a wrong loss is known, the gradients tell where it is likely to
-    be.
-    """
+    """Yield findings in order; where no module of a wrong loss is known, gradients tell where it may be."""
     for found in findings:
         of_step = [each for each in findings if each.step == found.step]
         gradients = [each for each in of_step if each.stage == GRADIENTS and each.module != "all weights"]
@@ -191,9 +180,7 @@ def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
 
 
 def _resuming(change: Change) -> bool:
-    """Return whether a key only says that a run goes on from a checkpoint: the stage `resume` looks at what came of
-    it.
-    """
+    """Return whether a key only says that a run goes on; the stage `resume` looks at what came of it."""
     if change.path == "checkpoint.no_load_optim":
         return change.before is not True and change.after is not True
     return change.path == "checkpoint.load_path"
@@ -473,9 +460,7 @@ def _finite(norm: float | None) -> bool:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the second number of a pair divided by the first if this ratio is the same for all pairs and is not 1;
-    otherwise return None.
-    """
+    """Return the one ratio of all pairs (second / first) if it is not 1; otherwise return None."""
     factors = [two / one for one, two in pairs if one and two]
     if (
         not factors

@@ -36,11 +36,7 @@ class State:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return a dictionary name -> tensor, in which each tensor is assembled from the parts that the ranks recorded.
-
-        Args:
-            parts: rank -> name -> (shape of the whole tensor, offset of the rank's part in it).
-        """
+        """Return name -> tensor, put together of the ranks' parts: rank -> name -> (whole shape, offset)."""
         found: dict[str, Tensor] = {}
         listed = {name for ours in parts.values() for name in ours}
         for rank, line in sorted(self.lines.items()):
@@ -58,9 +54,7 @@ class State:
 
 @dataclass
 class Tensor:
-    """A `Tensor` holds the records of all ranks about one tensor: `parts` maps the offset of each part to {rank:
-    (digest, sum of squares)}.
-    """
+    """A `Tensor` holds what all ranks recorded of a tensor: offset of a part -> rank -> (digest, sum of squares)."""
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
@@ -111,32 +105,23 @@ class Side:
     recipe: Recipe
     steps: dict[int, dict[str, Any]]  # for each step the metrics of the rank that knows the loss
     total_steps: int | None = None
-    # the digests of samples: step -> rank -> column -> digests
-    samples: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    # starts, states: the recorded states at starts of the run, and after steps
+    samples: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # step -> rank -> column -> digests
     starts: list[State] = field(default_factory=list)
-    states: dict[int, State] = field(default_factory=dict)
-    # rank -> tensor name -> [shape of the whole tensor, offset of the rank's part], from the first step that the rank
-    # recorded
-    parts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)  # after each recorded step
+    parts: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> tensor -> [whole shape, its offset]
     notes: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)  # a sentence for each gap in the records of the run
     first: int = 1  # the number of the first step that the metrics of the run should have
-    # the versions of software packages since the last resume of the run
-    software: dict[str, str] = field(default_factory=dict)
+    software: dict[str, str] = field(default_factory=dict)  # the versions of packages since the last resume
     folder: Path = Path()  # the folder of the record
-    # for each module the sketch of its output with the final weights; empty if the run did not record it
-    end: dict[str, list[Any]] = field(default_factory=dict)
+    end: dict[str, list[Any]] = field(default_factory=dict)  # each module's sketch with the final weights, if recorded
     ended: int = 0  # the step of `end`
-    # step -> name -> rank -> number, for numbers of the metrics that are the same on every rank
-    alike: dict[int, dict[str, dict[int, float]]] = field(default_factory=dict)
+    alike: dict[int, dict[str, dict[int, float]]] = field(default_factory=dict)  # step -> one of `ALIKE` -> rank -> it
     held: bool = False  # whether the outputs of the run's modules were compared with a forward pass in NumPy
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Return the settings with which MindFormers built the model and the optimizer, as the run's first start
-        recorded them.
-        """
+        """Return the settings of the built model and optimizer that the first start recorded."""
         return next((line.get("effective") or {} for start in self.starts for line in start.lines.values()), {})
 
     @property
@@ -147,9 +132,7 @@ class Side:
 
     @property
     def unmoved(self) -> State | None:
-        """Return the weights with which the training began, taken from the record of step 1, or None if the learning
-        rate of step 1 was not 0 and the weights have therefore changed.
-        """
+        """Return the weights at the start, from the record of step 1; None if step 1 had a learning rate."""
         if 1 not in self.states or self.steps.get(1, {}).get("learning_rate") != 0:
             return None
         kept = State(0)
@@ -159,25 +142,19 @@ class Side:
         return kept
 
     def modules(self, step: int) -> dict[str, list[Any]]:
-        """Return for each module of the model, in the order of the forward pass, the sketch of its output that the run
-        recorded in a step; return {} if the run recorded none.
-        """
+        """Return the sketch of each module's output in a step, in forward order; {} if not recorded."""
         lines = self.states[step].lines.values() if step in self.states else ()
         return next((line["modules"] for line in lines if line.get("modules")), {})
 
     def ids(self, step: int) -> list[str] | None:
-        """Return the distinct digests of the samples of a step, rank by rank in the order of the ranks; return None if
-        a rank did not record the digests of its samples.
-        """
+        """Return the distinct digests of a step's samples, rank by rank; None if a rank did not record them."""
         ranks = self.samples.get(step, {})
         if not ranks or any(IDS not in columns for columns in ranks.values()):
             return None
         return list(dict.fromkeys(each for rank in sorted(ranks) for each in ranks[rank][IDS]))
 
     def columns(self, step: int) -> dict[str, frozenset[tuple[str, str]]]:
-        """Return for each column of a step's batch (such as the labels) the pairs (digest of a sample, digest of this
-        column of the sample).
-        """
+        """Return for each column of a step's batch the pairs (digest of the sample, digest of the column)."""
         found: dict[str, set[tuple[str, str]]] = {}
         for columns in self.samples.get(step, {}).values():
             ids = columns[IDS]
@@ -188,9 +165,7 @@ class Side:
         return {name: frozenset(pairs) for name, pairs in found.items()}
 
     def updates(self, step: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield (weight, rank, recorded update of the weight) in a step; of a part that several ranks hold, only the
-        first rank's record is yielded.
-        """
+        """Yield (weight, rank, recorded update) of a step; of copies only the first rank's."""
         state, parts, seen = self.states[step], self.parts, set()
         for rank, line in sorted(state.lines.items()):
             for name, told in line["weights"].items():
@@ -222,18 +197,14 @@ class Side:
 
 
 def _trained(name: str) -> str:
-    """Return the weight whose presence in a rank's parts tells that the rank uses a tensor: a counter's is its
-    router's.
-    """
+    """Return the weight that tells whether a rank uses a tensor: a counter's is its router's."""
     router, _, last = name.rpartition(".")
     return f"{router}.weight" if last in COUNTERS else name
 
 
 def read_side(folder: Path) -> Side:
-    """Return everything that a run has recorded of its training steps, read from the run's folder.
-
-    Raises:
-        DataError: it is not a run or has no step, or a rank's record is missing or damaged; with what to record.
+    """Return everything that a run has recorded; raise DataError if it is no run, has no step, or a rank's record is
+    missing or damaged.
     """
     file = folder / "recipe.yaml"
     if not file.is_file():
@@ -349,11 +320,7 @@ def _read_states(side: Side, file: Path, rank: int, experts: dict[str, int]) -> 
 
 
 def _notes(side: Side, recorded: bool) -> None:
-    """Note what the folder cannot tell, a line each, with how to record it.
-
-    Args:
-        recorded: whether the run has recorded states, all of which may have gaps.
-    """
+    """Note what the folder cannot tell, a line each; `recorded`: whether it has states, perhaps all with gaps."""
     side.notes += side.gaps
     if not recorded:
         side.notes.append(f"no weights, gradients or routers are recorded; record them with `{RECORD}`")

@@ -23,9 +23,7 @@ _SHORT = 40  # characters of a wrong value that a message shows
 
 @dataclass(frozen=True)
 class Form:
-    """A `Form` is the form of one value: `words` describes a right value, `holds` tests the value itself, and `inner`
-    yields (name, value, form) of the values inside it.
-    """
+    """A `Form` describes a value: `words` says what is right, `inner` yields (name, value, form) of what is inside."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -149,25 +147,14 @@ END_OF_STATE = {"step": _STEP, "end": _TRUE, "state": _STATE, "modules": _MODULE
 
 
 def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, number: int) -> None:
-    """Refuse a line of a run's records in which a value has a type that no run writes.
-
-    Raises:
-        DataError: the message names file, line and key, and says what would be right.
-    """
+    """Raise DataError, with file, line and key, for a value of a type that no run writes."""
     for name, each in form.items():
         if name in record and (wrong := _wrong(record[name], each)):
             raise DataError(f"{file}: line {number}: {name}{wrong[0]} {wrong[1]}; {_MEND}")
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
-    """Refuse a recorded state in which a router has another number of experts than in earlier lines.
-
-    Args:
-        known: router -> its number of experts; routers that are new in this line are added.
-
-    Raises:
-        DataError: the message names file, line and key, and says what would be right.
-    """
+    """Raise DataError for a router with another number of experts than in earlier lines, which `known` has."""
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():
             if len(numbers) != known.setdefault(router, len(numbers)):

@@ -47,10 +47,8 @@ class Side(Protocol):
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> list[str]:
-    """Remove from a run's records the values that not all ranks recorded, and return a sentence for each such gap.
-
-    Args:
-        headers: rank -> the first lines of the parts of its metrics.
+    """Remove what not all ranks recorded, and return a sentence for each such gap; `headers` holds by rank the first
+    lines of the parts of its metrics.
     """
     return [
         *_steps(side),
@@ -196,9 +194,7 @@ def _asked(side: Side) -> int:
 
 
 def listed(steps: Iterable[int], verb: str = " is| are") -> str:
-    """Return the steps in words, with the verb in the right number; of many that do not follow each other, the number
-    and the first.
-    """
+    """Return the steps in words, with the verb in the right number; of many, how many, and the first."""
     found = sorted(steps)
     one, _, many = verb.partition("|")
     if len(found) == 1:
@@ -270,11 +266,7 @@ def _by_itself(line: Line) -> Iterator[str]:
 
 
 def _of_update(told: Line, updates: int | None) -> Iterator[str]:
-    """Yield each key that is missing in what a run recorded of one weight's update.
-
-    Args:
-        updates: the number of updates that the optimizer has made; None if it is not recorded, or the step was skipped.
-    """
+    """Yield each missing key of one weight's update; `updates`: of the optimizer so far, None if unknown or skipped."""
     fitted = bool(told.keys() & {*FITTED})
     wanted = {"dimensions", *(FITTED * fitted), *(["gradient"] if fitted or updates == 1 else [])}
     yield from wanted - told.keys()
@@ -294,10 +286,8 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
-    """Yield (0 for run A or 1 for run B, sentence) for each line of a run that lacks names which the same line of the
-    other run has. States after a step that the loss scale skipped are not compared, because they have no updates.
-
-    The two runs must be of the same configuration and layout.
+    """Yield (0 for run A or 1 for B, sentence) for each line that lacks names which the same line of the other run, of
+    the same configuration and layout, has. States after a skipped step are not compared: they have no updates.
     """
     for step in sorted(a.steps.keys() & b.steps.keys()):
         yield from _other(_known(a.steps[step]), _known(b.steps[step]), f"the metrics of step {step} lack")

@@ -1,11 +1,5 @@
-"""This module checks the records of one run against laws, which are relations that hold in every correct run; the
-module also defines findings and the stages in which two runs are compared.
-
-The laws are the following. All ranks have the same global norm and learning rate. The settings of the built model and
-optimizer are those of the recipe. Each module's output, in the first step and at the end, equals that of a forward pass
-in NumPy. The recorded global norm is the norm of the gradients. AdamW explains the updates of the weights. The experts'
-loads add up to the number of choices, and biases move against the loads. Copies of a tensor on several ranks are equal.
-A resume restores the saved state.
+"""This module checks the records of one run against laws, which are relations that hold in every correct run, and
+defines findings and the stages in which two runs are compared.
 """
 
 from __future__ import annotations
@@ -58,9 +52,8 @@ _FAR = 100  # times Adam's epsilon or rounding; beyond it neither can keep a wei
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one difference between two runs, or one law (a relation that holds in every correct run) that a
-    run breaks. `side` names the run that breaks a law, and is empty for a difference between two runs. If `late` is
-    true, the difference was found only after the last step, so any earlier step may have caused it.
+    """A `Finding` is a difference between two runs, or a law that the run `side` breaks. If it is `late`, it was found
+    only after the last step, so any earlier step may have caused it.
     """
 
     step: int
@@ -79,23 +72,17 @@ class Finding:
 
     @property
     def rounding(self) -> bool:
-        """Return whether the difference between the two runs is so small that another order of summation can explain
-        it.
-        """
+        """Return whether another order of summation can explain the difference."""
         return self.error < ROUNDING
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return the key by which findings are sorted: by step, then by stage, then by severity with the most severe
-        finding first.
-        """
+        """Return the key to sort by: step, then stage, then the most severe first."""
         return self.step, STAGES.index(self.stage), -self.error
 
 
 def laws(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each law (a relation that holds in every correct run) that a run breaks, for all laws that
-    can be checked without a second run.
-    """
+    """Yield a finding for each law that a run breaks, of all laws that need no second run."""
     for start in side.starts:
         if side.parts or len(start.lines) == 1:  # otherwise nobody knows which tensors are copies, and which are parts
             yield from _copies_law(side, start, RESUME if start.step else START)
@@ -135,9 +122,7 @@ def _built_law(side: Side) -> Iterator[Finding]:
 
 
 def _modules_law(side: Side) -> Iterator[Finding]:
-    """Yield a finding for the first module whose output differs from that of the forward pass in NumPy, in the first
-    recorded step and at the end of the training.
-    """
+    """Yield the first module whose output is not NumPy's, in the first recorded step and at the end."""
     for kept_in, recorded in ((START_FILE, any(map(side.modules, side.states))), (END, bool(side.end))):
         if not recorded:
             continue
@@ -185,9 +170,7 @@ def _restored(side: Side, start: State) -> Iterator[Finding]:
 
 
 def _losses_law(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each part of a step's loss that is NaN or infinite, for each such learning rate, and for each
-    such global norm of a step that the optimizer did not skip.
-    """
+    """Yield each part of the loss, learning rate, and global norm (of a step with an update) that is not finite."""
     undefined = undefined_of(side)
     for step, record in side.steps.items():
         for name in PARTS:
@@ -202,9 +185,7 @@ def _losses_law(side: Side) -> Iterator[Finding]:
 
 
 def _alike_law(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each step whose global norm or learning rate is not the same on every rank, as after a
-    collective that was left out, or beside the file of another run.
-    """
+    """Yield each step whose global norm or learning rate is not the same on every rank."""
     for step, numbers in side.alike.items():
         for name, told in numbers.items():
             (first, one), *others = sorted(told.items())
@@ -307,9 +288,7 @@ def _lost(side: Side, state: State, name: str, rank: int, rate: float) -> float:
 
 
 def _router_law(side: Side, state: State, before: State | None) -> Iterator[Finding]:
-    """Yield findings unless loads add up to the choices made, and a bias moves by its rate times the sign of share less
-    load.
-    """
+    """Yield findings unless loads add up to the choices, and biases move by the sign of share less load."""
     model, passes = side.recipe["model"]["model_config"], _passes(side, state.step)
     rate = bias_rate_of(side.recipe)
     loads = loads_of(side, state.step)
@@ -347,9 +326,7 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
 
 
 def _passes(side: Side, step: int) -> float:
-    """Return how many forward passes a step has: one for each micro-batch, of which a ramp's smaller batches have
-    fewer.
-    """
+    """Return the forward passes of a step: its micro-batches, of which a ramp's smaller batches have fewer."""
     view = View(side.recipe)
     passes = view.micro_batches * view.accumulation
     whole = division_of(side.recipe).whole
@@ -378,17 +355,15 @@ def limit_of(side: Side) -> float:
 
 
 def clipping_of(side: Side, step: int) -> float:
-    """Return the factor (at most 1) by which clipping scaled the gradients of a step, according to the global norm that
-    the run recorded; 1 if this factor would be 0, because the gradients before clipping are then unknown.
+    """Return the factor (at most 1) by which clipping scaled a step's gradients; 1 if it would be 0, because the
+    gradients before clipping are then unknown.
     """
     norm = side.steps.get(step, {}).get("global_norm")
     return (min(1.0, limit_of(side) / norm) if norm else 1.0) or 1.0
 
 
 def undefined_of(side: Side) -> tuple[str, ...]:
-    """Return the names of those parts of the loss that MindFormers logs as NaN, because it divides 0 by 0, in a run
-    whose training is right.
-    """
+    """Return the parts of the loss that MindFormers logs as NaN (0 / 0) in a right training."""
     model, view = side.recipe["model"]["model_config"], View(side.recipe)
     layers, dense = model.get("num_hidden_layers"), model.get("first_k_dense_replace") or 0
     trained = model.get("moe_aux_loss_coeff") or 0.0 if layers is None or dense < layers else 0.0
@@ -396,16 +371,12 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def noise_of(key: str) -> float:
-    """Return the error that random errors may cause in a fitted learning rate, or in a fitted weight decay whose right
-    value is 0.
-    """
+    """Return the error that noise causes in a fitted learning rate, or in a fitted weight decay of 0."""
     return 1e-9 if key == "rate" else 1e-3
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a tensor is a trained weight or an optimizer moment of a trained weight; experts have the weights
-    `weight1` and `weight2`, residual streams the weights `hc_fn`, `hc_base` and `hc_scale`.
-    """
+    """Return whether a tensor is a trained weight (`weight1` of experts, `hc_fn` of streams) or its moment."""
     return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
 
@@ -418,9 +389,7 @@ def module_of(name: str) -> str:
 
 
 def output_of(side: Side, name: str) -> str:
-    """Return the name of the module to which a recorded output belongs: layers after the last decoder layer belong to
-    MTP; queries, keys, values and their weighted sum belong to attention.
-    """
+    """Return the module of a recorded output: layers after the decoder's are MTP's, queries are attention's."""
     words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])
     if words[0] == "layers" and int(words[1]) >= layers:
         words = ["mtp", "layers", str(int(words[1]) - layers), *words[2:]]
@@ -430,9 +399,7 @@ def output_of(side: Side, name: str) -> str:
 
 
 def far(one: float, two: float) -> float:
-    """Return the difference between two numbers relative to the larger one: 0 if the numbers are equal or both are NaN,
-    infinity if only one number is finite.
-    """
+    """Return the difference relative to the larger number; 0 if both are NaN, infinity if only one is finite."""
     if one == two or (math.isnan(one) and math.isnan(two)):
         return 0.0
     error = abs(one - two) / max(abs(one), abs(two))
@@ -440,9 +407,7 @@ def far(one: float, two: float) -> float:
 
 
 def ratio_of(one: float, two: float) -> str:
-    """Return in words how many times the second number is as large as the first, such as "2 times" or "1/2 times";
-    nearly whole factors are rounded.
-    """
+    """Return how many times the second number is as large, as "2 times" or "1/2 times", whole where nearly so."""
     factor = two / one if one else math.inf
     if not math.isfinite(factor):
         return f"{factor:.6g} times"

@@ -36,9 +36,7 @@ FIELDS = (
 
 
 def built_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of the model and the optimizer that a correct run of a recipe records after MindFormers has
-    built them, as far as the recipe determines these settings.
-    """
+    """Return the settings that a correct run records once its model is built, as far as the recipe has them."""
     optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
     found: dict[str, Any] = {}
     if betas := optimizer.get("betas"):
@@ -54,9 +52,7 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def bias_rate_of(recipe: Recipe) -> float | None:
-    """Return the rate at which a run moves the routers' biases. The rate is 0 in a run that trains adapters
-    (plugins.lora), because such a run does not change the biases.
-    """
+    """Return the rate at which routers' biases move; it is 0 with adapters (plugins.lora)."""
     rate = View(recipe).get((*MODEL, BIAS_RATE))
     return 0.0 if rate and _adapters(recipe) else rate
 
@@ -81,12 +77,9 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (a step, module -> its output in that step as NumPy computes it, router -> the number of tokens at a tie,
-    ""); if the outputs cannot be computed, return (0, {}, {}, the reason).
-
-    Args:
-        kept_in: the name of the file that holds weights and batch: the file of the first recorded step since the last
-            resume, or `END`.
+    """Return (a step, module -> its output as NumPy computes it, router -> tokens at a tie, ""), or (0, {}, {}, why
+    not). The file `kept_in` holds weights and batch of the first recorded step since the last resume, or of the
+    `END`.
     """
     file = side.folder / kept_in
     if not file.is_file():

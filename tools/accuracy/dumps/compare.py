@@ -1,9 +1,5 @@
-"""This module compares two dumps of tensors: it judges every tensor in the order of execution, finds the first
-difference, and names its usual cause.
-
-`compare_dumps` returns a `Report`: rows judged by Table 2, and the first finding of the forward pass, of the backward
-pass, among the weights and in the state. The headline of a report states the usual cause of the earliest finding
-(report, section 3.2.1), because all later findings may follow from it. Within a step the order is
+"""This module compares two dumps tensor by tensor by Table 2, in the order of execution, and names the usual cause of
+the earliest difference (report, section 3.2.1), because all later ones may follow from it. Within a step the order is
 
     weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
     the batch     what arrives at the outermost cell
@@ -11,11 +7,10 @@ pass, among the weights and in the state. The headline of a report states the us
     backward
 
 A difference in the first step has arisen before any update. If a later step is the first to differ, the optimizer has
-caused differences of weights, and the code that changes a state between two steps has caused differences of that state.
+moved weights, or the code between two steps has moved a state.
 
-msprobe's own `compare` is not used. Its result is "pass" for a bfloat16 cast, for a softmax scaled by 1.01, and for an
-API that one side lacks. msprobe's `compare` also computes cosines and percentages that Table 2 does not need, and takes
-many times as long as reading the data (benchmarks/accuracy_compare.py). Only the format of the dump is that of msprobe.
+msprobe's own `compare` is not used: its result is "pass" for a bfloat16 cast, for a softmax scaled by 1.01, and for an
+API that one side lacks, and it takes many times as long as reading the data (benchmarks/accuracy_compare.py).
 """
 
 from __future__ import annotations
@@ -44,9 +39,7 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return the first finding of each phase (forward, backward, weights, state). If several ranks have findings in one
-    step, the finding with the earliest place in the order of its rank comes first.
-    """
+    """Return the first finding of each phase; of several ranks the one with the earliest place in its order."""
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
         found[row.phase] = found[row.phase] or row
@@ -54,12 +47,11 @@ def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
 
 
 def meaning(rows: list[Row], trained_known: bool) -> str:
-    """Return one or two sentences that say what the earliest finding usually means and where to look for its cause;
-    return "No tensor diverges." if there is no finding.
+    """Return what the earliest finding usually means, and where to look for its cause.
 
     Args:
-        rows: the rows of a comparison, in the order of execution.
-        trained_known: whether the dumps distinguish weights from state; otherwise all parameters are `weights`.
+        rows: in the order of execution. trained_known: whether weights are told from state; otherwise all parameters
+            are `weights`.
     """
     findings = [row for row in rows if row.kind]
     if not findings:
@@ -88,9 +80,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return a phrase that names the call or optimizer update that computed the tensor of a row, as far as the dump
-    shows this.
-    """
+    """Return which call or update computed the tensor of a row, as far as the dump shows it."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -119,9 +109,7 @@ def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
 
 
 def _arrived(rows: list[Row]) -> Row | None:
-    """Return the first part of a step's batch that differs: an input of the outermost cell, or else of the first
-    call.
-    """
+    """Return the first part of a step's batch that differs: an input of the outermost or first call."""
     # behind the backward pass: an optimizer's cells
     turn = min((row.order for row in rows if row.phase == BACKWARD), default=math.inf)
     forward = [row for row in rows if row.phase == FORWARD and row.order < turn]
@@ -150,9 +138,7 @@ def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
 
 
 def _moved(row: Row, rows: list[Row]) -> str:
-    """Return the weights of a later step: what the optimizer did to them, by what most of the wrong updates look
-    like.
-    """
+    """Return what the optimizer did to the weights of a later step, by what most wrong updates look like."""
     wrong = [each for each in rows if each.phase == WEIGHTS and each.kind]
     weights = sum(each.phase == WEIGHTS and each.role == row.role for each in rows)
     cause, times = Counter(each.cause for each in wrong).most_common(1)[0]
@@ -212,15 +198,11 @@ def _forward(row: Row, initial: bool) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """A `Report` is the result of comparing two dumps: a row for each compared tensor, in the order of execution, and
-    the settings of both dumps.
-    """
+    """A `Report` is a comparison of two dumps: a row for each tensor, in the order of execution."""
 
-    # golden, bench: the paths of the two dumps
-    golden: str
+    golden: str  # its path
     bench: str
-    # level, task: the settings `level` and `task` of msprobe
-    level: str
+    level: str  # of msprobe, as `task`
     task: str
     marked: bool  # whether both dumps state that they are complete; msprobe's own dumps do not state this
     rows: list[Row]
@@ -295,15 +277,11 @@ class Report:
         return found
 
     def meaning(self) -> str:
-        """Return one or two sentences that say what the earliest finding usually means and where to look for its cause;
-        return "No tensor diverges." if there is no finding.
-        """
+        """Return what the earliest finding usually means (`meaning`)."""
         return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result of the comparison without the rows of tensors that passed, as values fit for JSON; an
-        infinite error is the string "inf".
-        """
+        """Return the comparison as values for JSON, without the rows of tensors that passed."""
         return {
             **{name: getattr(self, name) for name in ("golden", "bench", "level", "task", "passed")},
             "tensors": len(self.rows),

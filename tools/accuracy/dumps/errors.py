@@ -1,29 +1,22 @@
-"""This module measures how far a dumped tensor is from the golden tensor: the largest error of an element, a factor
-that all elements have in common, and the differences of statistics.
+"""This module measures how far a dumped tensor is from the golden tensor.
 
-**First measure: the error of a tensor, computed chunk by chunk in float32, so that no tensor is held in memory as a
-whole.**
+**First measure: the error of a tensor**, computed chunk by chunk, so that no tensor is held in memory as a whole.
 
     error = |got - want| / max(|want|, rms(want), smallest)
 
-`judge.errors` is the slow reference for this error. In this module the mean square is summed in float32 within a chunk,
-so an error may differ from the reference's error by about 1e-5 of its value; tensors whose squares float32 cannot hold,
-and tensors with NaN or infinities, are computed in float64, as in the reference. Identical tensors, which are most
-tensors of a rerun, are compared only bit by bit.
+`judge.errors` is the slow reference. Here the mean square is summed in float32 within a chunk, so an error may differ
+by about 1e-5 of its value; tensors whose squares float32 cannot hold, and tensors with NaN or infinities, are computed
+in float64, as in the reference. Identical tensors, most of a rerun, are only compared bit by bit.
 
-**Second measure: whether a whole tensor is too large or too small by a common factor. Table 2, which judges element by
-element, cannot find such a factor.**
-
-In 16 bits and at real widths Table 2 allows 7 to 20 % for each element, because errors of an accumulation add up. These
-errors have either sign and cancel over the tensor; a factor that all elements share (for example a softmax scaled by
-1.01) does not cancel. With d = got - want and sums over the tensor:
+**Second measure: a factor that the whole tensor has.** In 16 bits and at real widths Table 2 allows 7 to 20 % for each
+element, because errors of an accumulation add up. These have either sign and cancel over the tensor; a factor that all
+elements share (for example a softmax scaled by 1.01) does not. With d = got - want and sums over the tensor:
 
     low  = <got, want> / <want, want> = 1 + <want, d> / <want, want>     least squares, if all errors are got's
     high = <got, got> / <got, want>                                      the same the other way, if all are want's
 
-Errors of `want` make `low` too small by the mean square of these errors, and errors of `got` make `high` too large by
-the mean square of theirs. The factor lies between `low` and `high`, whichever of the two tensors has the errors, so
-independent errors of any size are not a finding. The factor is a finding if
+Errors of `want` make `low` too small by their mean square, and errors of `got` make `high` too large by theirs: the
+factor lies between, so independent errors of any size are not a finding. The factor is a finding if
 
     distance of 1 from [low, high]  >  floor + sigmas sqrt(sum(want^2 d^2)) / sum(want^2)
 
@@ -32,9 +25,8 @@ tolerance.yaml, with their derivation. A factor s is found if n' = sum(want^2)^2
 elements, is above (sigmas / (1 - floor / s))^2: 140 for a factor of 1.01 in 16 bits, which is 420 normally distributed
 values.
 
-**Third measure, for a dump without values: the weaker judgement by largest value, smallest value, mean and L2 norm.**
-
-With n values and rms = norm / sqrt(n), the error is the largest of
+**Third measure, for a dump without values: largest value, smallest value, mean and L2 norm.** With n values and rms =
+norm / sqrt(n), the error is the largest of
 
     |max - max'|   / max(|max|, rms)
     |min - min'|   / max(|min|, rms)
@@ -44,9 +36,9 @@ With n values and rms = norm / sqrt(n), the error is the largest of
 and the factor of `scaled` is the ratio of the norms. Independent errors d of values w, within Table 2's t, move it by
 sum(d^2) / 2 sum(w^2) <= t^2 and by sum(w d) / sum(w^2), whose standard deviation is at most t max|w| / norm.
 
-A tensor whose values all pass Table 2 passes this judgement, too: the factors 2 and sqrt(2) are the largest amounts by
-which errors of `tolerance * max(|want|, rms)` can change mean and norm. The reverse does not hold: this judgement does
-not find values that changed places, a few wrong values among many, and errors that cancel.
+A tensor whose values all pass Table 2 passes this judgement, too: 2 and sqrt(2) are the most by which errors of
+`tolerance * max(|want|, rms)` change mean and norm. It does not find values that changed places, a few wrong values
+among many, and errors that cancel.
 """
 
 from __future__ import annotations
@@ -79,13 +71,8 @@ class Scale:
 
 
 def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the factor by which all values of a .npy file differ from those of the golden file, if the distance of
-    this factor from 1 is larger than its tolerance; otherwise return None.
-
-    Args:
-        sums: `Measured.sums` of the two; the files are read again only if the factor computed from these sums is over
-            the floor.
-        dtype: the judged type.
+    """Return the factor that scales a whole .npy file, if its distance from 1 is over the tolerance. The files are read
+    again only if the factor from `Measured.sums` is over the floor.
     """
     floor, sigmas = systematic(dtype)
     error = distance(sums)
@@ -96,9 +83,7 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return the distance between 1 and the interval in which the common factor of two tensors lies, given the sums of
-    want^2, want d and d^2, where want is the golden tensor and d is the difference between the tensors.
-    """
+    """Return how far 1 is from the interval of the common factor, from the sums of want^2, want d and d^2."""
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
         return 0.0  # nothing to scale, or not even the same sign: no question of a factor
@@ -107,9 +92,7 @@ def distance(sums: tuple[float, float, float]) -> float:
 
 
 def deviation(golden: Path, bench: Path) -> float:
-    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of a golden .npy file (want) and another file, where d is the
-    difference of their values; only values that are finite in both files are used.
-    """
+    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of two .npy files, over values that are finite in both."""
     squares = products = 0.0
     with NpyFile(golden) as want, NpyFile(bench) as got, np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -127,28 +110,20 @@ def deviation(golden: Path, bench: Path) -> float:
 class Measured:
     """A `Measured` holds the measured differences between the values of two .npy files."""
 
-    # the largest error; inf if one of two values is not finite and they differ, or if integers differ
-    error: float = 0.0
+    error: float = 0.0  # the largest; inf if one of two values is not finite and they differ, or if integers differ
     outside: int = 0  # the number of values over the tolerance, or of different integers
     where: int = 0  # the flat index of the worst value
-    # got, want: this value on both sides
-    got: float = 0.0
+    got: float = 0.0  # this value
     want: float = 0.0
-    # nans, infinities: the number of NaNs and infinities in `got`; a NaN in both arrays is counted, an infinity in both
-    # is not
-    nans: int = 0
-    infinities: int = 0
-    # the sums of want^2, want (got - want) and (got - want)^2 over the finite values, for `scaled`; 0 for identical
-    # arrays and for integers
+    nans: int = 0  # the number of NaNs in `got`
+    infinities: int = 0  # the number of infinities in `got` that are not in `want`
+    # of want^2, want (got - want) and (got - want)^2 over the finite values; 0 for identical arrays and integers
     sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
-    """Compare two .npy files of the same shape; `smallest` is the smallest normal number of the type
-    in which the compared tensor was computed.
-
-    Raises:
-        DataError: a file is missing or broken.
+    """Compare two .npy files of one shape; `smallest` is the smallest normal number of their type. Raise DataError for
+    a missing or broken file.
     """
     with NpyFile(golden) as want, NpyFile(bench) as got:
         if want.size != got.size:
@@ -170,9 +145,7 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
 
 
 def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
-    """Return whether all bits agree; the sum of squares of `want` (0 for integers, not finite where it holds NaN or
-    inf).
-    """
+    """Return whether all bits agree, and the sum of squares of `want` (0 for integers)."""
     identical, total = want.dtype == got.dtype, 0.0
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -237,9 +210,7 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
-    """Return the largest relative difference between the statistics of two tensors; inf if a statistic is not finite in
-    one of the dumps and differs from that of the other dump.
-    """
+    """Return the largest relative difference of statistics; inf if one is not finite and they differ."""
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
         return 0.0
@@ -256,9 +227,7 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """Return the factor between the L2 norms of two tensors if it differs from 1 by more than its tolerance, and None
-    otherwise; `tolerance` is the tolerance of single elements by Table 2.
-    """
+    """Return the factor between two L2 norms if it is over its tolerance; `tolerance` is that of elements."""
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]
     if not norm or other is None or largest is None or smallest is None:

@@ -68,9 +68,7 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return the key by which a call of one dump is paired with the same call of the other dump; the key leaves out
-        the class, because other frameworks name classes differently.
-        """
+        """Return the key that pairs calls of two dumps; frameworks name classes differently, so it has none."""
         return self.kind, self.path, self.phase, self.call
 
     @property
@@ -80,11 +78,8 @@ class Name:
 
 
 def parse(text: str) -> Name:
-    """Read a key of the form `Cell.PATH.CLASS.forward.N`, `Cell.PATH.CLASS.parameters_grad.N` or
-    `Functional.NAME.N.backward`.
-
-    Raises:
-        ValueError: the key has another form.
+    """Read `Cell.PATH.CLASS.forward.N`, `Cell.PATH.CLASS.parameters_grad.N` or `Functional.NAME.N.backward`; raise
+    ValueError for any other key.
     """
     parts = text.split(".")
     marks = (FORWARD, BACKWARD, GRADIENT)
@@ -103,11 +98,8 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """A `NpyFile` is one open array with `dtype`, `shape` and `size`; `chunks` yields its values. A `NpyFile` is also a
-    context manager, which closes the file.
-
-    Raises:
-        DataError: the file is missing, is not an .npy file, or is shorter than its header says.
+    """A `NpyFile` is one open array, and a context manager that closes it; `chunks` yields its values. Raise DataError
+    if it is missing, broken, or shorter than its header says.
     """
 
     def __init__(self, path: Path):
@@ -163,8 +155,8 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield tuples of flat pieces, one piece for each of up to four .npy files of equal size; the pieces of a tuple lie
-    at the same position, and are views of buffers that this thread uses again.
+    """Yield tuples of flat pieces of up to four files of equal size, as views of buffers that this thread uses
+    again.
     """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
@@ -177,21 +169,16 @@ class Item:
 
     label: str  # role and position: `input.0`, `output.1`, `parameters.weight`, or the parameter of a gradient
     role: str  # input, output, parameters or gradient
-    # the framework's name of the type, in lower case and without its module; for a plain value, the name of its Python
-    # type
-    dtype: str
+    dtype: str  # the framework's name of the type in lower case; of a plain value, the name of its Python type
     shape: tuple[int, ...] = ()  # the shape of the tensor
-    # largest, smallest, mean, L2 norm; None for each that msprobe has not written
-    statistics: tuple[float | None, ...] = ()
+    statistics: tuple[float | None, ...] = ()  # max, min, mean, L2 norm; None for what msprobe has not written
     file: Path | None = None  # the file of the values, if they were dumped
     value: Any = None  # the plain value
     trained: bool | None = None  # whether a gradient trains it, if the dump states it
 
     @property
     def parameter(self) -> str:
-        """Return the name of a parameter within its cell, for the parameter (`parameters.weight`) and for its gradient
-        (`weight.0`).
-        """
+        """Return a parameter's name within its cell, also of its gradient (`weight.0`)."""
         if self.role == "parameters":
             return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
         return self.label.removesuffix(".0")
@@ -221,10 +208,8 @@ def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def kernel_entries(rank: Path, step: int) -> list[Entry]:
-    """Return the dumped kernels of one step, in the order in which they ran.
-
-    Raises:
-        DataError: a file is broken, or its name does not have MindSpore's form.
+    """Return the dumped kernels of a step in the order in which they ran; raise DataError for a broken file, or a name
+    that is not of MindSpore's form.
     """
     found = [file for folder in sorted(rank.glob(f"Net/*/{step}")) for file in _kernel_files(folder)]
     found.sort(key=lambda file: file[0])
@@ -274,13 +259,10 @@ class Dump:
 
     folder: Path
     folders: dict[int, dict[int, Path]]  # step -> rank -> folder with dump.json
-    # level, task: the settings `level` and `task` of msprobe
-    level: str
+    level: str  # of msprobe, as `task`
     task: str
-    # the record of `tc3 accuracy dump`; None for msprobe's own dumps, for which it is unknown whether they are complete
-    marker: dict[str, Any] | None
-    # step -> rank -> folder with the dump.json of weights that msprobe did not dump
-    weights: dict[int, dict[int, Path]]
+    marker: dict[str, Any] | None  # the record of `tc3 accuracy dump`; msprobe's own dumps do not say if they are whole
+    weights: dict[int, dict[int, Path]]  # step -> rank -> folder with the dump.json of weights that msprobe left out
 
     @property
     def steps(self) -> list[int]:
@@ -293,9 +275,7 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Return the tensors and calls that one rank dumped in one step: first the weights before the step, then the
-        calls of the step in the order in which they ended.
-        """
+        """Return the weights before a step of one rank, and then its calls in the order in which they ended."""
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
             folder = self.folders[step][rank]
@@ -304,11 +284,7 @@ class Dump:
 
 
 def open_dump(folder: Path) -> Dump:
-    """Return the dump in a folder, with the steps and ranks that its folders hold.
-
-    Raises:
-        DataError: the folder is not a dump, or not a complete one.
-    """
+    """Return the dump in a folder; raise DataError if it is none, or not a complete one."""
     if not folder.is_dir():
         if folder.exists():
             raise DataError(

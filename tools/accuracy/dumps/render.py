@@ -35,9 +35,7 @@ MOST = 8  # findings shown
 
 
 def picture(rows: list[Row]) -> str:
-    """Return an <svg> plot of the tensors of one phase, in order: the logarithm of each error, the tolerance as a line,
-    and below them the layers and steps.
-    """
+    """Return an <svg> plot of one phase: the logarithm of each error, tolerances, layers and steps."""
     count = len(rows)
     spans = [(n * count // POINTS, (n + 1) * count // POINTS) for n in range(POINTS)] if count > POINTS else None
     groups = [rows[a:b] for a, b in spans] if spans else [[row] for row in rows]
@@ -184,9 +182,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
-    """Write compare.json, rows.csv (every row) and, if `page` is set, compare.html into the folder `out`; if `page` is
-    not set, remove the HTML page of an earlier comparison.
-    """
+    """Write compare.json, rows.csv and, if `page` is set, compare.html; without it, an older page is removed."""
     files = [out / "compare.json", out / "rows.csv"]
     write_atomically(files[0], json.dumps(report.as_json(), indent=1))
     with atomic_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:

@@ -1,9 +1,7 @@
 """This module pairs each tensor of one dump with the same tensor of another dump, and judges each pair.
 
-**The first part computes how many terms an element of a dumped tensor accumulates, which chooses the row of Table 2; it
-uses the class or function and the shapes.**
-
-The count is known for these operators (a name is matched by a part of its class or function, in lower case):
+**The number of terms that an element accumulates chooses the row of Table 2.** It follows from shapes, and is known for
+these operators (a name is matched by a part of its class or function, in lower case):
 
     matrix products   of a cell, forward: the last axis of the input; gradient of the input: the last axis of the
                       gradient that arrives; gradient of the weight: the rows of all calls. Of a function or kernel,
@@ -15,17 +13,13 @@ The count is known for these operators (a name is matched by a part of its class
     losses            all values of the largest input
     sums and means    values of the input for each of the output
 
-A cell that contains other cells gets the largest count among these cells. Everything else is judged by `DEFAULT`, the
-strictest row. `DEFAULT` also judges operators that only move values, because in a chain of operators their inputs are
-no longer exact.
+A cell that contains other cells gets the largest count among these. Everything else is judged by `DEFAULT`, the
+strictest row, also what only moves values, because in a chain of operators its inputs are no longer exact.
 
-**The second part finds which parameters a gradient trains. All other parameters are state: counters, a router's bias,
-running statistics, caches.**
-
-msprobe dumps a parameter after the forward pass of its cell. The forward pass cannot have changed a weight, but it may
-have changed a counter, so a counter that differs in the first step does not mean that the initial weights differ. A
-parameter counts as trained if one of the dumps holds a gradient of the parameter, in any step and on any rank, or
-states that it is trained (`requires_grad`).
+**Parameters that no gradient trains are state**: counters, a router's bias, running statistics, caches. msprobe dumps a
+parameter after its cell's forward pass, which may have changed a counter, so a counter that differs in the first step
+does not mean that the initial weights differ. A parameter counts as trained if one of the dumps holds a gradient of it,
+in any step and on any rank, or states that it is trained (`requires_grad`).
 """
 
 from __future__ import annotations
@@ -54,12 +48,7 @@ _BITS = re.compile(r"b?(float|int|uint)(\d+)$")  # the kind and the bits of a ty
 
 
 class Counter:
-    """A `Counter` computes the accumulation count of each tensor of one step on one rank, which is the number of terms
-    that are summed in an element of the tensor.
-
-    Args:
-        entries: all calls of the step in the golden dump.
-    """
+    """A `Counter` computes how many terms an element of each tensor sums, from a step's calls in the golden dump."""
 
     def __init__(self, entries: list[Entry]):
         own: dict[str, tuple[int, int, int]] = {}
@@ -90,9 +79,7 @@ class Counter:
 
 
 def _place(entry: Entry) -> str:
-    """Return the place of a call: the path of a cell, or a function's name with the number of the call, because a
-    function's shapes change from call to call.
-    """
+    """Return the place of a call: a cell's path, or a function with its call, whose shapes change."""
     name = entry.name
     return f"Cell.{name.path}" if name.kind == "Cell" else f"{name.kind}.{name.path}#{name.call}"
 
@@ -142,14 +129,8 @@ def _terms(one: tuple[int, ...], other: tuple[int, ...], product: tuple[int, ...
 
 
 class Trained:
-    """A `Trained` holds the names of the parameters that are trained by a gradient, as far as the two dumps show which
-    these are.
-
-    Args:
-        entries: all calls of both dumps.
-
-    Attributes:
-        known: whether the dumps show it; dumps of only forward passes do not.
+    """A `Trained` knows from the calls of both dumps which parameters a gradient trains; `known` is false if the dumps
+    do not show it, as those of forward passes.
     """
 
     def __init__(self, entries: Iterable[Entry]):
@@ -164,9 +145,7 @@ class Trained:
                         self._trained.add((entry.name.path, item.parameter))
 
     def has(self, entry: Entry, item: Item) -> bool:
-        """Return whether a parameter is trained by a gradient; if the dumps do not show this for any parameter, return
-        True.
-        """
+        """Return whether a gradient trains a parameter; True if the dumps do not show this for any."""
         return not self.known or (entry.name.path, item.parameter) in self._trained
 
 
@@ -174,10 +153,9 @@ class Trained:
 class Row:
     """A `Row` is the judgement of one tensor that two dumps have in common, or of one call that only one dump has."""
 
-    # step, rank, order: the position of the call in the run; `order` is its number within the step
     step: int
     rank: int
-    order: int
+    order: int  # the number of the call within the step
     phase: str  # forward, backward, weights, or state (parameters that no gradient trains)
     place: str  # the path and class of the cell, or the name of the function
     name: str  # the name that msprobe gives to the tensor
@@ -189,8 +167,7 @@ class Row:
     error: float = 0.0  # the largest of `judge.errors`, or the error of the quantity that `by` names
     kind: str = ""  # the kind of difference; empty if the tensor passed
     detail: str = ""  # a description of the worst value, or of what is wrong
-    # the judged quantity: values, statistics, update, factor (of all values together, `errors.scaled`), or nothing
-    by: str = "values"
+    by: str = "values"  # what was judged: values, statistics, update, factor (`errors.scaled`), or nothing
     cause: str = ""  # the usual cause of a wrong update of this kind
 
 
@@ -207,18 +184,14 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """Return the call and the tensor of the golden dump, or those of the other dump if the golden dump lacks this
-        tensor.
-        """
+        """Return the call and tensor of the golden dump, or of the other dump if it has none."""
         side = self.golden or self.bench
         assert side is not None
         return side
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Yield a pair for each tensor of one step on one rank, in the golden dump's order; tensors that only the dump
-    `bench` has are inserted where they were computed.
-    """
+    """Yield a pair for each tensor of a step, in GOLDEN's order, with BENCH's own tensors where they were made."""
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):
         if want is None or got is None:
@@ -252,9 +225,7 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """Return the judgement of a pair of tensors; return None for plain values that agree, because these are not
-    reported.
-    """
+    """Return the judgement of a pair; None for plain values that agree."""
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -281,9 +252,7 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Return the phase to which a tensor is counted: the pass that computes it (forward or backward), "weights" for a
-    parameter that a gradient trains, and "state" for any other parameter.
-    """
+    """Return the pass that computes a tensor, "weights" for a trained parameter, "state" for any other."""
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE
     return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase
@@ -303,9 +272,7 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the 16-bit data type of a tensor in either of two dumps, as the name of a column of Table 2; return
-    "float32" if neither dump has the tensor in 16 bits.
-    """
+    """Return the 16-bit type of a tensor in either dump, or "float32", as a column of Table 2."""
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 
@@ -345,9 +312,7 @@ def _is_wider(one: str, other: str) -> bool:
 
 
 def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
-    """Compare two tensors by their statistics; the norm shows that a tensor has a NaN or an
-    infinity, but not where.
-    """
+    """Compare two tensors by their statistics; the norm shows NaN and infinities, but not where."""
     nans = sum(isinstance(x, float) and math.isnan(x) for x in bench.statistics)
     error = statistics_error(golden, bench, smallest)
     infinite = sum(isinstance(x, float) and math.isinf(x) for x in bench.statistics) if error else 0

@@ -1,61 +1,48 @@
-"""This module checks whether the optimizer made the same updates in two dumped runs: it compares how the weights change
-from one step to the next, because a wrong update is too small to be seen in the weights themselves.
+"""This module checks whether the optimizer made the same updates in two dumped runs: a wrong update is too small to be
+seen in the weights themselves, which a step changes by a thousandth or less.
 
-**From dumped values, the module computes the parts of a difference that lie along the weight (weight decay), along the
-update (learning rate) and in other directions.**
-
-A step changes a weight by a thousandth of its value or less, so the weights pass Table 2 even with a wrong weight
-decay. Let u be the update of GOLDEN, d the update of BENCH minus u, and w the weight before the step, with L2 norms
-over the parameter. Two conditions are checked:
+**From dumped values**, let u be the update of GOLDEN, d the update of BENCH minus u, and w the weight before the step,
+with L2 norms over the parameter. Two conditions are checked:
 
     the whole        |d| / |u|           <=  base + 2 sqrt(error of the gradient)
     along the weight |<d, v>| / |v| |u|  <=  base + sigmas sqrt(sum(v^2 d^2)) / |v| |u|       v = w - u <w, u> / <u, u>
 
 `base` is the strictest row of Table 2, plus rounding: twice the unit roundoff of the weight's type times |w| / |u|. The
-other terms allow for errors of the gradients: Adam divides a gradient by its own size, so if a gradient is smaller than
-its error, the update may have either sign. With bit-identical gradients both additional terms vanish.
+other terms allow for errors of the gradients (0 if these are bit-identical): Adam divides a gradient by its own size,
+so if a gradient is smaller than its error, the update may have either sign.
 
 The term with the root is a mean over many elements. In a small parameter, a single element whose update has the wrong
-sign exceeds this term (one of 2,700 elements gives |d| / |u| = 0.038), which happens in about one of some hundred
-parameters. If gradients differ, the `TURNED` elements that differ most are therefore each allowed 2 max|u|, the
-distance between the two signs. Of n elements about n e / 5 change their sign, where e is the error of the gradient, and
-the term with the root allows for n e of them: the chance that more than n e + TURNED elements do so is below 1e-9 (a
-Poisson variable). A wrong value of any other size, and errors in more elements than these, still count in full.
+sign exceeds it (one of 2,700 elements gives |d| / |u| = 0.038), which happens in about one of some hundred parameters.
+If gradients differ, the `TURNED` elements that differ most are therefore each allowed 2 max|u|, the distance between
+the two signs. Of n elements about n e / 5 change their sign, where e is the error of the gradient, and the term with
+the root allows for n e of them: the chance that more than n e + TURNED elements do so is below 1e-9 (a Poisson
+variable). A wrong value of any other size, and errors in more elements than these, still count in full.
 
-The first condition must allow for the largest possible noise. On another platform, where every gradient has an error,
-this noise is larger than the effect of weight decay. But noise does not depend on the weight, so in the component along
-the weight noise of independent signs cancels, as in `errors.scaled`. The effect of weight decay lies along the weight,
-and is visible in this component. The component along v is used instead of the component along w, because noise also
-shortens an update as a whole, and an update is not exactly orthogonal to its weight.
+On another platform every gradient has an error, and the noise that the first condition allows for is larger than the
+effect of weight decay. But noise of independent signs cancels along the weight, as in `errors.scaled`, where the effect
+of weight decay lies. The component is that along v and not along w, because noise also shortens an update as a whole,
+and an update is not exactly orthogonal to its weight.
 
 If an update passes with these terms, the new weight also passes, provided that it was right one step earlier: an
-element whose update has changed its sign by noise differs by more than Table 2 allows.
+element whose update has changed its sign by noise differs by more than Table 2 allows. The error of a gradient is the
+largest error of its dumps so far; without gradients of parameters (L1, L2), of any tensor in the backward pass.
 
-The error of a gradient is the largest error of its dumps so far. If the dump has no gradients of parameters (L1, L2),
-it is the largest error of any tensor in the backward pass.
-
-**From dumped statistics, the module judges an update by largest value, smallest value, mean and L2 norm of a weight
-before and after a step.**
-
-A dump of statistics holds neither the update nor its norm, but it holds the change of each statistic in each of the two
-runs. With n values, s the size of an element's update, W the norm and M the largest magnitude of the weight, the
-changes of one statistic on the two sides may differ by
+**From dumped statistics**, an update is judged by how largest value, smallest value, mean and L2 norm of the weight
+change. With n values, s the size of an element's update, W the norm and M the largest magnitude of the weight, the
+changes on the two sides may differ by
 
     largest, smallest   base s + 4 eps M                                    4 s more where gradients differ
     mean                (base + sigmas g / sqrt(n)) s + 2 sigmas eps W / n
     norm                (base + sigmas g M / W + g sqrt(n) s / W) sqrt(n) s + 2 sigmas eps M
 
-Here base is the strictest row of Table 2, and eps is the unit roundoff of the weight's type. The term g = 2 sqrt(error
-of the gradient) allows for the effect of gradient noise on an update (see above): noise reverses the steps of some
-elements, with signs that do not depend on the weight, so that independent signs largely cancel in mean and norm; a
-reversed step of the largest element changes the largest value by 2 s. The term g is 0 if the statistics of the
-gradients are the same, and in this case the largest and the smallest value say most about the update. The size s is the
-largest change of a statistic, per element, of this weight, or that of the median weight in this step if it is larger.
-If statistics are float32 numbers (as msprobe's own), sums may be wrong by `SUMMED` of the norm.
+Here base is the strictest row of Table 2, eps the unit roundoff of the weight's type, and g = 2 sqrt(error of the
+gradient), 0 if the gradients' statistics are the same: noise reverses the steps of some elements, with signs that
+largely cancel in mean and norm; a reversed step of the largest element changes the largest value by 2 s. The size s is
+the largest change of a statistic, per element, of this weight, or that of the median weight in this step if it is
+larger. If statistics are float32 numbers (as msprobe's own), sums may be wrong by `SUMMED` of the norm.
 
-From these limits the module computes how wrong a whole update (a learning rate) must be in order to be found. If that
-is more than `BLIND` of the update, the update counts as unknown, not as right. Values that change places, and
-differences that cancel, are never found.
+If a whole update (a learning rate) must be wrong by more than `BLIND` of itself to be found, it counts as unknown, not
+as right. Values that change places, and differences that cancel, are never found.
 """
 
 from __future__ import annotations
@@ -90,27 +77,19 @@ RATE = "learning rate, or what else makes a whole update longer"
 
 @dataclass(frozen=True)
 class Seen:
-    """A `Seen` is the comparison of one weight's update in two dumps of statistics, as far as the statistics determine
-    the updates.
-    """
+    """A `Seen` compares one weight's update in two dumps of statistics, as far as these determine it."""
 
-    # error, allowed: the error and the tolerance of the statistic with the largest error, relative to the change that
-    # an update of this size can cause
-    error: float = 0.0
+    error: float = 0.0  # of the worst statistic, relative to the change that an update of this size can cause
     allowed: float = 0.0
-    detail: str = ""  # the name of that statistic
-    # the relative difference between the lengths of the two updates; None if it does not explain the difference
-    longer: float | None = None
-    # the share of the weight by which decay is too small; None if it does not explain the difference
-    grown: float | None = None
+    detail: str = ""  # about that statistic
+    longer: float | None = None  # the relative difference of the updates' lengths, if that explains the difference
+    grown: float | None = None  # the share of the weight by which decay is too small, if that explains the difference
     least: float = 0.0  # the smallest relative error of the update that the statistics would have shown
     unknown: str = ""  # the reason why the update cannot be judged; "" if it can
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return a lower bound on the largest change of an element in a weight's update, derived from the changes of the
-    weight's statistics; 0 if there are no statistics.
-    """
+    """Return the least that the largest step of an element can be, from the moves of statistics; 0 without."""
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return 0.0
@@ -188,9 +167,7 @@ def _allowed(
 
 
 def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[float | None, float]:
-    """Return the one number that makes `apart` of `cause`, if there is one, and how far from it they are (inf
-    without).
-    """
+    """Return the number that makes `apart` of `cause`, and how far from it they are (None, inf without one)."""
     place = int(np.argmax(np.abs(cause) / allowed))
     factor = apart[place] / cause[place] if cause[place] else 0.0
     rest = np.abs(apart - factor * cause)
@@ -201,15 +178,12 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """An `Updates` counts the weight updates that were judged, by the data from which they were judged, and the updates
-    that could not be judged, by the reason.
-    """
+    """An `Updates` counts the judged updates, and by their reason those that could not be judged."""
 
     judged: int = 0  # the number of judged updates
     exact: int = 0  # the number of updates that were judged from all values
     unknown: Counter[str] = field(default_factory=Counter)  # the number of updates that were not judged, by the reason
-    # for each update that was judged by statistics, the smallest relative error that the statistics would have shown
-    least: list[float] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)  # `Seen.least` of each update that was judged by statistics
 
 
 @dataclass(frozen=True)
@@ -222,12 +196,7 @@ class _Step:
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
-    """Return the rows of a comparison, in which each weight with a wrong update is marked, and the counts of judged
-    updates.
-
-    Args:
-        rows: the rows of `pairs`, in the same order, with steps in ascending order.
-    """
+    """Return the rows of `pairs` (steps ascend) with each wrong update marked, and what was judged."""
     rows, updates = list(rows), Updates()
     steps = _steps(pairs, rows)
     sizes: dict[tuple[int, int], list[float]] = {}  # of the updates in one step of one rank, where values are not known
@@ -342,13 +311,12 @@ def _decay(grown: float) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """A `Moved` is the comparison of one weight's update in two dumps, computed from all values of the weight. All
-    values except the first two and the last two are relative to the norm |u| of the golden update u.
+    """A `Moved` compares one weight's update in two dumps, from all values; all but `update`, `weight`, `grown` and
+    `longer` is relative to the norm |u| of the golden update u.
     """
 
-    # update, weight: |u|, |w|
-    update: float
-    weight: float
+    update: float  # |u|
+    weight: float  # |w|
     error: float  # |d|
     steady: float  # |d|, with what `TURNED` steps that were turned round explain left out
     along: float  # |<d, v>| / |v|
@@ -358,9 +326,8 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare the updates of one weight in two runs, from four files of one shape: the weight before and after the
-    update in the first run, and the same in the second run. The relative values are inf if only the second run has
-    changed the weight.
+    """Compare the updates of one weight, from the files of the weight before and after, of one shape, in both runs.
+    Relative values are inf if only the second run has moved the weight.
     """
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d

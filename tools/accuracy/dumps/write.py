@@ -1,9 +1,6 @@
-"""This module writes a dump of tensors: its settings, a file that says whether the dump is complete, msprobe's
-debugger, and the weights.
-
-`tc3 accuracy dump` writes its request into tc3_dump.json, first with complete = false and again when everything is on
-disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; this module
-writes the weights after the last step, and at L1 and L2 those before each step, in msprobe's layout.
+"""This module writes a dump of tensors. `tc3 accuracy dump` writes its request into tc3_dump.json, first with complete
+= false and again when everything is on disk. msprobe (the distribution mindstudio-probe) writes the calls of each step;
+this module writes, in the same layout, the weights after the last step, and at L1 and L2 those before each step.
 """
 
 from __future__ import annotations
@@ -37,18 +34,13 @@ class Job:
 
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
-    """Write a file into `folder` that says that the folder is a dump, and whether the dump is complete. The file is
-    written completely or not at all, even if the process is killed.
-    """
+    """Write, at once or not at all, a file that says that the folder is a dump, and whether it is complete."""
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
 def stated(folder: Path) -> dict[str, Any] | None:
-    """Return the content of the file that `mark` writes into a dump; return None for a dump that msprobe wrote without
-    `tc3 accuracy dump`.
-
-    Raises:
-        DataError: the file was not written by this module, or was changed.
+    """Return what `mark` has written into a dump; None for a dump of msprobe alone. Raise DataError if it was
+    changed.
     """
     file = folder / MARKER
     if not file.exists():
@@ -67,9 +59,7 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if a dump has lost steps or ranks, because two dumps that lack the same steps or ranks would seem
-    to be equal.
-    """
+    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same would seem equal."""
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
         return
@@ -85,12 +75,8 @@ def refuse_parts(
 
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
-    """Return a `PrecisionDebugger` that writes `folder/stepN/rankM/`.
-
-    Args:
-        level: L0 (cells), L1 (functions), mix (both), or L2 (kernels of a compiled graph).
-        task: statistics, or tensor (which also writes the values as .npy files).
-        rank: the rank of this worker; each has a configuration file of its own.
+    """Return a `PrecisionDebugger` that writes `folder/stepN/rankM/`, at an msprobe `level` (L0 cells, L1 functions,
+    mix both, L2 kernels); the `task` "tensor" also writes values. Each rank has a configuration file of its own.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}
@@ -105,10 +91,8 @@ def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
 
 
 def use_numpy_statistics() -> None:
-    """Make msprobe compute a tensor's statistics with NumPy, because `mint.norm` has no CPU kernel.
-
-    The function replaces `MindsporeDataProcessor.get_stat_info` of mindstudio-probe 26.2.0; its results differ only
-    because it computes sums in float64.
+    """Make msprobe (mindstudio-probe 26.2.0) compute statistics with NumPy, because `mint.norm` has no CPU kernel;
+    results differ only because sums are in float64.
     """
     import mindspore as ms
     from msprobe.core.dump.data_dump.data_processor.base import TensorStatInfo
@@ -126,9 +110,7 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return the largest value, the smallest value, the mean and the L2 norm of an array; for booleans return only the
-    largest and the smallest value, and for an empty array nothing.
-    """
+    """Return max, min, mean and L2 norm of an array; of booleans max and min, of an empty array nothing."""
     if not values.size:
         return ()
     if values.dtype == np.bool_:
@@ -138,11 +120,9 @@ def statistics(values: np.ndarray) -> tuple[Any, ...]:
 
 
 def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
-    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`).
-
-    The key of a cell is the key under which msprobe stores the cell's parameters at L0. bfloat16 is written as float32.
-    Weights that do not exist yet are left out (they are created when the graph of several devices is compiled). Each
-    entry states whether a gradient trains the parameter, because counters, biases and caches are parameters, too.
+    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`), under msprobe's keys at L0,
+    bfloat16 as float32, and whether a gradient trains each (counters, biases and caches are parameters, too). Weights
+    that do not exist before the graph of several devices is compiled are left out.
     """
     import mindspore as ms
 

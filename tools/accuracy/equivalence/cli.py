@@ -1,6 +1,4 @@
-"""This module is the command `tc3 accuracy equivalence`. The exit code of the command is 0 if all compared strategies
-give equal results, 1 if a strategy gives different results, and 2 for a wrong input.
-"""
+"""This module is the command `tc3 accuracy equivalence`."""
 
 from __future__ import annotations
 
@@ -158,10 +156,8 @@ def equivalence_command(
 
 
 def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, str]:
-    """Return (the golden file of a recipe, the recipe whose numbers it holds where that is another).
-
-    Raises:
-        RecipeError: --golden has none for it, or another's; --update would overwrite another's.
+    """Return (golden file of a recipe, whose numbers it holds where that is another); raise RecipeError if --golden has
+    none for it or another's, or --update would overwrite another's.
     """
     from tools.accuracy.equivalence import golden_gate
 
@@ -180,11 +176,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
 def _gate(
     matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
 ) -> tuple[list[str], list[str]]:
-    """Return (what differs from the golden numbers, runs that have none); with `update` they are written and nothing
-    does.
-
-    Args:
-        file: where this recipe's numbers stand, or would; None where another recipe's do.
+    """Return (differences from the golden numbers, runs that have none); with `update` they are written. `file` is
+    where this recipe's numbers stand or would; None where another recipe's do.
     """
     from tools.accuracy.equivalence import golden_gate
     from tools.accuracy.equivalence.matrix import FAIL

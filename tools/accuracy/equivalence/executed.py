@@ -91,9 +91,7 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Return the differences between a sharded training and a training in one process, in order; known differences are
-    listed separately.
-    """
+    """Return the differences of a sharded training from one process, in order, with known ones apart."""
     if other := other_length(run, reference):
         return other
     moves = list(_moves(run, reference))
@@ -116,9 +114,7 @@ def _differs(row: Finding) -> bool:
 
 
 def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[Finding]:
-    """Yield comparisons of the losses and norms of each step; they are findings if their error is over what is
-    allowed.
-    """
+    """Yield comparisons of each step's losses and norms; those over what is allowed are findings."""
     micro_steps = sharding.accumulate or 2  # 0: of a rank's samples each
     undefined = undefined_parts(sharding.pp, micro_steps, float(sharding.aux))
     left_out = ["global_norm", *["load_balancing_loss"] * len(undefined)]
@@ -139,19 +135,15 @@ def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[F
 
 
 def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterator[Finding]:
-    """Yield comparisons of every weight's gradient of step 1, element by element: the one that errs most is nearest to
-    the fault.
-    """
+    """Yield comparisons of step 1's gradients by element: the worst is nearest to the fault."""
     for name in shared(run, reference, FIRST):
         sides = run.state[FIRST + name], reference.state[FIRST + name]
         yield At(run, 1, BACKWARD).judged(name, f"gradient of {name}", *sides, allowed)
 
 
 def _placed(norm: Finding, allowed: float, alike: bool) -> Finding:
-    """Return the finding about a wrong global norm, which counts to the loss if clipping leaves the gradients of each
-    group right.
-
-    Both sides are clipped to one norm: only a factor that all gradients share is lost in that. `allowed`: of groups.
+    """Return the finding about a wrong global norm, which is the loss's if clipping leaves the gradients of each group
+    right within `allowed`: only a factor that all gradients share is lost in clipping.
     """
     if alike and SURE * allowed < norm.error < np.inf:
         return replace(norm, module="loss", tensor="gradient of the loss", detail=f"global norm {norm.detail}")
@@ -190,9 +182,7 @@ def _directions(biases: np.ndarray) -> np.ndarray:
 
 
 def _turns(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield for the first step after which biases differ each router whose do; nothing if one has more than `TURNED` of
-    them, which rounding does not explain.
-    """
+    """Yield each router whose biases differ first; nothing if more than `TURNED` differ, which is no rounding."""
     other = {
         name: _directions(run.state[BIAS + name]) != _directions(reference.state[BIAS + name])
         for name in shared(run, reference, BIAS)
@@ -213,10 +203,8 @@ def _with_bias(row: Finding, step: float) -> bool:
 
 
 def _norm_with_share(run: Trained, step: int, norm: float | None) -> float | None:
-    """Return what a pipeline with an MTP layer takes for the global norm, from that of one process.
-
-    The last stage's share of the embedding's gradient is in the first stage's, and counts once more
-    (docs/stock-differences.md).
+    """Return a pipeline's global norm with an MTP layer from that of one process: the last stage's share of the
+    embedding's gradient counts once more (docs/stock-differences.md).
     """
     return None if norm is None else float(np.hypot(norm, run.shares[step - 1]))
 
@@ -232,19 +220,12 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """An `ExecutedRuns` holds the sharded trainings of one recipe. Each parallel layout is trained once; the training
-    in one process with which it is compared is started when it is first needed.
-    """
+    """An `ExecutedRuns` holds the sharded trainings of one recipe, each of which is trained once."""
 
     word = "run"
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
-        """Train a recipe in a parallel layout and in one process, unless this was done before, and return the
-        comparison of the two trainings.
-
-        Raises:
-            RunFailedError: one of the two runs failed, now or earlier, or left no complete record.
-        """
+        """Train a layout and its one process, each once, and compare them; raise RunFailedError if one fails."""
         reference = self._run(sharding.against, sharding.alone)
         return compare_executed(self._run(name, sharding), reference, sharding)
 
@@ -257,12 +238,8 @@ class ExecutedRuns(Runs):
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
-    """Train a recipe that `derive_sharded` has made, return the results in its checkpoints and metrics, and delete the
-    checkpoints.
-
-    Args:
-        noted: the name of a weight; the last rank records the norm of its gradient, because no checkpoint holds the
-            last rank's copy of this gradient.
+    """Train a recipe of `derive_sharded`, return what its checkpoints and metrics hold, and delete the checkpoints. The
+    last rank records the norm of the gradient of the weight `noted`, because no checkpoint holds its copy.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.
@@ -340,10 +317,8 @@ def _in_order(folder: Path) -> Whole:
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
-    """Return the copies of each router's bias as a dictionary ``{name of the bias: {rank: its copy}}``.
-
-    Only ranks that have the router are listed. The weight of a router shows which ranks have it, because a checkpoint's
-    metadata do not list biases.
+    """Return ``{name of a router's bias: {rank: its copy}}`` of ranks that have the router, as its weight shows: a
+    checkpoint's metadata do not list biases.
     """
     one = {name: {0: value} for name, value in whole.arrays.items() if name.endswith(ROUTER_BIAS)}
     found = {name: copies for name, copies in whole.unlisted.items() if name.endswith(ROUTER_BIAS)}
@@ -352,8 +327,8 @@ def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
 
 
 def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
-    """Return the names of the weights that have a moment of this prefix in their own shape. For every other weight Muon
-    keeps a moment of a single element, which it never uses.
+    """Return the weights that have a moment of this prefix in their own shape; Muon keeps unused ones of one element
+    for the others.
     """
     found = (name.removeprefix(prefix) for name in arrays if name.startswith(prefix))
     return [name for name in found if name in arrays and arrays[prefix + name].shape == arrays[name].shape]

@@ -1,9 +1,6 @@
-"""This module compares new trainings of a recipe with the recipe's golden numbers, which are committed as
-`tests/golden/NAME.json`; a commit that changes golden numbers explains why.
-
-The file holds, for each run of the matrix: losses and global norm of each step, norms of the gradients by group, and a
-digest of the samples in their order. Losses and norms are compared by Table 2, because processors add up in different
-orders; samples must be the same.
+"""This module compares new trainings with golden numbers, which are committed as `tests/golden/NAME.json`; a commit
+that changes them explains why. Losses and norms are compared by Table 2, because processors add up in different orders;
+a digest of the samples in their order must be the same.
 """
 
 from __future__ import annotations
@@ -29,30 +26,20 @@ MADE_WITH = ("mindspore", "mindformers")
 
 
 def golden_file(folder: Path, recipe: str) -> Path:
-    """Return the path of the file with a recipe's golden numbers, such as ``mini-pretrain.json`` for
-    recipes/mini/pretrain.yaml.
-    """
+    """Return the path of a recipe's golden numbers: ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
     path = Path(recipe).absolute()
     return folder / f"{path.parent.name}-{path.stem}.json"
 
 
 def recorded(folder: Path, recipe: str) -> str:
-    """Return the path by which a golden file in `folder` names its recipe: relative to this checkout if the recipe
-    belongs to the checkout, and otherwise relative to the folder.
-    """
+    """Return the name of a recipe in a golden file: relative to this checkout, or else to the file's folder."""
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, real_path(folder))
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the path of the recipe to which the numbers of a golden file belong; return "" if this recipe is the given
-    one.
-
-    Two recipes with the same name in folders with the same name share one golden file, for example a user's
-    mini/pretrain.yaml and the mini/pretrain.yaml of this repository.
-
-    Raises:
-        DataError: it is not a golden file.
+    """Return the recipe to which a golden file belongs, which two recipes of one name in folders of one name share; ""
+    if it is the given one. Raise DataError for another file.
     """
     name = str(_content(file).get("recipe"))
     # as an absolute or relative path wrote it before
@@ -80,11 +67,8 @@ def rounded(value: float) -> float:
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the numbers of `runs` (name -> `numbers_of`) into a golden file; the file keeps its numbers of all other
-    runs.
-
-    Raises:
-        DataError: a number is not finite.
+    """Write the numbers of `runs` (name -> `numbers_of`) beside those of other runs; raise DataError if one is not
+    finite.
     """
     for name, run in runs.items():
         for where, value in _numbers(run):
@@ -106,11 +90,7 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_golden(file: Path) -> dict[str, Any]:
-    """Return the golden numbers in a file, by the names of the training runs.
-
-    Raises:
-        DataError: it is not a golden file.
-    """
+    """Return the golden numbers by run; raise DataError if the file holds none."""
     return _content(file)["runs"]
 
 
@@ -135,9 +115,7 @@ def unknown(golden: Mapping[str, Any], runs: Iterable[str]) -> list[str]:
 
 
 def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a line of text for each number of `runs` that differs from its golden number; runs without golden numbers
-    are left out.
-    """
+    """Return a line for each number of `runs` that differs from its golden number, if it has one."""
     known = [(name, run) for name, run in runs.items() if name in golden]
     return [f"{name}: {line}" for name, run in known for line in _run_differences(golden[name], run)]
 

@@ -53,13 +53,11 @@ class Row:
     """A `Row` holds the result of comparing one parallel strategy with its baseline."""
 
     case: Case
-    # PASS, FAIL, NONE (not compared, with a reason), or KNOWN (a known difference, and everything else passes)
-    status: str
+    status: str  # PASS, FAIL, NONE (not compared, with a reason), or KNOWN (everything else passes)
     reason: str = ""
     tensors: int = 0  # the number of compared tensors
     used: float = 0.0  # the largest error as a share of its tolerance
-    # the differences in the order in which they arise; the first difference shows where the fault is
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()  # in the order in which they arise; the first shows where the fault is
 
     @property
     def sharding(self) -> Sharding:
@@ -67,9 +65,7 @@ class Row:
         return self.case.sharding or Sharding(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for one strategy as values that can be written as JSON; an infinite number is the string
-        "inf".
-        """
+        """Return the result of one strategy as values for JSON; an infinite number is "inf"."""
         findings = [
             dataclasses.asdict(each)
             | {"error": each.error if math.isfinite(each.error) else "inf", "meaning": each.meaning}
@@ -82,9 +78,7 @@ class Row:
 
 @dataclass
 class Matrix:
-    """A `Matrix` holds the results of all compared strategies of one recipe. Each row compares a strategy with its
-    baseline; `runs` holds the trainings that the rows compare, by name.
-    """
+    """A `Matrix` holds the rows of one recipe; `runs` holds the trainings that they compare, by name."""
 
     recipe: str
     steps: int
@@ -111,19 +105,12 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies with these names or of these kinds ("trained", "executed"), and also the layouts that are
-    drawn at random if `drawn` is given.
+    """Return the strategies with these names or of these kinds; without names all trained strategies and the default
+    executed ones, which take minutes each.
 
-    Without names, it returns all trained strategies, and the default selection of the executed strategies, each of
-    which takes minutes.
-
-    Args:
-        base: the recipe from `one_worker`; if it is given, rows that need a part that its model lacks are left out.
-        drawn: the arguments with which `draw_cases` draws layouts of it. If names of drawn layouts are given, the other
-            layouts are left out, so that a layout that failed can be executed again by itself.
-
-    Raises:
-        RecipeError: a name is unknown, or none of the named strategies can be executed.
+    With `base`, the recipe from `one_worker`, rows that need what its model lacks are left out. With `drawn`, the
+    arguments of `draw_cases`, layouts are drawn, too; of them only those that are named, so that one that failed can be
+    executed again. Raise RecipeError for an unknown name, or if none of the named strategies can be executed.
     """
     if drawn:
         layouts = draw_cases(base, *drawn)
@@ -157,19 +144,11 @@ def equivalence(
     drawn: tuple[int, int, int] | None = None,
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
-    """Train a recipe under the chosen parallel strategies, and return the comparison of each strategy with its
-    baseline.
+    """Train a recipe under the strategies of `choose`, and return the comparison of each with its baseline.
 
-    Args:
-        path: the path of the recipe. names: the names for `choose`. work: the folder for the training runs. started:
-            called with the name of each run before it starts.
-        drawn: the number of drawn layouts, the seed, and the largest number of processes of a layout; without names,
-            only these layouts run.
-        finished: called with each row as soon as it is judged, so that an interrupted command has already reported its
-            results.
-
-    Raises:
-        RecipeError: the recipe or a name is wrong.
+    Runs are in the folder `work`; `started` is called with the name of each, and `finished` with each row as soon as it
+    is judged, so that an interrupted command has already reported its results. Raise RecipeError for a wrong recipe or
+    name.
     """
     base = one_worker(path)
     chosen = choose(names, base, drawn)
@@ -188,10 +167,8 @@ def equivalence(
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return the reason why `tc3 train` refuses the recipe of a strategy, such as 7 experts on 2 ranks; return "" if
-    `tc3 train` accepts the recipe.
-
-    A strategy that the recipe's model cannot have does not count as a failure.
+    """Return why `tc3 train` refuses the recipe of a strategy (such as 7 experts on 2 ranks), which is no failure; ""
+    if it accepts it.
     """
     errors = check_recipe(recipe).errors
     return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""
@@ -201,9 +178,7 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Return the training of a variant of the recipe, which runs only if it has not run before. This method raises
-        the errors that `once` raises.
-        """
+        """Return the training of a variant, which runs only once; this raises what `once` raises."""
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self, name: str) -> list[Row]:
@@ -254,9 +229,7 @@ def _row(case: Case, misfit: str, recipes: Iterator[Recipe], compare: Callable[[
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:
-    """Return a line of text for each of the first differences of a strategy from its baseline, or the reason why its
-    training failed.
-    """
+    """Return a line for each of the first differences of a strategy, or why its training failed."""
     if not row.findings:
         return [row.reason]
     lines = [finding_text(finding, row.sharding) for finding in row.findings[:most]]
@@ -285,9 +258,7 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
 
 
 def print_verdict(row: Row, console: Console) -> None:
-    """Write the result of one strategy to `console` when it is known; write nothing about a strategy that was not
-    compared.
-    """
+    """Write the result of one strategy to `console`, unless it was not compared."""
     if row.status == NONE:
         return
     compared = f", {row.tensors} compared, {share(row.used)} of a tolerance used" if row.tensors else ""
@@ -312,9 +283,7 @@ def share(used: float) -> str:
 
 
 def print_list(console: Console) -> None:
-    """Write every strategy to `console`, with a description, the way in which it is tested, and the reason if it cannot
-    be tested.
-    """
+    """Write every strategy to `console`: what it is, how it is tested, and why not if it is not."""
     table = _table("how", "what")
     for case in CASES:
         table.add_row(case.name, case.how, case.what)

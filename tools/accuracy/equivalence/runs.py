@@ -43,27 +43,20 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """This error means that a training that was to be compared failed; the message holds the last lines of its
-    output.
-    """
+    """This error means that a compared training failed; the message has the last lines of its output."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A `Trained` holds what a training on one or more workers recorded: metrics, samples, norms of gradients and
-    tensors.
-    """
+    """A `Trained` holds what a training recorded: metrics, samples, norms of gradients and tensors."""
 
     workers: int  # the number of workers
     steps: list[dict[str, Any]]  # the metrics of each step
     samples: list[list[str]]  # for each step the sorted digests of its samples; empty if they are unknown
     norms: list[dict[str, float]]  # for each step the norm of each weight's gradient, after clipping
-    # whole tensors: the weights, their initial values, their moments, the smallest mean squares of gradients, and the
-    # routers' biases and loads
-    state: dict[str, np.ndarray]
+    state: dict[str, np.ndarray]  # whole tensors, by the names of weights and routers behind a prefix above
     differing: dict[str, tuple[int, ...]]  # tensor -> the ranks whose copy differs from that of rank 0
-    # for each step the norm of the last stage's own gradient of the embedding, if the run records it
-    shares: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)  # norms of the last stage's own gradient of the embedding
     held_out: dict[int, float] = field(default_factory=dict)  # step -> held-out loss, if the run evaluates
 
 
@@ -77,16 +70,12 @@ class Runs:
     started: Callable[[str], None]  # a function that is called with the name of each training before it starts
     runs: dict[str, Trained] = field(default_factory=dict)
     failures: dict[str, RunFailedError] = field(default_factory=dict)
-    # the path prefixes of the corpora by the length of a sample in tokens; 0 for the recipe's own length
-    corpora: dict[int, str] = field(default_factory=dict)
+    corpora: dict[int, str] = field(default_factory=dict)  # tokens of a sample (0: the recipe's) -> path prefix
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the results of the training with this name; the first call for a name runs the training by calling
-        `make`.
-
-        Raises:
-            RunFailedError: the run failed, now or earlier, or its record cannot be read.
+        """Return the results of a training, which `make` runs on the first call; raise RunFailedError if it failed, now
+        or earlier, or its record cannot be read.
         """
         if name in self.failures:
             raise self.failures[name]
@@ -100,9 +89,7 @@ class Runs:
         return self.runs[name]
 
     def corpus(self, length: int = 0) -> str:
-        """Return the path prefix of a corpus of random tokens for samples of `length` tokens; a length of 0 means the
-        recipe's own sequence length.
-        """
+        """Return the path prefix of a random corpus for samples of `length` tokens (0: the recipe's own)."""
         if length not in self.corpora:
             folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
             self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
@@ -110,9 +97,7 @@ class Runs:
 
 
 def refuse_other_data(recipe: Recipe) -> None:
-    """Raise RecipeError for a recipe that reads other data than a Megatron corpus (such as conversations), because the
-    compared trainings read a Megatron corpus (in `align`, only as many samples as a few steps take).
-    """
+    """Raise RecipeError for a recipe that reads other data than a Megatron corpus, such as conversations."""
     if not View(recipe).megatron:
         raise RecipeError(
             f"{recipe.source}: train_dataset.data_loader.type: the compared runs read a Megatron corpus, which the "
@@ -121,10 +106,8 @@ def refuse_other_data(recipe: Recipe) -> None:
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
-    """Write a corpus of random tokens, the same on every machine, that is long enough for `steps` steps; return its
-    path prefix.
-
-    length: the tokens of a sample, if they are not those of the recipe.
+    """Write a corpus of random tokens, the same on every machine, for `steps` steps with samples of `length` tokens (0:
+    the recipe's own); return its path prefix.
     """
     model = convert(View(recipe), load_schema()).fields  # with MindFormers' own sizes where the recipe leaves one out
     tokens = 2 * (steps + 2) * View(recipe).batch * ((length or model["seq_length"]) + 1)
@@ -138,10 +121,8 @@ def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> st
 
 
 def train(recipe: Recipe, run_dir: Path) -> Trained:
-    """Train a recipe by `tc3 train` with workers that record their state, and return what they recorded.
-
-    Raises:
-        RunFailedError: the training failed. DataError: the run left no complete record.
+    """Train a recipe by `tc3 train` with workers that record their state; raise RunFailedError, or DataError for an
+    incomplete record.
     """
     run_dir = run_dir.absolute()
     adam = adam_of(recipe.get("optimizer") or {})
@@ -154,12 +135,7 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
 
 
 def launch(recipe: Recipe, run_dir: Path) -> None:
-    """Train a recipe by `tc3 train` into the folder `run_dir`; the recipe is first written to a file next to that
-    folder.
-
-    Raises:
-        RunFailedError: the training failed.
-    """
+    """Train a recipe by `tc3 train` into `run_dir`, from a file beside it; raise RunFailedError if it fails."""
     run_dir = run_dir.absolute()
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file = run_dir.with_name(f"{run_dir.name}.yaml")
@@ -172,12 +148,7 @@ def launch(recipe: Recipe, run_dir: Path) -> None:
 
 
 def read_run(run_dir: Path) -> Trained:
-    """Return what all ranks of a finished training recorded, combined into one record.
-
-    Raises:
-        DataError: there is no record, the record of a rank is missing or lacks a tensor or a step, or there are no
-            metrics.
-    """
+    """Return what all ranks of a training recorded; raise DataError for a record or metrics that lack something."""
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
         raise DataError(
@@ -212,9 +183,8 @@ def read_run(run_dir: Path) -> Trained:
 
 
 def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return (the tensor of all data-parallel workers, those whose copy is not rank 0's).
-
-    Experts lie one after the other along axis 0, loads are of a rank's own tokens and averaged, all else is copied.
+    """Return (the tensor of all data-parallel workers, those whose copy is not rank 0's): experts lie one after the
+    other along axis 0, loads are of a rank's own tokens and averaged, all else is copied.
     """
     if weight_of(name) in split:
         return np.concatenate(parts), ()
@@ -225,18 +195,12 @@ def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndar
 
 
 def weight_of(name: str) -> str:
-    """Return the name of the weight (or of the router) to which a recorded tensor, such as an optimizer moment,
-    belongs.
-    """
+    """Return the weight (or router) to which a recorded tensor, such as an optimizer moment, belongs."""
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
 def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the records of all steps in the metrics file of one rank of a run, in order.
-
-    Raises:
-        DataError: there is no such file.
-    """
+    """Return the records of all steps in the metrics of one rank; raise DataError without such a file."""
     metrics = run_dir / "metrics" / f"rank_{rank}.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
@@ -245,9 +209,7 @@ def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return for each step the sorted digests of all ranks' samples; return an empty list if the digests of one rank
-    are unknown.
-    """
+    """Return the sorted digests of each step's samples on all ranks; [] if those of a rank are unknown."""
     given = []
     for rank in range(workers):
         known = (run_dir / "metrics" / f"rank_{rank}.jsonl").exists()
@@ -259,17 +221,13 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return for each element of a weight the smallest value above 0 that its mean squared gradient, by which AdamW
-    divides, has had so far.
-    """
+    """Return each element's smallest mean square above 0 so far, by whose root AdamW divides."""
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)
 
 
 def group_of(weight: str) -> str:
-    """Return the part of the model to which a MindFormers weight belongs, such as layers.1.experts, embedding
-    or norms.
-    """
+    """Return the part of the model to which a weight belongs, such as layers.1.experts, embedding or norms."""
     words = weight.split(".")
     where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
     parts = {"norm": "norms", ".experts.": "experts", "shared_experts": "shared_expert", "router": "router"}

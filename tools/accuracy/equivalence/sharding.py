@@ -39,12 +39,11 @@ MODEL = (
 class Sharding:
     """A `Sharding` describes how several processes share the model and the samples of a step."""
 
-    # tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism
-    tp: int = 1
-    dp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
+    tp: int = 1  # tensor parallelism
+    dp: int = 1  # data parallelism
+    cp: int = 1  # context parallelism
+    pp: int = 1  # pipeline parallelism
+    ep: int = 1  # expert parallelism
     sp: bool = False  # sequence parallelism over tp
     vpp: int = 1  # the number of chunks of layers of a stage
     micro: int = 1  # the number of micro-batches of the pipeline
@@ -52,9 +51,8 @@ class Sharding:
     zero: bool = False  # whether the optimizer's state is sharded over dp
     recompute: bool = False  # whether all activations are recomputed
     accumulate: int = 1  # the steps of gradient accumulation; 0: one for each sample of a rank
-    # moe, mtp: whether the model has experts and an MTP layer
-    moe: bool = False
-    mtp: bool = False
+    moe: bool = False  # whether the model has experts
+    mtp: bool = False  # whether the model has an MTP layer
     layers: int = 2  # the number of layers
     sparse: int = 1  # the number of layers with experts, which are the last ones
     # whether the router has its auxiliary loss. This loss is computed for each rank and micro-batch, so it is off if
@@ -67,15 +65,12 @@ class Sharding:
     length: int = 0  # the tokens of a sample
     mode: str = ""  # the mode of the hierarchical_ep plugin, as it runs on Ascend; "": MindFormers' own dispatcher
     chunks: int = 1  # the number of chunks of tokens in a layer (ep_overlap plugin); 1: without the plugin
-    # whether tokens attend only to their own document, by the compressed mask, in samples of `DOCUMENTS` tokens
-    documents: bool = False
+    documents: bool = False  # whether documents are apart by the compressed mask, in samples of `DOCUMENTS` tokens
     held_out: bool = False  # whether the held_out_loss plugin evaluates after every step
     streams: int = 1  # the number of residual streams (hyper_connections plugin); 1: without the plugin
     moves: bool = False  # whether the expert_balance plugin shuffles the experts after every step
     uneven: bool = False  # whether the first stage has one layer more than the others, and the last stage one less
-    # whether stock MindFormers counts MTP's share of the embedding's gradient twice in this strategy, which is reported
-    # and not judged
-    known: bool = False
+    known: bool = False  # whether stock MindFormers counts a gradient twice (`TWO_STAGES`): reported, and not judged
 
     @property
     def workers(self) -> int:
@@ -84,8 +79,8 @@ class Sharding:
 
     @property
     def node(self) -> int:
-        """Return the number of expert-parallel ranks that count as one node for hierarchical_ep: all ranks in the mode
-        "global", otherwise the largest number of ranks that leaves several equal nodes.
+        """Return the expert-parallel ranks of a node for hierarchical_ep: all in the mode "global", otherwise the most
+        that leave several equal nodes.
         """
         whole = self.mode == "global"
         return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)
@@ -119,9 +114,7 @@ class Sharding:
 
     @property
     def words(self) -> str:
-        """Return as text the fields of this sharding that differ from their defaults (one process, a model of two dense
-        layers), such as ``"dp 2, tp 2, sp, zero"``.
-        """
+        """Return the fields that differ from their defaults, such as ``"dp 2, tp 2, sp, zero"``."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
@@ -131,9 +124,7 @@ class Sharding:
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
-        """Return the reason why `batch` samples of a step cannot be divided among the ranks and micro-batches of this
-        sharding; return "" if they can.
-        """
+        """Return why `batch` samples cannot be divided among ranks and micro-batches; "" if they can."""
         parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
@@ -143,11 +134,9 @@ USUAL = ("executed_tp2_sp", "executed_pp2")
 
 
 def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
-    """Return a recipe that trains the first `steps` steps of `base` (from `one_worker`) as a sharded graph, on the
-    Megatron corpus `corpus`.
-
-    The returned recipe saves a checkpoint after each step, from which gradients and the optimizer's state are read. The
-    first step's learning rate is 0, so that the first checkpoint holds the weights from which the training starts.
+    """Return the first `steps` steps of `base` (from `one_worker`) as a sharded graph on a Megatron corpus. A
+    checkpoint after each step holds gradients and the optimizer's state; the first step's learning rate is 0, so that
+    the first checkpoint holds the weights from which the training starts.
     """
     recipe = copy.deepcopy(base)
     batch = recipe["runner_config"]["batch_size"]

@@ -47,9 +47,8 @@ class Variant:
     """A `Variant` is a training with MindFormers on CPU workers, with the features that its fields switch on."""
 
     workers: int = 1
-    # mode, chunks: the mode of hierarchical_ep and the chunks of ep_overlap, with experts split over all workers
-    mode: str = ""
-    chunks: int = 1
+    mode: str = ""  # the mode of hierarchical_ep, with experts split over all workers
+    chunks: int = 1  # the chunks of ep_overlap
     apart: bool = False  # whether tokens attend only to their own document
     balance: bool = False  # whether the attention_balance plugin is on
     recompute: bool = False  # whether activations are recomputed
@@ -59,9 +58,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one strategy to compare: with a training by MindFormers, with a training as a sharded graph, or with
-    the reason why a CPU can run neither of these two trainings.
-    """
+    """A `Case` is one strategy: trained (`variant`), executed (`sharding`), or why a CPU can do neither (`reason`)."""
 
     name: str
     what: str
@@ -70,9 +67,7 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return a text that says what this strategy needs and a recipe lacks: a part of the model, or an optimizer
-        that the strategy's graph can compute; return "" if nothing is missing.
-        """
+        """Return what this strategy needs and a recipe lacks, a part of the model or an optimizer; "" if nothing."""
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
@@ -105,9 +100,7 @@ CASES = tuple(_read())
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return every strategy for a recipe of one worker; a strategy is marked as not executable, with the reason, if it
-    needs a part of the model or an optimizer that the recipe does not have.
-    """
+    """Return every strategy for a recipe of one worker; what it lacks makes one not executable, with the reason."""
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
     lacking = ((case, case.lacks(model, optimizer)) for case in CASES)
@@ -120,11 +113,8 @@ def baseline_variant(name: str) -> Variant:
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe in `path`, or its mini recipe if it is for Ascend. The returned recipe trains on one CPU worker
-    with the whole global batch, and only with the plugins that belong to its model.
-
-    Raises:
-        RecipeError: the file is wrong, or cannot be shrunk, or lacks something without which no training starts.
+    """Return the recipe in `path`, or its mini recipe if it is for Ascend, for one CPU worker with the whole global
+    batch, and only with the plugins of its model; raise RecipeError if no training can start.
     """
     recipe = load_recipe(path)
     if not View(recipe).on_cpu:
@@ -201,14 +191,8 @@ def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
 
 
 def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> list[Case]:
-    """Return different parallel layouts of a recipe (from `one_worker`), drawn at random; equal arguments give equal
-    layouts.
-
-    Args:
-        most: the largest number of processes of a layout.
-
-    Raises:
-        RecipeError: there are fewer than `count` legal layouts.
+    """Return different legal layouts of a recipe (from `one_worker`) on at most `most` processes, drawn by `seed`;
+    raise RecipeError if there are fewer than `count`.
     """
     numbers = random.Random(seed)
     found: dict[Sharding, None] = {}
@@ -263,9 +247,7 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return the reason why a parallel layout is not legal for a model, or cannot be compared; return "" if the layout
-    can be compared.
-    """
+    """Return why a layout is not legal for a model, or cannot be compared; "" if it can be."""
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0

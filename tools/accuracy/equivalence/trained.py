@@ -1,10 +1,5 @@
-"""This module compares two trainings of one recipe by MindFormers, and defines the differences (findings) that a
-comparison can find.
-
-A finding names step, phase, module, tensor and ranks, and the usual cause (report, section 3.2.2). Findings come in the
-order in which differences arise. Different samples explain all other differences. A wrong loss of step 1 points to the
-forward pass, a wrong gradient norm of step 1 to the backward pass, and a wrong state (with the losses of later steps)
-to the optimizer.
+"""This module compares two trainings of one recipe by MindFormers, and defines the findings of a comparison: step,
+phase, module, tensor, ranks, and the usual cause (report, section 3.2.2), in the order in which differences arise.
 
 After each step a router's bias rises by a fixed rate for an expert that got less than its share of the choices of all
 ranks, and falls by this rate for an expert that got more. This holds exactly, with one exception: a token at a tie
@@ -77,18 +72,14 @@ CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this sh
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a number or tensor of a training that differs from the same number or tensor of the reference
-    training.
-    """
+    """A `Finding` is a number or tensor of a training that differs from that of the reference."""
 
     step: int  # the number of the step, counted from 1
     phase: str  # FORWARD, BACKWARD or OPTIMIZER
-    # module, tensor: the names of the module and of the tensor that differ
     module: str
     tensor: str
-    # error, allowed: the error as `judge` measures it, and its tolerance by Table 2
-    error: float
-    allowed: float
+    error: float  # as `judge` measures it
+    allowed: float  # by Table 2
     ranks: tuple[int, ...]  # the ranks of the whole run whose part is wrong
     detail: str  # a description of the worst element, or of the fault
 
@@ -105,9 +96,7 @@ class Finding:
 
 
 class At(NamedTuple):
-    """An `At` names a training step and one of its phases (forward, backward or optimizer); the methods of an `At` make
-    findings about this step and phase.
-    """
+    """An `At` names a step and a phase of a training; its methods make findings about them."""
 
     run: Trained
     step: int
@@ -121,15 +110,13 @@ class At(NamedTuple):
         return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
 
     def judged(self, weight: str, tensor: str, got: np.ndarray, want: np.ndarray, allowed: float) -> Finding:
-        """Return a finding that compares a tensor that belongs to a weight, such as the weight's moment, with the
-        reference's tensor.
-        """
+        """Return a comparison of a tensor that belongs to a weight, such as its moment, with the reference's."""
         verdict = judge(got, want, allowed, DTYPE)
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
 
     def number(self, module: str, tensor: str, got: Number, want: Number, allowed: float, of: Number = None) -> Finding:
-        """Return a finding that compares one number with the reference's number; the error is relative to `of`, which
-        defaults to the reference's number, and infinite if a number is missing or not finite.
+        """Return a comparison of two numbers; the error is relative to `of`, by default the reference's, and infinite
+        if a number is missing or not finite.
         """
         got, want = (np.nan if value is None else value for value in (got, want))
         finite = np.isfinite(got) and np.isfinite(want)
@@ -143,8 +130,7 @@ class Comparison:
 
     tensors: int  # the number of compared tensors
     used: float  # the largest error as a share of its tolerance
-    # the differences in the order of execution, so that the first one shows where the fault is
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # in the order of execution; the first shows where the fault is
     known: tuple[Finding, ...] = ()  # known differences, which are not judged
     reason: str = ""  # what the known differences come from
 
@@ -176,9 +162,7 @@ def finding_text(finding: Finding, sharding: Sharding) -> str:
 
 
 def _bias_rows(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield for each router that has a bias: the loads of each step, then how the biases moved, then where they
-    ended.
-    """
+    """Yield for each router with a bias its loads of each step, how the biases moved, where they ended."""
     for name in (name.removeprefix(BIAS) for name in reference.state if name.startswith(BIAS)):
         loads, wants = (side.state[LOAD + name].astype(np.float64) for side in (run, reference))
         for step, (load, want) in enumerate(zip(loads, wants, strict=True), 1):
@@ -238,9 +222,7 @@ def other_length(run: Trained, reference: Trained) -> Comparison | None:
 
 
 def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield a finding for each step whose samples differ from the reference's samples; the order of the samples and the
-    ranks that received them do not matter.
-    """
+    """Yield each step whose samples are others than the reference's, in any order and on any ranks."""
     for step, (mine, theirs) in enumerate(zip(run.samples, reference.samples, strict=True), 1):
         if mine != theirs:
             other = len(set(mine) ^ set(theirs)) // 2
@@ -302,16 +284,14 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return two phases: the phase to which a wrong loss of a step points, and the phase to which a wrong gradient
-    points: forward and backward in the first step, and the optimizer in later steps.
+    """Return the phases to which a wrong loss and a wrong gradient point: forward and backward in the first step, the
+    optimizer in later steps.
     """
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
 
 
 def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
-    """Return for each part of the model the comparison of the norm of its gradients in one step with the reference's
-    norm.
-    """
+    """Return for each part of the model the comparison of its gradients' norm in one step."""
     found, wanted = (group_norms(side.norms[at.step - 1]) for side in (at.run, reference))
     return [at.number(group, "gradient norm", found.get(group), want, allowed) for group, want in wanted.items()]
 
@@ -327,8 +307,8 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Yield comparisons of the optimizer's moments after the last step, and then of the total change of each weight, by
-    Table 2's tolerance for sums over `tokens` tokens.
+    """Yield comparisons of moments after the last step and of each weight's whole change, by Table 2 for sums over
+    `tokens`.
     """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     for name in (name for name in reference.state if name.startswith(STATE)):
@@ -347,16 +327,12 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return the error of a weight that follows from the errors that Table 2 allows for the weight's gradients.
+    """Return the error of a weight that follows from the errors that Table 2 allows for its gradients.
 
-    AdamW divides a gradient g by its own size, so an error e of the gradient changes an update by up to 2 * e / |g| of
-    the learning rate. If |g| is smaller than its error, noise decides the sign of the update, which may be up to the
-    whole learning rate in either direction. As in `judge`, e is relative to |g| or to the root mean square of the
-    tensor, whichever is larger.
-
-    Args:
-        mean_square: the smallest mean square of any step, whose root is used for |g|. moved: the sum of the learning
-            rates of all steps.
+    AdamW divides a gradient g by its own size, so an error e of g changes an update by up to 2 * e / |g| of the
+    learning rate; below its error, noise decides the sign of the update. As in `judge`, e is relative to |g| or to the
+    root mean square of the tensor, whichever is larger. |g| is the root of the smallest mean square of any step;
+    `moved` is the sum of all learning rates.
     """
     size = np.sqrt(mean_square.astype(np.float64))
     error = allowed * np.maximum(size, np.sqrt(np.mean(np.square(size))))

@@ -21,14 +21,12 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This error means that this device has no kernel for the operator or the data type; the message comes from
-    MindSpore.
-    """
+    """This error means, in MindSpore's words, that the device has no kernel for an operator or type."""
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators on the device of MindSpore on this host. The class is a context manager,
-    because MindSpore's mode and synchronisation are global and must be restored.
+    """A `MindSporeDevice` runs operators on this host's device. It is a context manager, because MindSpore's mode and
+    synchronisation are global and must be restored.
     """
 
     def __init__(self) -> None:
@@ -49,20 +47,15 @@ class MindSporeDevice:
         self._ms.set_context(**self._before)
 
     def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
-        """Run the operator of `spec` on the device and return its outputs; bfloat16 outputs are returned as the same
-        values in float32.
-
-        Raises:
-            NotRunnableError: this machine has no kernel of the operator for that type.
+        """Return the outputs of the operator on the device, bfloat16 as float32; raise NotRunnableError without a
+        kernel for the type.
         """
         return self._caught(lambda: as_tuple(spec.call(self._ms)(*self._tensors(spec, inputs, dtype))), dtype)
 
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Return the gradients of those inputs of an operator that `spec.wrt` lists, for given gradients of its float
-        outputs; this raises the errors that `forward` raises.
-        """
+        """Return the gradients of the inputs `spec.wrt`, and raise what `forward` raises."""
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
     def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:

@@ -129,9 +129,7 @@ def _layout(name, source, golden, grad, call, shapes=((32, 48),), tensors=1, **s
 
 
 def _cast(target, golden):
-    """Return the test of a Cast to `target`; the incoming gradient already has this type, so it is rounded before it
-    arrives.
-    """
+    """Return the test of a Cast to `target`, whose incoming gradient already has this type."""
     return _layout(
         f"cast.{target}", f"mixed precision: Cast to {target}", golden, lambda x, dout: (golden(dout),),
         lambda ms: lambda x: ms.ops.cast(x, getattr(ms, target)), ((64, 96),), special="each",

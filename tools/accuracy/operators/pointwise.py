@@ -158,9 +158,7 @@ def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Ar
 
 
 def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
-    """Return the gradients scaled so that their joint norm is at most MAX_NORM, and their joint norm before scaling,
-    [1].
-    """
+    """Return the gradients scaled to a joint norm of at most MAX_NORM, and their norm before, [1]."""
     dtype = gradients[0].dtype
     norm = np.sqrt(np.array([np.square(gradient).sum() for gradient in gradients], dtype).sum(keepdims=True))
     scale = MAX_NORM / (np.maximum(norm, MAX_NORM) + dtype.type(1e-6))
@@ -168,9 +166,7 @@ def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
 
 
 def from_mindformers(module: str) -> ModuleType:
-    """Import a module of MindFormers, with MindFormers' log sent to stderr instead of stdout, and to a temporary folder
-    instead of ./output/log.
-    """
+    """Import a module of MindFormers, whose log goes to stderr and a temporary folder."""
     ours = "LOG_MF_PATH" not in os.environ
     if ours:
         os.environ["LOG_MF_PATH"] = os.path.join(tempfile.gettempdir(), "tc3_mindformers_log")

@@ -44,9 +44,7 @@ def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
 
 
 def grouped_grad(rows, weight, ends, dout):
-    """Return the gradients of a grouped matmul with respect to its rows and weights; the gradient of an expert without
-    rows is zero.
-    """
+    """Return the gradients of a grouped matmul; that of an expert without rows is zero."""
     douts, parts = np.split(dout, ends[:-1]), np.split(rows, ends[:-1])
     drows = np.concatenate([d @ matrix.T for d, matrix in zip(douts, weight, strict=True)])
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
@@ -227,9 +225,7 @@ def router(logits: Array, bias: Array) -> tuple[Array, Array]:
 
 
 def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of a router's weights with respect to the logits; the choice of the experts has no
-    gradient.
-    """
+    """Return the gradient of a router's weights for its logits; the choice of experts has none."""
     gate, index = _chosen(logits, bias)
     total = gate.sum(-1, keepdims=True)
     dgate = SCALING * (dout - (dout * gate).sum(-1, keepdims=True) / total) / total
@@ -266,9 +262,7 @@ def _routed(rng, tokens, experts):
 
 
 def sort_maps(experts: Array) -> tuple[Array, Array]:
-    """Return the order that sorts the N k (token, expert) copies stably by expert, as two int arrays [N k]: the copy at
-    each sorted place, and the sorted place of each copy.
-    """
+    """Return the order that sorts N k copies stably by expert, and the sorted place of each copy, int [N k]."""
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     return order, np.argsort(order, kind="stable").astype(np.int32)
 

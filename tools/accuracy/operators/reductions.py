@@ -173,8 +173,8 @@ def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[A
 
 
 def rms_norm_call(epsilon: float):
-    """Return a function that computes the RMS norm as MindFormers does: statistics are computed in float32 and stored
-    in the input's type (transformer/norm.py).
+    """Return the RMS norm as in MindFormers: statistics in float32, result in the input's type
+    (transformer/norm.py).
     """
 
     def make(ms):

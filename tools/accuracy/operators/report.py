@@ -1,6 +1,4 @@
-"""This module reports the results of `tc3 accuracy ops` by operator and data type: as JSON, on a terminal, and as one
-HTML page; it also lists all operators by family.
-"""
+"""This module lists the operators by family, and reports the results of `tc3 accuracy ops`."""
 
 from __future__ import annotations
 
@@ -50,7 +48,6 @@ class Report:
     """A `Report` holds the results of `tc3 accuracy ops`, with a row for each check of an operator."""
 
     device: str  # the device on which the operators ran
-    # seed, reruns: the seed and the number of reruns of the run
     seed: int
     reruns: int
     rows: list[Row]
@@ -92,18 +89,14 @@ class Report:
 
 
 def status_of(rows: list[Row]) -> str:
-    """Return the status of an operator in one data type: "fail" if a check failed, "not runnable" if its forward did
-    not run here, and otherwise "pass".
-    """
+    """Return "fail" if a check failed, "not runnable" if the forward did not run here, otherwise "pass"."""
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
 
 
 def used(rows: list[Row]) -> float:
-    """Return the largest error of an operator's forward and backward as a share of its tolerance; 0 for an operator
-    that only moves values.
-    """
+    """Return the largest share of its tolerance in forward and backward; 0 if values are only moved."""
     return max((row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"), default=0.0)
 
 
@@ -128,9 +121,7 @@ def failure_text(row: Row) -> str:
 
 
 def not_runnable_lines(rows: list[Row]) -> list[str]:
-    """Return one line for each operator that cannot run here and each message of MindSpore about it: the data types,
-    the phase if only the backward failed, and the message.
-    """
+    """Return a line for each operator that cannot run here: types, phase, and MindSpore's message."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         grouped.setdefault((row.op, row.phase, row.detail), []).append(SHORT[row.dtype])

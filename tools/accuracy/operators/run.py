@@ -1,9 +1,5 @@
-"""This module tests one operator in one data type: forward, backward, special values and reruns; each check gives one
-row of the report.
-
-A case holds the seeded inputs of the device, with values near the ends of the type's range clipped (report, section 3.1
-(3)). Its golden outputs and gradients are computed by the spec's NumPy functions in the promoted type. Special inputs
-consist of infinities, NaN, denormals and zeros only. Reruns must be identical bit by bit.
+"""This module tests one operator in one data type: forward, backward, special values and reruns. Values near the ends
+of the type's range are clipped (report, section 3.1 (3)); golden results are computed by the spec in the promoted type.
 """
 
 from __future__ import annotations
@@ -35,19 +31,14 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Return the values with each magnitude raised to at least `bound` and each sign kept (0 becomes +bound, -0 becomes
-    -bound).
-    """
+    """Return the values with magnitudes of at least `bound`; signs are kept, also that of zero."""
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
 
 def specials(dtype: str) -> np.ndarray:
-    """Return 13 special values rounded to `dtype`: zero, denormals, the smallest normal numbers, small whole numbers,
-    half the largest number, infinities and NaN.
-
-    Half the largest number is used so that the order of multiplication with two factors near one does not decide
-    whether the result overflows. Negative zero is left out, because kernels differ in its sign, and training does not
-    depend on it.
+    """Return 13 special values rounded to `dtype`: zero, denormals, the smallest normal and small whole numbers, half
+    the largest number (so that the order of multiplication does not decide about overflow), infinities and NaN.
+    Negative zero is left out: kernels differ in its sign, and training does not depend on it.
     """
     low, high = SMALLEST[dtype], LARGEST[dtype] / 2
     values = [0.0, low / 4, -low / 4, low, -low, 1.0, -1.0, 2.0, high, -high, np.inf, -np.inf, np.nan]
@@ -55,16 +46,12 @@ def specials(dtype: str) -> np.ndarray:
 
 
 def grid(dtype: str, inputs: int) -> list[np.ndarray]:
-    """Return test inputs for an elementwise operator with `inputs` inputs, as one vector for each input; together they
-    hold every combination of special values.
-    """
+    """Return a vector for each input of an elementwise operator, with every combination of special values."""
     return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
 
 
 def poke(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a copy of an array [..., n] with at least 13 rows; in the middle of each of its first 13 rows, one of the
-    special values replaces the element.
-    """
+    """Return a copy of an array [..., n] with a special value in the middle of each of its first 13 rows."""
     poked = values.copy()
     rows = poked.reshape(-1, poked.shape[-1])
     special = specials(dtype)
@@ -81,9 +68,7 @@ def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` holds the arrays of one test of an operator: inputs and incoming gradients, rounded to the tested type,
-    and the golden outputs and gradients.
-    """
+    """A `Case` holds inputs and incoming gradients, rounded to the tested type, and the golden results."""
 
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
@@ -98,9 +83,7 @@ def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Genera
 
 
 def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case:
-    """Return one test of an operator: draw its inputs (`shape` gives the sizes for `spec.make`), clip and round them,
-    and compute the golden results.
-    """
+    """Return one test: inputs of the sizes `shape`, clipped and rounded, and their golden results."""
     rng = generator(spec, shape, seed)
     inputs, extreme = [], 0
     for number, values in enumerate(spec.make(rng, *shape)):
@@ -156,12 +139,7 @@ class Row:
 
 
 def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, seed: int = 0) -> list[Row]:
-    """Run all checks of an operator in one data type on a device, and return a row for each.
-
-    Args:
-        dtype: the full name of the data type. reruns: the number of times that each case runs; with 1, reruns are not
-            checked. seed: the seed of the inputs.
-    """
+    """Return a row for each check of an operator in one data type; with `reruns` of 1, reruns are not checked."""
     rows: list[Row] = []
     for shape in spec.shapes:
         rows += _case(spec, shape, dtype, device, reruns, make_case(spec, shape, dtype, seed))
@@ -219,9 +197,7 @@ def _told(error: Exception) -> str:
 
 
 def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iterator[Row]:
-    """Yield the results of the forward with special values; the golden baseline may treat denormals
-    as zero or not.
-    """
+    """Yield the results of special values; the golden baseline may flush denormals or not."""
     inputs = special_inputs(spec, dtype, seed)
     wants = _special_goldens(spec, inputs, dtype)
     allowed = tolerance(dtype, max(spec.counts(*inputs).of("forward", 0), 1), spec.roundings)
@@ -241,9 +217,7 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Return test inputs of an operator with special values: if `spec.special` is "each", all combinations of special
-    values; if it is "row", the first test input with one special value in each row.
-    """
+    """Return inputs with special values: all combinations of them ("each"), or one in each row ("row")."""
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":
         return tuple(grid(dtype, len(case.inputs)))

@@ -1,10 +1,6 @@
-"""This module keeps golden results of operators in a small, dated file (shipped.json), and compares the golden results
-that this machine computes with those in the file.
-
-`tc3 accuracy ops` judges a device by golden results that NumPy computes on the same host, so a host whose CPU or NumPy
-computes wrong results would also judge its device wrongly. The file holds, for the first shape of every operator and
-data type, the root mean square of each golden output and gradient and a few of its elements, as another CPU computed
-them.
+"""This module compares the golden results of this host with those in a small, dated file (shipped.json): a host whose
+CPU or NumPy computes wrong results would also judge its device wrongly. The file holds, for the first shape of every
+operator and data type, root mean square and a few elements of each golden tensor, as another CPU computed them.
 
 `python -m tools.accuracy.operators.shipped --update` writes the file again; this needs only NumPy.
 """
@@ -35,9 +31,7 @@ _DIGITS = 8
 
 
 def numbers_of(spec: Spec, dtype: str) -> dict[str, list[float]]:
-    """Return the root mean square and some sample elements of each golden output and gradient of an operator, for the
-    first of its test shapes.
-    """
+    """Return root mean square and sample elements of each golden result of an operator's first test shape."""
     case = make_case(spec, spec.shapes[0], dtype, SEED)
     tensors = {f"output {number}": array for number, array in enumerate(case.outputs)}
     tensors |= {f"gradient {number}": array for number, array in zip(spec.wrt, case.grads, strict=False)}
@@ -53,12 +47,7 @@ def _summary(name: str, array: Array) -> list[float]:
 
 
 def read_shipped(file: Path = FILE) -> dict[str, Any]:
-    """Return the content of the file of golden results: "made" (its date), "numpy" (the version of NumPy), and
-    "results".
-
-    Raises:
-        DataError: it is not a golden file.
-    """
+    """Return the golden results: "made" (date), "numpy" (version), "results"; raise DataError if there are none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         content["results"].keys()
@@ -71,11 +60,8 @@ def read_shipped(file: Path = FILE) -> dict[str, Any]:
 
 
 def differences(pairs: Iterable[tuple[Spec, str]], shipped: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the number of compared tensors, and a line of text for each tensor that differs from the golden results in
-    the file.
-
-    Args:
-        pairs: operators and data types. shipped: the result of `read_shipped`.
+    """Return how many tensors of the pairs (operator, type) were compared, and a line for each that differs from
+    `shipped`, the result of `read_shipped`.
     """
     compared, lines = 0, []
     for spec, dtype in pairs:

@@ -1,9 +1,5 @@
-"""This module defines the test of one operator, and counts how many terms are summed in each element of the operator's
-result.
-
-Specs are data: each consists of small functions over NumPy arrays and one MindSpore call. The counts, which choose the
-row of Table 2, follow from an operator's shapes and indices: each function that computes counts takes the operator's
-input arrays.
+"""This module defines the test of one operator as data: small functions over NumPy arrays, one MindSpore call, and
+counts of the terms that an element of the result sums, from the input arrays; they choose the row of Table 2.
 """
 
 from __future__ import annotations
@@ -19,17 +15,15 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Counts:
-    """A `Counts` holds the accumulation counts (numbers of summed terms) of an operator's outputs and gradients: one
-    count for all of them or one for each; 0 means that values are only moved.
+    """A `Counts` holds the numbers of summed terms of outputs and gradients: one for all or one for each; 0 means that
+    values are only moved.
     """
 
     forward: int | tuple[int, ...]
     backward: int | tuple[int, ...] = 1
 
     def of(self, phase: str, index: int) -> int:
-        """Return the accumulation count of the output or gradient with number `index`; `phase` is "forward" or
-        "backward".
-        """
+        """Return the count of an output or gradient; `phase` is "forward" or "backward"."""
         counts = self.forward if phase == "forward" else self.backward
         return counts[index] if isinstance(counts, tuple) else counts
 
@@ -38,53 +32,38 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """Return the numbers of summed terms for an elementwise operator, in which each element of a result depends on one
-    element of each input: 1 for outputs and gradients.
-    """
+    """Return the counts of an operator whose results depend on one element of each input: 1."""
     return Counts(1, 1)
 
 
 def moved(*_: np.ndarray) -> Counts:
-    """Return the number of rounded additions of an operator that only moves values, which is 0 for forward and
-    backward.
-    """
+    """Return the counts of an operator that only moves values: 0."""
     return Counts(0, 0)
 
 
 def reduced(x: np.ndarray) -> Counts:
-    """Return the numbers of summed terms in the outputs and gradients of a sum over the last axis: the length of this
-    axis forward, and 1 backward, where the gradient is only copied to all elements.
-    """
+    """Return the counts of a sum over the last axis: its length, and 1 backward, which copies."""
     return Counts(x.shape[-1], 1)
 
 
 def scanned(x: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the numbers of summed terms in the outputs and gradients of an operator, such as a cumulative sum, whose
-    outputs and gradients both sum over the last axis.
-    """
+    """Return the counts of a cumulative sum or the like, which sums over the last axis in both directions."""
     return Counts(x.shape[-1], x.shape[-1])
 
 
 def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
-    """Return the numbers of summed terms in the outputs and gradients of a norm over the last axis; the gradients of
-    its scale and shift sum over all rows.
-    """
+    """Return the counts of a norm over the last axis; gradients of scale and shift sum over all rows."""
     n = x.shape[-1]
     return Counts(n, (n, *[x.size // n] * len(parameters)))
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the numbers of summed terms in the outputs and gradients of an operator that picks rows of a table by
-    indices: the forward pass only moves rows, and the backward pass sums for a row as many terms as the most frequent
-    index occurs.
-    """
+    """Return the counts of picking rows by index: moved forward, the most frequent index summed backward."""
     return Counts(0, busiest(index))
 
 
 def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the numbers of summed terms in the outputs and gradients of an operator that adds rows at given indices: a
-    sum has at most one term more than the most frequent index occurs; the backward pass only moves rows.
-    """
+    """Return the counts of adding rows at indices: one more than the most frequent index, and moved backward."""
     return Counts(1 + busiest(index), 0)
 
 
@@ -134,11 +113,8 @@ def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]
 
 
 def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a function for `Spec.call` that calls one primitive of MindSpore; the primitive comes from
-    `mindspore.ops.auto_generate` or, if that has none of this name, from `mindspore.ops`.
-
-    Args:
-        rest: the arguments after the tensors. settings: the settings of the primitive itself.
+    """Return a `Spec.call` of a primitive in `mindspore.ops.auto_generate` or else `mindspore.ops`, with `settings` of
+    its own and `rest` after the tensors.
     """
 
     def call(ms: Any) -> Callable[..., Any]:
@@ -149,25 +125,19 @@ def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[.
 
 
 def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a function for `Spec.call` that calls a function of `mindspore.ops`, with the arguments `rest` after the
-    tensors.
-    """
+    """Return a `Spec.call` of a function of `mindspore.ops`, with `rest` after the tensors."""
     return lambda ms: lambda *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
 
 
 def place_back(x: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of an operator that picks elements along the last axis: each incoming gradient is placed
-    where its element was picked.
-    """
+    """Return the gradient of picking along the last axis: what arrives goes where it was picked."""
     grad = np.zeros_like(x)
     np.put_along_axis(grad, index, dout, -1)
     return (grad,)
 
 
 def scatter_rows(table: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of an operator that picks rows of a table by `index` [P]: the incoming gradients `dout` [P,
-    h], added up in a table of zeros.
-    """
+    """Return the gradient of picking rows by `index` [P]: `dout` [P, h] added up in a table of zeros."""
     grad = np.zeros_like(table)
     np.add.at(grad, index, dout)
     return (grad,)

@@ -21,11 +21,8 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 
 class Forward:
-    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA). Tests override a method
-    of this class to make a mistake on purpose.
-
-    Args:
-        sizes: the sizes of the model. weights: Hugging Face name -> array.
+    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA) from weights by Hugging
+    Face's names; tests override its methods to make mistakes.
     """
 
     def __init__(self, sizes: Sizes, weights: Arrays):
@@ -35,9 +32,7 @@ class Forward:
         self.ties: dict[str, int] = {}  # router -> tokens whose choice of experts rounding may decide
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Return the output of each module for token ids [B, S], by the module's name, with the `logits` [B, S, v]
-        among them.
-        """
+        """Return each module's output for token ids [B, S], by name, among them `logits` [B, S, v]."""
         self.trace = {}
         hidden = self._note("embedding", self.weights["model.embed_tokens.weight"][ids])
         if self.sizes.streams > 1:
@@ -54,9 +49,7 @@ class Forward:
         return self.trace
 
     def layer(self, layer: int, hidden: np.ndarray) -> np.ndarray:
-        """Return the output of a transformer layer for its input, which is [B, S, h], or [B, S, n, h] with n residual
-        streams.
-        """
+        """Return a transformer layer's output for [B, S, h], or [B, S, n, h] with n residual streams."""
         name, where = f"model.layers.{layer}", f"layers.{layer}"
         if hidden.ndim == 4:
             hidden = self.connected(f"{name}.attn_hc", hidden, lambda read: self.read(layer, read))
@@ -65,25 +58,21 @@ class Forward:
         return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
 
     def read(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output of the attention sublayer for an input [B, S, h]: the norm is applied first, and then
-        attention.
-        """
+        """Return the output of the attention sublayer for [B, S, h]: the norm, then attention."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output of the feed-forward sublayer for an input [B, S, h]: the norm is applied first, and then
-        the MLP or the experts.
-        """
+        """Return the output of the feed-forward sublayer for [B, S, h]: the norm, then MLP or experts."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
         mlp = self.experts if self.sizes.is_moe(layer) else self.dense
         return self._note(f"{where}.mlp", mlp(layer, normed))
 
     def connected(self, name: str, x: np.ndarray, sublayer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the residual streams [B, S, n, h] after a sublayer (a function of [B, S, h]), computed from the
-        streams before it with the weights of the hyper-connections called `name`.
+        """Return the residual streams [B, S, n, h] after a sublayer of [B, S, h], by the hyper-connections called
+        `name`.
         """
         weights = hyper_connections.Weights(*(self.weights[f"{name}.{each}"] for each in HYPER_WEIGHTS))
         one = lambda read: sublayer(read.reshape(*x.shape[:2], -1)).reshape(read.shape)  # noqa: E731
@@ -91,9 +80,7 @@ class Forward:
         return hyper_connections.forward(x.reshape(-1, *x.shape[2:]), weights, one, iterations, eps).reshape(x.shape)
 
     def mtp(self, number: int, ids: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-        """Return the output [B, S, h] of a multi-token prediction layer, computed from the ids [B, S] of the next
-        tokens and the hidden states of the layer before it.
-        """
+        """Return an MTP layer's output [B, S, h] for the ids [B, S] of the next tokens and the layer before."""
         name = f"model.layers.{number}"
         embedded = self.norm(f"{name}.enorm", self.weights["model.embed_tokens.weight"][ids])
         joined = np.concatenate([embedded, self.norm(f"{name}.hnorm", hidden)], axis=-1)
@@ -138,9 +125,7 @@ class Forward:
         return scale * (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """Return x [B, S, N, D] with RoPE applied to pairs of neighbouring elements; the result holds the first
-        elements of all pairs, followed by the second elements.
-        """
+        """Return x [B, S, N, D] with RoPE on pairs of neighbours: all first elements, then all second ones."""
         angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
         even, odd = x[..., 0::2], x[..., 1::2]
         cos, sin = np.cos(angles), np.sin(angles)
@@ -151,9 +136,7 @@ class Forward:
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:
-        """Return the angles [D / 2], in radians, by which RoPE rotates each pair of elements from one position to the
-        next; under YaRN these angles are interpolated.
-        """
+        """Return RoPE's angles [D / 2], in radians from one position to the next; YaRN interpolates them."""
         size, base, scaling = self.hf["qk_rope_head_dim"], self.hf["rope_theta"], self.hf["rope_scaling"]
         plain = base ** -(np.arange(0, size, 2) / size)
         if not scaling:
@@ -173,9 +156,7 @@ class Forward:
         return self.swiglu(f"model.layers.{layer}.mlp", x)
 
     def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return for each token the weighted sum of the outputs of its experts, plus the output of the shared
-        expert.
-        """
+        """Return for each token the weighted sum of its experts, plus the shared expert."""
         name = f"model.layers.{layer}.mlp"
         weights = self._note(f"layers.{layer}.router", self.route(layer, x))
         shared = self._note(f"layers.{layer}.shared_expert", self.swiglu(f"{name}.shared_experts", x))
@@ -186,9 +167,7 @@ class Forward:
         return out + shared
 
     def route(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the weight of each expert for each token, [B, S, E]: the normalised sigmoid scores of the experts that
-        are chosen by score plus bias.
-        """
+        """Return experts' weights [B, S, E]: normalised sigmoid scores of those chosen by score plus bias."""
         name, topk, groups = f"model.layers.{layer}.mlp.gate", self.hf["num_experts_per_tok"], self.hf["n_group"]
         scores = 1 / (1 + np.exp(-self.linear(name, x)))
         choice = scores + self.weights[f"{name}.e_score_correction_bias"]
@@ -207,9 +186,7 @@ class Forward:
         return weights * self.hf["routed_scaling_factor"]
 
     def swiglu(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return the output down(silu(gate(x)) * up(x)) of a gated feed-forward network whose weights begin with
-        `name`.
-        """
+        """Return down(silu(gate(x)) * up(x)) with the weights whose names begin with `name`."""
         gate = self.linear(f"{name}.gate_proj", x)
         return self.linear(f"{name}.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{name}.up_proj", x))
 

@@ -59,9 +59,7 @@ def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
 
 
 def states_of(stored: Mapping[str, np.ndarray], steps: int) -> tuple[list[dict[str, Arrays]], list[Arrays]]:
-    """Return two lists from a file of arrays: the weights and moments before each step and after the last step, and for
-    each step the loads of the experts.
-    """
+    """Return the weights and moments before each step and after the last, and each step's loads of experts."""
     states = [{kind: below(stored, f"state/{step}/{kind}/") for kind in KINDS} for step in range(steps + 1)]
     return states, [below(stored, f"load/{step}/") for step in range(steps)]
 

@@ -1,8 +1,5 @@
-"""This module defines what the two compared trainings have in common at their start: initial weights from a seed, the
-optimizer's parameters and the learning-rate schedule. The module uses only NumPy.
-
-The weights are the same on every machine, and are chosen so that mistakes are found. The optimizer's settings and the
-learning-rate schedule are computed again from the recipe, and not read from MindFormers.
+"""This module defines what the two compared trainings start from: weights, the same on every machine and chosen so that
+mistakes are found, and optimizer and learning rates, computed again from the recipe and not read from MindFormers.
 """
 
 from __future__ import annotations
@@ -27,19 +24,15 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
-    """Return the initial values of every weight of a model as float32 arrays, by Hugging Face's names.
-
-    They differ from the usual initial weights of a training: norms are not 1 and biases are not 0, so that a missing
-    norm or bias is found. All other weights are small, because with unit variance everywhere rounding would change the
-    twentieth loss by 1e-3 (tokens would change experts).
+    """Return the initial float32 weights by Hugging Face's names. Norms are not 1 and biases are not 0, so that a
+    missing one is found; all else is small, because with unit variance rounding would change the twentieth loss by 1e-3
+    (tokens would change experts).
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return the initial values of the weight with this Hugging Face name, as float32; the values depend only on the
-    name, the shape and the seed.
-    """
+    """Return a weight's initial float32 values, which depend only on name, shape and seed."""
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("e_score_correction_bias"):
         values = SMALL * normal
@@ -51,9 +44,7 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def nudged(weights: Arrays) -> Arrays:
-    """Return the weights with each element changed by one unit in its last place, up or down at random; a training from
-    these weights shows the effect of rounding.
-    """
+    """Return the weights, each element moved by one unit in its last place: a training from them shows rounding."""
     random = np.random.default_rng(0)
 
     def nudge(array: np.ndarray) -> np.ndarray:
@@ -65,8 +56,8 @@ def nudged(weights: Arrays) -> Arrays:
 
 @dataclass(frozen=True)
 class Hyper:
-    """A `Hyper` holds the parameters of AdamW with decoupled decay; `rates` holds the learning rate of each step, and
-    `clip` the largest allowed global norm of the gradients, or 0 for no clipping.
+    """A `Hyper` holds the parameters of AdamW with decoupled decay; `rates` has one for each step, and `clip` is the
+    largest allowed global norm (0: no clipping).
     """
 
     rates: list[float]
@@ -77,18 +68,12 @@ class Hyper:
 
     @property
     def first_update(self) -> int:
-        """Return the number of the first step (counted from 1) whose learning rate is not 0; a warm-up from 0 does not
-        change the weights in step 1.
-        """
+        """Return the first step (from 1) whose learning rate is not 0: a warm-up from 0 moves nothing."""
         return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
 
 
 def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
-    """Return the optimizer's parameters and the learning rates of the first `steps` steps of a recipe.
-
-    Raises:
-        RecipeError: the reference does not have the recipe's optimizer or schedule.
-    """
+    """Return AdamW's parameters and the rates of `steps` steps; raise RecipeError for what the reference lacks."""
     optimizer, wrapper = recipe["optimizer"], recipe["runner_wrapper"]
     if optimizer["type"] != "AdamW":
         raise RecipeError(f"optimizer.type: the reference knows only AdamW, not {optimizer['type']!r}")
@@ -109,11 +94,8 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
 
 
 def rate(schedule: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of a step, counted from 0, by a schedule with linear warm-up from `warmup_lr_init`,
-    followed by a constant rate or half a cosine.
-
-    Raises:
-        RecipeError: the recipe has another kind of schedule.
+    """Return the learning rate of a step (from 0): linear warm-up, then a constant or half a cosine; raise RecipeError
+    for another schedule.
     """
     kind = schedule["type"]
     if kind not in SCHEDULES:

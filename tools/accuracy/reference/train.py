@@ -1,8 +1,5 @@
-"""This module trains the reference model, and records its forward pass, its gradients and its updates by AdamW. The
-module needs torch and transformers.
-
-The model is Hugging Face's DeepseekV3ForCausalLM, to which this module adds the parts that its configuration does not
-have (MTP layers, loads of experts, a trace of every module).
+"""This module trains the reference model, Hugging Face's DeepseekV3ForCausalLM with the parts that its configuration
+does not have (MTP layers, loads of experts, a trace of every module). It needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -28,10 +25,8 @@ BIAS = "e_score_correction_bias"
 
 
 class MtpLayer(nn.Module):
-    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (technical report, section 2.2), built from modules
-    of Hugging Face.
-
-    The names of its weights are those of DeepSeek-V3's checkpoints, without the copies of embedding and head.
+    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (technical report, section 2.2) of Hugging Face's
+    modules; its weights have the names of DeepSeek-V3's checkpoints, without copies of embedding and head.
     """
 
     def __init__(self, config: DeepseekV3Config, number: int):
@@ -81,10 +76,8 @@ class Reference:
         self._trace_modules()
 
     def losses(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run the forward pass of a batch and return the total `loss`, its parts `lm_loss`, `mtp_loss` and `aux_loss`,
-        and the `logits` [B, S, v].
-
-        batch: `input_ids`, `labels` int64 [B, S], labels already shifted; `loss_mask` float32 [B, S].
+        """Return the total `loss`, `lm_loss`, `mtp_loss`, `aux_loss` and the `logits` [B, S, v] of a batch:
+        `input_ids`, `labels` (already shifted) int64 [B, S], `loss_mask` float32 [B, S].
         """
         ids, labels, mask = batch["input_ids"], batch["labels"], batch["loss_mask"]
         inner = self.model.model
@@ -115,12 +108,9 @@ class Reference:
         return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
 
     def move_bias(self, loads: Loads) -> None:
-        """Move the routers' biases as aux-free balancing does: an expert with more than its share of the tokens gets a
-        lower bias, and an expert with less gets a higher bias.
-
-        loads: layer -> each expert's share of the choices on the other side, [E]. If `loads` is given, these loads
-        decide, because this method tests only the rule (the counts are compared separately). For all other layers the
-        counts of the last forward pass decide.
+        """Move the routers' biases as aux-free balancing does: down for an expert with more than its share of the
+        tokens, and up for one with less. `loads`, layer -> each expert's share on the other side, [E], decide where
+        they are given: this tests only the rule.
         """
         for layer, (scores, chosen, _) in self.routed.items():
             counts = self.counts(layer)
@@ -201,11 +191,8 @@ def _rolled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
-    """Train the reference on `batches`; return logits, losses, gradients and weights under the names that
+    """Train the reference on `batches` (`input_ids`, `labels`, `loss_mask`, each [steps, B, S]); return what
     `tools.accuracy.align.sides` reads.
-
-    Args:
-        batches: `input_ids`, `labels` and `loss_mask`, each [steps, B, S].
     """
     record = forward(reference, batches)
     model = reference.model
@@ -272,9 +259,7 @@ def single_steps(
 def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
-    """Run the forward and backward pass of a batch, and return (the parts of the loss, the global norm of the
-    gradients); the gradient of each weight is stored in its `grad`.
-    """
+    """Return (parts of the loss, global norm) of a batch; each weight's `grad` holds its gradient."""
     optimizer.zero_grad()
     losses = reference.losses(batch)
     losses["loss"].backward()
@@ -289,9 +274,7 @@ def differentiate(
 def step(
     reference: Reference, optimizer: torch.optim.Optimizer, hyper: Hyper, rate: float, loads: Loads | None = None
 ) -> None:
-    """Clip the gradients, update the weights and move the routers' biases; `loads` has the meaning that
-    `Reference.move_bias` gives it.
-    """
+    """Clip the gradients, update the weights, and move the routers' biases (`loads`: see `move_bias`)."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     if hyper.clip:
@@ -302,9 +285,7 @@ def step(
 
 
 def forward(reference: Reference, batches: Arrays) -> Arrays:
-    """Run the forward pass of the first batch without training, and return its losses, its logits and the output of
-    every traced module.
-    """
+    """Return losses, logits and every traced output of the first batch, without training."""
     reference.trace = {}
     with torch.no_grad():
         losses = reference.losses(batch_of(batches, 0))
