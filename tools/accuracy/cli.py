@@ -44,9 +44,7 @@ _SHOWN = 10  # differences of a rank
     default="L0",
     show_default=True,
     type=click.Choice(LEVELS),
-    help=(
-        "Choose what msprobe dumps: L0 dumps cells, L1 functions, mix both, and L2 the kernels of the compiled graph."
-    ),
+    help="Choose what msprobe dumps: L0 dumps cells, L1 functions, mix both, and L2 the kernels of the compiled graph.",
 )
 @click.option(
     "--task",
@@ -232,10 +230,8 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     "dtypes",
     multiple=True,
     type=DtypeName(),
-    help=(
-        "Test this data type: fp32, fp16 or bf16, by default all three. hf32 cannot be tested together with other "
-        "types."
-    ),
+    help="Test this data type: fp32, fp16 or bf16, by default all three. hf32 cannot be tested together with other "
+    "types.",
 )
 @click.option(
     "--reruns",

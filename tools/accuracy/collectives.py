@@ -122,12 +122,8 @@ class Verdict:
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
-    """Compile every rank of the recipe of a finished run, and compare the collectives in the compiled graphs with those
-    that the run executed.
-
-    Args:
-        run_dir: the folder of a run of `tc3 train`.
-        at_once: the number of ranks that are compiled at the same time; None for as many as fit.
+    """Compile every rank of a finished run's recipe, `at_once` at the same time (None: as many as fit), and compare the
+    collectives with those that the run executed.
 
     Raises:
         RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
@@ -145,7 +141,14 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
         return Verdict(UNKNOWN, why)
     if why := _lost_place(results, executed):
         return Verdict(UNKNOWN, why)
-    ranks = [rank_calls(result, executed[result["rank"]]) for result in results]
+    ranks = []
+    for result in results:
+        rank = result["rank"]
+        calls, places, _ = executed[rank]
+        found = compare_calls(result["graph"], calls)
+        wrong = wrong_places(result["graph"], rank, places) + found.calls + found.order
+        names = dict(sorted(Counter(call.op for call in calls).items()))
+        ranks.append(RankCalls(rank, len(calls), sum(call.bytes for call in calls), names, wrong))
     return Verdict(DIFFERS if any(rank.differences for rank in ranks) else EQUAL, "", ranks)
 
 
@@ -261,16 +264,3 @@ def _is_count(value: Any) -> bool:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """Return a comparison of the collectives of one rank's compile with those that the rank executed."""
-    calls, rank = executed.calls, result["rank"]
-    found = compare_calls(result["graph"], calls)
-    return RankCalls(
-        rank,
-        len(calls),
-        sum(call.bytes for call in calls),
-        dict(sorted(Counter(call.op for call in calls).items())),
-        wrong_places(result["graph"], rank, executed.places) + found.calls + found.order,
-    )

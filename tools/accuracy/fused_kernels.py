@@ -14,13 +14,13 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from plugins.operator_fusion.plan import EXPANDED, Fusion
-from tools.accuracy.judge import Verdict, judge, lower_bound, rounded, tolerance
+from tools.accuracy.judge import Verdict, judge, lower_bound, plain, rounded, tolerance
 from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, tensors
 from tools.fusion.tally import kernels_of, read_outside, users_of
 
@@ -352,28 +352,18 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is the judgement of one kind of kernel: computed as a fused kernel, and computed one operator after the
-    other.
+    """A `Row` judges one kind of kernel, computed as a fused kernel and one operator after the other."""
 
-    Args:
-        name: the names of its operators. where: the path of one such kernel. times: the number of such kernels in the
-            graphs.
-        dtype: the data type in which the kernel was judged.
-        fused, unfused: the largest errors of its results against float64. allowed: the tolerance of the fused kernel by
-            Table 2. passed, unfused_passed: whether the errors are within their tolerances.
-        detail: the worst element.
-    """
-
-    name: str
-    where: str
-    times: int
-    dtype: str
-    fused: float
+    name: str  # the names of its operators
+    where: str  # the path of one such kernel
+    times: int  # the number of such kernels in the graphs
+    dtype: str  # in which the kernel was judged
+    fused: float  # the largest error against float64
     unfused: float
-    allowed: float
+    allowed: float  # by Table 2, of the fused kernel
     passed: bool
     unfused_passed: bool
-    detail: str
+    detail: str  # the worst element
 
     @property
     def used(self) -> float:
@@ -407,30 +397,22 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the judgements of all fused kernels as values fit for JSON; an error that is not finite is a text."""
-        rows = [
-            asdict(row) | {n: str(v) for n in ("fused", "unfused") if not np.isfinite(v := float(getattr(row, n)))}
-            for row in self.rows
-        ]
+        rows = [plain(row) for row in self.rows]
         return {"passed": self.passed, "unknown": self.unknown, "rows": rows, "skipped": self.skipped}
 
 
 def replayed(found: Found, seed: int) -> Report:
     """Return the judgements of predicted kernels, both fused (as DVM computes them) and unfused."""
-    rows = []
-    for key, kernel in found.kernels.items():
-        inputs = inputs_of(kernel, seed)
-        exact, fused, unfused = (
-            [results[place] for place in kernel.outputs]
-            for results in (run(kernel, inputs, way) for way in (EXACT, FUSED, UNFUSED))
-        )
-        rows.append(_row(kernel, found.counts[key], exact, fused, unfused))
-    return Report(rows, dict(found.skipped))
+    return Report([_row(kernel, found.counts[key], seed) for key, kernel in found.kernels.items()], dict(found.skipped))
 
 
-def _row(
-    kernel: Kernel, times: int, exact: list[np.ndarray], fused: list[np.ndarray], unfused: list[np.ndarray]
-) -> Row:
+def _row(kernel: Kernel, times: int, seed: int) -> Row:
     """Return the judgement of a kernel, represented by the result that used most of its tolerance."""
+    inputs = inputs_of(kernel, seed)
+    exact, fused, unfused = (
+        [results[place] for place in kernel.outputs]
+        for results in (run(kernel, inputs, way) for way in (EXACT, FUSED, UNFUSED))
+    )
     allowed = [allowances(kernel)[place] for place in kernel.outputs]
     ones = [verdict(got, want, each, FUSED) for got, want, each in zip(fused, exact, allowed, strict=True)]
     others = [verdict(got, want, each, UNFUSED) for got, want, each in zip(unfused, exact, allowed, strict=True)]

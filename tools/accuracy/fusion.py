@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tools.dryrun.graph_text import GraphText
 
 GRAPHS = (".ir", ".ir.gz")
-_UNKNOWN = "unknown of {} kernels; the others are within tolerance"
-_NONE = "unknown: no kernel of two or more operators is predicted for this graph, so nothing was compared"
 _SHOWN = 10  # kernels, the worst first
 
 
@@ -121,5 +119,7 @@ def _print(report: Report) -> None:
         click.echo(f"out of tolerance first: {bad[0].name} ({bad[0].where})")
     elif report.passed:
         click.echo("all within tolerance")
+    elif report.unknown:
+        click.echo(f"unknown of {report.unknown} kernels; the others are within tolerance")
     else:
-        click.echo(_UNKNOWN.format(report.unknown) if report.unknown else _NONE)
+        click.echo("unknown: no kernel of two or more operators is predicted for this graph, so nothing was compared")

@@ -19,7 +19,8 @@ elements are denormal. The largest error of the tensor counts. Infinities and Na
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,16 @@ def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
     return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
 
 
-FILE = Path(__file__).with_name("tolerance.yaml")
-
-
 @cache
-def table() -> dict[str, Any]:
-    """Return tolerance.yaml: tolerances by data type and accumulation count, and the limits that go with them."""
-    return yaml.safe_load(FILE.read_text("utf-8"))
+def facts(name: str) -> dict[str, Any]:
+    """Return the content of a YAML file beside this module: `tolerance` or `causes`."""
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text("utf-8"))
+
+
+def plain(row: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as values for JSON; a number that is not finite is a text, such as "inf"."""
+    values = asdict(row).items()
+    return {name: str(x) if isinstance(x, float) and not math.isfinite(x) else x for name, x in values}
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
@@ -81,7 +85,7 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
     """
     if count == 0:
         return 0.0
-    content = table()
+    content = facts("tolerance")
     rows = content["columns"][content["alias"].get(dtype, dtype)]
     reached = [row["tolerance"] for row in rows if row["count"] <= count]
     return reached[-1] + (roundings - 1) * ROUNDOFF[dtype]
@@ -91,14 +95,14 @@ def systematic(dtype: str) -> tuple[float, float]:
     """Return the tolerance of a factor that a whole tensor has: its allowed distance from 1, and the standard
     deviations that are allowed in addition (tools/accuracy/dumps/errors.py).
     """
-    content = table()
+    content = facts("tolerance")
     found = content["systematic"]
     return found["floor"][content["alias"].get(dtype, dtype)], found["sigmas"]
 
 
 def lower_bound() -> float:
     """Return the smallest magnitude that an element of a test input may have."""
-    return table()["lower_bound"]
+    return facts("tolerance")["lower_bound"]
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,20 @@ class Verdict:
     detail: str
 
 
-def errors(got: np.ndarray, want: np.ndarray, smallest: float) -> np.ndarray:
-    """Return each element's error as float64; inf where one of the two is not finite and they differ."""
+def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | None = None) -> np.ndarray:
+    """Return each element's error as float64; inf where one of the two is not finite and they differ.
+
+    With `floor` in place of the root mean square, what is within the smallest normal number has no error.
+    """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
     rms = np.sqrt(np.mean(np.square(want[finite]))) if finite.any() else 0.0
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(all="ignore"):
-        error = np.abs(got - want) / np.maximum(np.abs(want), max(rms, smallest))
+        apart = np.abs(got - want)
+        error = apart / np.maximum(np.abs(want), max(rms, smallest) if floor is None else floor)
+    if floor is not None:
+        same |= apart <= smallest
     return np.where(same, 0.0, np.where(np.isfinite(got) & finite & np.isfinite(error), error, np.inf))
 
 
@@ -147,18 +157,8 @@ def judge_special(
     """
     got = got.astype(np.float64)
     held = [rounded(want, dtype).astype(np.float64) for want in wants]
-    error = np.min([_special_errors(got, want, SMALLEST[dtype], floor) for want in held], axis=0)
+    error = np.min([errors(got, want, SMALLEST[dtype], floor) for want in held], axis=0)
     return _verdict(error, got, held[0], tolerance)
-
-
-def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float) -> np.ndarray:
-    """Return relative errors; 0 where both are within the smallest normal number of each other."""
-    same = (got == want) | (np.isnan(got) & np.isnan(want))
-    finite = np.isfinite(got) & np.isfinite(want)
-    with np.errstate(all="ignore"):
-        apart = np.abs(got - want)
-        error = np.where(apart <= smallest, 0.0, apart / np.maximum(np.abs(want), floor))
-    return np.where(same, 0.0, np.where(finite, error, np.inf))
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:

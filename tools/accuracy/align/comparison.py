@@ -8,9 +8,8 @@ splits its model, both run as MindSpore's sharded graph, in which every layout s
 from __future__ import annotations
 
 import copy
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tools.accuracy.align.sides import Record, in_hugging_face_names, rope_dimen
 from tools.accuracy.align.stages import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Stage
 from tools.accuracy.equivalence.runs import read_steps
 from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
+from tools.accuracy.judge import plain
 from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights, nudged
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -187,19 +187,11 @@ class Comparison:
         names = ("ours", "theirs", "passed", "verdict", "about")
         stages = [
             {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
-             "rows": [{**_finite(vars(row)), "status": row.status} for row in stage.rows]}
+             "rows": [{**plain(row), "status": row.status} for row in stage.rows]}
             for stage in self.stages
         ]  # fmt: skip
         told = {name: getattr(self, name) for name in names}
         return {**told, "settings": [vars(setting) for setting in self.settings], "stages": stages}
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, with a text in place of each number that JSON cannot hold."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
 
 
 @dataclass(frozen=True)

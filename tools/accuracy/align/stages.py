@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tools.accuracy.align.sides import Arrays, Record
+from tools.accuracy.judge import facts
 from tools.accuracy.reference.start import Hyper
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "undecided"
@@ -29,20 +30,6 @@ DRIFT = 0.02  # of a step's loss, in runs that parted at a tie (measured: up to 
 _NOTHING = 1e-37  # the tolerance beside a zero
 NONE = 0.5  # the tolerance of a count that must be 0
 FLOOR_FACTOR = 4  # rounding may hit the other side harder than the reference by so much
-# one layer's modules in the order of execution, with MindFormers' name and what a first difference there means
-MODULES = {
-    "input_norm": ("input_layernorm", "the norm: its weight or epsilon"),
-    "query": ("self_attention (query)", "the query's projections and norm, or positions (RoPE)"),
-    "key": ("self_attention (key)", "the key's projections and norm, or positions (RoPE)"),
-    "value": ("self_attention (value)", "the value's projections and norm"),
-    "context": ("self_attention.core_attention", "the softmax: its scale, the mask, or the product with the values"),
-    "attention": ("self_attention.linear_proj", "the output projection"),
-    "post_norm": ("pre_mlp_layernorm", "the residual connection, or the norm: its weight or epsilon"),
-    "router": ("mlp.router", "routing: scores, bias, choice, normalisation or scaling"),
-    "shared_expert": ("mlp.shared_experts", "the shared expert"),
-    "mlp": ("mlp", "the routed experts' weights or the combination (dense layers: the feed-forward weights)"),
-    "output": ("(residual)", "the residual connection"),
-}
 
 
 @dataclass(frozen=True)
@@ -305,7 +292,8 @@ def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> st
     if given:
         return f"the two sides were not given the same: {', '.join(given[:3])}"
     layers = 1 + max((int(name.split(".")[1]) for name in ours.trace if name.startswith("layers.")), default=-1)
-    modules = [f"layers.{layer}.{module}" for layer in range(layers) for module in MODULES]
+    known = facts("causes")["align"]
+    modules = [f"layers.{layer}.{module}" for layer in range(layers) for module in known]
     rows = first_difference(ours.trace, theirs.trace, ["embedding", *modules, "final_norm", "logits"])
     first = next((row for row in rows if row.status == FAILED), None)
     if first is None:
@@ -313,7 +301,7 @@ def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> st
     if not first.name.startswith("layers."):
         return f"first difference: {first.name} (relative {first.error:.1e})"
     _, layer, module = first.name.split(".")
-    where, meaning = MODULES[module]
+    where, meaning = known[module]
     if module in ("query", "key"):
         meaning = _rotated_only(ours.trace[first.name], theirs.trace[first.name], rope) or meaning
     return f"first difference: layer {layer}, {where} (relative {first.error:.1e}): {meaning}"

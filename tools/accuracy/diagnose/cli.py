@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="[B]", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--steps",
-    default=3,
-    show_default=True,
-    type=Number("steps"),
-    help=("Train this many steps if A or B is a recipe."),
+    "--steps", default=3, show_default=True, type=Number("steps"), help="Train this many steps if A or B is a recipe."
 )
 @click.option(
     "--all",
@@ -111,7 +107,8 @@ def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
 def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> list[str]:
     """Return the lines of text that `tc3 accuracy diagnose` prints about its verdict."""
     from tools.accuracy.diagnose.evidence import RECORD
-    from tools.accuracy.diagnose.laws import USUAL, WORST
+    from tools.accuracy.diagnose.laws import WORST
+    from tools.accuracy.judge import facts
 
     lines = [f"{side.name}: {note}" for side in sides for note in side.notes]
     for change in verdict.changes:
@@ -133,7 +130,7 @@ def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> lis
             lines.append(f"   and {rest} more, which may follow from it (--all)")
         if verdict.before and not everything:
             lines.append(f"   before it, {verdict.before} differ in bits only, as sums in another order do (--all)")
-        lines.append(f"   usually: {USUAL[verdict.first[0].stage]}")
+        lines.append(f"   usually: {facts('causes')['diagnose'][verdict.first[0].stage]}")
     if verdict.compared:
         lines.append(f"compared: {', '.join(verdict.compared)}")
     if verdict.unknown:

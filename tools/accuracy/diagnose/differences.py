@@ -25,6 +25,7 @@ from tools.accuracy.diagnose.laws import (
     FORWARD,
     GRADIENTS,
     GROUP,
+    NOISE,
     OF_PART,
     PARTS,
     RATE,
@@ -44,7 +45,6 @@ from tools.accuracy.diagnose.laws import (
     limit_of,
     loads_of,
     module_of,
-    noise_of,
     norm_law,
     output_of,
     ratio_of,
@@ -237,11 +237,6 @@ class _Pair:
     same: bool
     partial: list[tuple[str, str]] = field(default_factory=list)  # (run, tensor) whose parts do not make the whole
 
-    @property
-    def clips(self) -> bool:
-        """Return whether at least one of the two runs clips gradients."""
-        return any(math.isfinite(limit_of(side)) for side in (self.a, self.b))
-
     def findings(self) -> Iterator[Finding]:
         if self.same:
             yield from self._built()
@@ -406,7 +401,8 @@ class _Pair:
         same = one is not None and two is not None and abs(one - two) <= NORM * abs(one)
         if same and [*norm_law(self.a, step), *norm_law(self.b, step)]:
             return
-        if _finite(one) != _finite(two) and self.clips:
+        clips = any(math.isfinite(limit_of(side)) for side in (self.a, self.b))
+        if _finite(one) != _finite(two) and clips:
             return  # by how much one of them was scaled down is not known
         sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}
                  for side in (self.a, self.b)]  # fmt: skip
@@ -428,7 +424,7 @@ class _Pair:
                 one, two = (mine.get(name) or {}).get(key), told.get(key)
                 if one is None or two is None:
                     continue
-                if not abs(one - two) <= max(2 * RATE * abs(one), noise_of(key)):
+                if not abs(one - two) <= max(2 * RATE * abs(one), NOISE[key]):
                     detail = f"{what} of {name}: {one:.4g} and {two:.4g}"
                     yield Finding(step, UPDATE, module_of(name), detail, abs(one - two), (rank,))
         fitted = set.intersection(*(

@@ -55,9 +55,7 @@ def _row(words: str, *forms: Form) -> Form:
 
 def _named(words: str, form: Form) -> Form:
     return Form(
-        words,
-        lambda value: isinstance(value, dict),
-        lambda value: ((name, each, form) for name, each in value.items()),
+        words, lambda value: isinstance(value, dict), lambda value: ((name, each, form) for name, each in value.items())
     )
 
 

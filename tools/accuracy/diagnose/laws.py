@@ -24,23 +24,12 @@ VERSIONS, CONFIGURATION, START = "versions", "configuration", "start"
 RESUME, SAMPLES = "resume", "samples"
 FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS = "forward", "gradients", "norm and clipping", "update", "routers"
 STAGES = (VERSIONS, CONFIGURATION, START, RESUME, SAMPLES, FORWARD, GRADIENTS, CLIPPING, UPDATE, ROUTERS)
-USUAL = {
-    VERSIONS: "another version of a package computes something else, or adds in another order",
-    CONFIGURATION: "the runs were asked to compute different things, or a key did not reach what was built",
-    START: "initialisation (seed), conversion, another checkpoint, or shards that changed places",
-    RESUME: "the save left it out, the resume did not load it, or it was loaded into another part",
-    SAMPLES: "data: another seed or order, another share of the ranks, or a position that a resume took wrongly",
-    FORWARD: "the forward pass: an operator, a mask, positions, or loss weighting",
-    GRADIENTS: "the backward of the named module, or the collective that sums its gradient",
-    CLIPPING: "the global norm: shards counted twice or left out, or clipping with another limit",
-    UPDATE: "the optimizer: learning rate, weight decay of the wrong group, moments, bias correction",
-    ROUTERS: "the routers' counters or biases: another rate, another sign, the load of one rank, or no update",
-}
 PARTS = ("lm_loss", "load_balancing_loss", "mtp_loss", "loss")
 OF_PART = {"lm_loss": "model", "load_balancing_loss": "router", "mtp_loss": "mtp", "loss": "model"}  # -> module
 GROUP = 1e-4  # relative; norms of weights, gradients and moments of another layout
 LAW = 5e-4  # relative; a global norm computed again from moments, which hold gradients in float32
 RATE = 2e-3  # relative; a learning rate or weight decay fitted to an update
+NOISE = {"rate": 1e-9, "decay": 1e-3}  # error of a fitted rate, and of a fitted decay whose right value is 0
 REST = 1e-2  # share of an update that AdamW does not explain; rounding leaves 1e-4 to 1e-3
 NEAR = 1e-5  # relative; a load at its share, where the sign of the difference is rounding
 ROUNDING = 1e-6  # relative; below it, only bits differ
@@ -261,7 +250,7 @@ def _update_law(side: Side, state: State) -> Iterator[Finding]:
         elif not rest <= REST + lost:
             detail = f"{name}: {rest:.1%} of its update is not AdamW's"
             yield Finding(*at, detail, rest, (rank,), side.name)
-        elif not abs(decayed - decay) <= max(0.02 * decay, noise_of("decay"), 2 * eps / rate):
+        elif not abs(decayed - decay) <= max(0.02 * decay, NOISE["decay"], 2 * eps / rate):
             detail = f"{name} decayed by {decayed:.4g}, should be {decay:.4g}"
             yield Finding(*at, detail, abs(decayed - decay), (rank,), side.name)
 
@@ -368,11 +357,6 @@ def undefined_of(side: Side) -> tuple[str, ...]:
     layers, dense = model.get("num_hidden_layers"), model.get("first_k_dense_replace") or 0
     trained = model.get("moe_aux_loss_coeff") or 0.0 if layers is None or dense < layers else 0.0
     return ("load_balancing_loss",) if undefined_parts(view.pp, view.accumulation, trained) else ()
-
-
-def noise_of(key: str) -> float:
-    """Return the error that noise causes in a fitted learning rate, or in a fitted weight decay of 0."""
-    return 1e-9 if key == "rate" else 1e-3
 
 
 def is_trained(name: str) -> bool:

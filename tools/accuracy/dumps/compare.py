@@ -20,7 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -29,7 +29,7 @@ from plugins.errors import DataError
 from tools.accuracy.dumps.read import BACKWARD, FORWARD, PHASES, STATE, WEIGHTS, Dump, Entry
 from tools.accuracy.dumps.rows import DTYPE, EXTRA, MISSING, NOTHING, SHAPE, UPDATE, Pair, Row, Trained, judged, pairs
 from tools.accuracy.dumps.updates import Updates, judge_updates
-from tools.accuracy.judge import systematic
+from tools.accuracy.judge import plain, systematic
 
 STRUCTURE = (MISSING, EXTRA, SHAPE)
 ROLES = ("input", "parameters", "output")  # of one call, in order of time
@@ -290,15 +290,10 @@ class Report:
             "updates_seen_from": median(self.judged.least) if self.judged.least else None,
             "summary": self.summary(),
             "notes": self.notes(),
-            "first": {phase: as_json(row) if row else None for phase, row in self.first.items()},
+            "first": {phase: plain(row) if row else None for phase, row in self.first.items()},
             "meaning": self.meaning(),
-            "findings": [as_json(row) for row in self.findings],
+            "findings": [plain(row) for row in self.findings],
         }
-
-
-def as_json(row: Row) -> dict[str, Any]:
-    """Return the comparison of one tensor as values fit for JSON; an infinite error is the string "inf"."""
-    return {**asdict(row), "error": "inf" if math.isinf(row.error) else row.error}
 
 
 def finding_text(row: Row) -> str:

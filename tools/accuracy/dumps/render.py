@@ -14,9 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.accuracy.dumps.compare import Report, as_json, finding_text
+from tools.accuracy.dumps.compare import Report, finding_text
 from tools.accuracy.dumps.read import PHASES
 from tools.accuracy.dumps.rows import Row
+from tools.accuracy.judge import plain
 from tools.files import page as markup
 from tools.files.atomic import atomic_file, write_atomically
 
@@ -189,7 +190,7 @@ def write_files(report: Report, out: Path, page: bool) -> list[Path]:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         for row in report.rows:
-            writer.writerow({**as_json(row), "shape": "x".join(map(str, row.shape))})
+            writer.writerow({**plain(row), "shape": "x".join(map(str, row.shape))})
     html = out / "compare.html"
     if page:
         files.append(html)

@@ -98,11 +98,6 @@ def size_of(before: Item, after: Item) -> float:
     return float(moves.max())
 
 
-def typical(sizes: list[float]) -> float:
-    """Return the median of the update sizes that are not 0; return 0 if all sizes are 0."""
-    return median(size for size in sizes if size) if any(sizes) else 0.0
-
-
 def judge_statistics(
     golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
 ) -> Seen:
@@ -186,38 +181,29 @@ class Updates:
     least: list[float] = field(default_factory=list)  # `Seen.least` of each update that was judged by statistics
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A `_Step` describes a weight in two steps: indices of its rows, and the error of the gradients between."""
-
-    before: int
-    after: int
-    gradient_error: float
-
-
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
     """Return the rows of `pairs` (steps ascend) with each wrong update marked, and what was judged."""
     rows, updates = list(rows), Updates()
     steps = _steps(pairs, rows)
     sizes: dict[tuple[int, int], list[float]] = {}  # of the updates in one step of one rank, where values are not known
-    for step in steps:
-        before, after = pairs[step.before], pairs[step.after]
-        if not _files(before, after):
-            sizes.setdefault((after.step, after.rank), []).append(size_of(*_items(before, after)[0]))
-    for step in steps:
-        before, after = pairs[step.before], pairs[step.after]
+    for one, two, _ in steps:
+        before, after = pairs[one], pairs[two]
+        if not _files(before, after) and (size := size_of(*_items(before, after)[0])):
+            sizes.setdefault((after.step, after.rank), []).append(size)
+    for one, two, gradient_error in steps:
+        before, after = pairs[one], pairs[two]
         if _files(before, after):
             updates.judged += 1
             updates.exact += 1
-            rows[step.after] = _judged(before, after, rows[step.before], rows[step.after], step.gradient_error)
+            rows[two] = _judged(before, after, rows[one], rows[two], gradient_error)
         else:
-            size = typical(sizes[after.step, after.rank])
-            rows[step.after] = _by_statistics(before, after, rows[step.before], rows[step.after], step, size, updates)
+            size = median(sizes.get((after.step, after.rank), [0.0]))
+            rows[two] = _by_statistics(before, after, rows[one], rows[two], gradient_error, size, updates)
     return rows, updates
 
 
-def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[_Step]:
-    """Return every trained weight that is seen in two steps."""
+def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[tuple[int, int, float]]:
+    """Return for every trained weight in two steps the indices of its rows, and the error of the gradients between."""
     gradients: dict[tuple, float] = {}  # the largest error so far
     backward: dict[int, float] = {}  # the same of a rank's backward pass
     last: dict[tuple, int] = {}  # where the same weight was seen before
@@ -233,7 +219,7 @@ def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[_Step]:
             gradients[key] = max(gradients.get(key, 0.0), row.error)
         elif item.role == "parameters" and row.phase == WEIGHTS and entry.name.call == 0:
             if key in last:
-                found.append(_Step(last[key], index, gradients.get(key, backward.get(row.rank, 0.0))))
+                found.append((last[key], index, gradients.get(key, backward.get(row.rank, 0.0))))
             last[key] = index
     return found
 
@@ -252,7 +238,7 @@ def _files(before: Pair, after: Pair) -> list[Path]:
 
 
 def _by_statistics(
-    before: Pair, after: Pair, old: Row | None, row: Row | None, step: _Step, size: float, updates: Updates
+    before: Pair, after: Pair, old: Row | None, row: Row | None, gradient_error: float, size: float, updates: Updates
 ) -> Row:
     """Return the row of a weight whose values are not known; counts in `updates` what was judged."""
     assert old is not None and row is not None
@@ -260,14 +246,14 @@ def _by_statistics(
     if row.kind not in ("", VALUE, SCALED) or old.kind not in ("", UPDATE):
         updates.unknown[WRONG] += 1
         return row
-    seen = judge_statistics(golden, bench, size, step.gradient_error, judged_type(golden[0].dtype, row.dtype))
+    seen = judge_statistics(golden, bench, size, gradient_error, judged_type(golden[0].dtype, row.dtype))
     if seen.unknown:
         updates.unknown[seen.unknown] += 1
         return row
     updates.judged += 1
     updates.least += [seen.least] if 0 < seen.least < math.inf else []  # infinite where GOLDEN did not move
     if seen.error <= seen.allowed:
-        explained = row.kind == VALUE and step.gradient_error
+        explained = row.kind == VALUE and gradient_error
         numbers = {"error": seen.error, "tolerance": seen.allowed, "by": "update"}
         return replace(row, kind="", detail="", **numbers) if explained else row  # type: ignore[arg-type]
     cause, more = "", ""

@@ -4,7 +4,6 @@ and shows the results (the equivalence matrix) on a terminal, as JSON and as HTM
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from tools.accuracy.equivalence.strategies import (
     one_worker,
 )
 from tools.accuracy.equivalence.trained import Comparison, Finding, compare_trained, finding_text
+from tools.accuracy.judge import plain
 from tools.check.check import check_recipe
 from tools.files import page as markup
 from tools.files.page import Cell
@@ -66,11 +66,7 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result of one strategy as values for JSON; an infinite number is "inf"."""
-        findings = [
-            dataclasses.asdict(each)
-            | {"error": each.error if math.isfinite(each.error) else "inf", "meaning": each.meaning}
-            for each in self.findings
-        ]
+        findings = [plain(each) | {"meaning": each.meaning} for each in self.findings]
         found = {"name": self.case.name, "how": self.case.how, "what": self.case.what, "status": self.status}
         used = "inf" if math.isinf(self.used) else self.used
         return found | {"reason": self.reason, "tensors": self.tensors, "used": used, "findings": findings}
@@ -156,7 +152,7 @@ def equivalence(
     runner = _Runner(base, steps, work, started, matrix.runs)
     executed = ExecutedRuns(base, steps, work, started)
     for row in itertools.chain(
-        runner.alone(BASELINE) if BASELINE in names else (),
+        runner.alone() if BASELINE in names else (),
         (runner.row(case) for case in chosen if case.variant),
         (_executed_row(case, executed) for case in chosen if case.sharding),
         (Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE),
@@ -181,18 +177,17 @@ class _Runner(Runs):
         """Return the training of a variant, which runs only once; this raises what `once` raises."""
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
-    def alone(self, name: str) -> list[Row]:
-        """Train a baseline that the user chose by name; return a row if the training fails, and no row otherwise."""
-        variant = baseline_variant(name)
+    def alone(self) -> list[Row]:
+        """Train the baseline that the user chose by name; return a row if the training fails, and no row otherwise."""
         try:
-            self.run(name, variant)
+            self.run(BASELINE, Variant())
         except RunFailedError as error:
-            return [Row(Case(name, "one worker", variant=variant), FAIL, str(error))]
+            return [Row(Case(BASELINE, "one worker", variant=Variant()), FAIL, str(error))]
         return []
 
     def row(self, case: Case) -> Row:
         """Return the comparison of one strategy with its baseline."""
-        variant, samples = case.variant, batch_of(self.base)
+        variant = case.variant
         assert variant is not None, "a trained case"
         baseline = baseline_variant(variant.against)
 
@@ -200,7 +195,7 @@ class _Runner(Runs):
             reference = self.run(variant.against, baseline)
             return compare_trained(self.run(case.name, variant), reference)
 
-        misfit = f"{samples} samples of a step cannot be cut into {variant.workers}" * bool(samples % variant.workers)
+        misfit = Sharding(dp=variant.workers).misfit(batch_of(self.base))
         recipes = (derive(self.base, each, self.steps, self.corpus()) for each in (variant, baseline))
         return _row(case, misfit, recipes, compare)
 

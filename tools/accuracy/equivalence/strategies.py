@@ -133,12 +133,7 @@ def one_worker(path: str) -> Recipe:
 
 def batch_of(recipe: Mapping[str, Any]) -> int:
     """Return the number of samples that all data-parallel workers of a CPU recipe train in a step."""
-    samples = recipe["runner_config"].get("batch_size", 1)
-    if not recipe.get("use_parallel"):
-        return samples
-    degrees = recipe["parallel_config"]
-    micro = degrees.get("micro_batch_num", 1) if degrees.get("pipeline_stage", 1) > 1 else 1
-    return samples * degrees.get("data_parallel", 1) * micro * View(Recipe(recipe)).accumulation
+    return View(Recipe(recipe)).global_batch
 
 
 def unsplit(recipe: dict[str, Any]) -> None:
@@ -249,12 +244,12 @@ def _draw(numbers: random.Random) -> Sharding:
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
     """Return why a layout is not legal for a model, or cannot be compared; "" if it can be."""
     model = recipe["model"]["model_config"]
+    if lacking := Case("", "", sharding=sharding).lacks(model):
+        return lacking
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model.get("n_routed_experts") or 0
     shared = model["num_key_value_heads"] if shares_keys(model) else heads
     rules = {
-        NO_EXPERTS: sharding.moe and not experts,
-        NO_MTP: sharding.mtp and model.get("model_type") == GROUPED,
         "attention heads cannot be cut": heads % (sharding.tp * sharding.cp),
         "heads of keys and values cannot be cut": shared % sharding.tp,
         "the sequence cannot be cut": length % (sharding.tp * sharding.cp),

@@ -18,45 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from plugins.step_record.plan import MOMENTS, STATE
-from tools.accuracy.equivalence.runs import (
-    BIAS,
-    LEAST,
-    LOAD,
-    LOSSES,
-    START,
-    Trained,
-    group_norms,
-    group_of,
-    weight_of,
-)
+from tools.accuracy.equivalence.runs import BIAS, LEAST, LOAD, LOSSES, START, Trained, group_norms, group_of, weight_of
 from tools.accuracy.equivalence.sharding import Sharding
-from tools.accuracy.judge import ROUNDOFF, judge, tolerance
+from tools.accuracy.judge import ROUNDOFF, facts, judge, tolerance
 from tools.process.host import compress
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"  # the phases of a step
 DTYPE = "float32"  # the column of Table 2 by which both sides are judged
-# (phase, beginning of the tensor's name) -> what usually is wrong (report, Table 3); the first that fits
-MEANINGS = (
-    (FORWARD, "samples", "data: another order, or other shares of the ranks"),
-    (FORWARD, "start of", "the weights that training starts from: initialisation, conversion, or a swapped shard"),
-    (FORWARD, "lm_loss", "the forward pass: an operator, a mask, a position, a weight"),
-    (FORWARD, "mtp_loss", "the forward pass of the MTP layer"),
-    (FORWARD, "load_balancing_loss", "routing: tokens go to other experts"),
-    (FORWARD, "loss", "loss scaling: not divided by the ranks that share it"),
-    (BACKWARD, "gradient of the loss", "loss scaling: the seed is not divided by the ranks that share it"),
-    (BACKWARD, "global norm", "the backward pass, or the norm: shards counted twice or not at all"),
-    (BACKWARD, "clipping", "a max_grad_norm above the norms, or clipping switched off"),
-    (BACKWARD, "gradient norm", "gradient aggregation or scaling of this group"),
-    (BACKWARD, "gradient", "the backward of this module, or the collective in front of it"),
-    (OPTIMIZER, "gradient of the loss", "loss scaling: the seed is not divided by the ranks that share it"),
-    (OPTIMIZER, "global norm", "norm: shards counted twice or not at all"),
-    (OPTIMIZER, "loads of experts", "routing: tokens go to other experts, or are counted twice or not at all"),
-    (OPTIMIZER, "turn of the bias", "rounding, at an expert whose load is its share"),
-    (OPTIMIZER, "moves of the bias", "the routers' bias: moved by the load of one rank, or the wrong way"),
-    (OPTIMIZER, "bias", "the routers' bias: another rate, or another load"),
-    (OPTIMIZER, "change", "weight decay of the wrong group, or the learning rate"),
-    (OPTIMIZER, "", "the optimizer's update"),
-)
 # how much larger Muon's five steps make the smallest directions of a momentum, and so the rounding of their numbers
 GROWTH = 3.4445**5
 # share of a step's choices that ties may move between experts: as what they do to the auxiliary loss
@@ -91,8 +59,10 @@ class Finding:
     @property
     def meaning(self) -> str:
         """Return the usual cause of a difference in this tensor, if no tensor before it differs."""
-        fitting = (text for phase, name, text in MEANINGS if phase == self.phase and self.tensor.startswith(name))
-        return next(fitting, "this module's own computation")
+        for phase, name, text in facts("causes")["equivalence"]:
+            if phase == self.phase and self.tensor.startswith(name):
+                return text
+        return "this module's own computation"
 
 
 class At(NamedTuple):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tools.accuracy.judge import NAMES
+from tools.accuracy.judge import NAMES, plain
 from tools.accuracy.operators.movement import INDEX, LAYOUT
 from tools.accuracy.operators.pointwise import ACTIVATION, ELEMENTWISE, OPTIMIZER
 from tools.accuracy.operators.products import ATTENTIONS, MATMUL, MOE
@@ -83,9 +82,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the results of all checks as values fit for JSON; an infinite error is the string "inf"."""
-        rows = [{**asdict(row), "error": "inf" if math.isinf(row.error) else row.error} for row in self.rows]
         told = {"device": self.device, "seed": self.seed, "reruns": self.reruns}
-        return told | {"passed": self.passed, "counts": self.counted(), "rows": rows}
+        return told | {"passed": self.passed, "counts": self.counted(), "rows": [plain(row) for row in self.rows]}
 
 
 def status_of(rows: list[Row]) -> str:
@@ -169,7 +167,9 @@ def html(report: Report) -> str:
         if family_of[op] != family:
             family = family_of[op]
             lines.append([Cell(family, "group", len(dtypes) + 2)])
-        lines.append([op, *(_cell(cells.get((op, dtype))) for dtype in dtypes), Cell(SPECS[op].source, "note")])
+        found = (cells.get((op, dtype)) for dtype in dtypes)
+        marks = [Cell(cell_text(rows), CLASSES[status_of(rows)]) if rows else Cell("") for rows in found]
+        lines.append([op, *marks, Cell(SPECS[op].source, "note")])
     missing = not_runnable_lines(report.with_status(NOT_RUNNABLE))
     body = [
         markup.text(f"Operator accuracy: {'passed' if report.passed else 'failures found'}", "h1"),
@@ -181,10 +181,6 @@ def html(report: Report) -> str:
         markup.folded(f"All {len(report.rows)} checks", _checks(report.rows)),
     ]
     return markup.page("Operator accuracy", body)
-
-
-def _cell(rows: list[Row] | None) -> Cell:
-    return Cell(cell_text(rows), CLASSES[status_of(rows)]) if rows else Cell("")
 
 
 def _checks(rows: list[Row]) -> str:

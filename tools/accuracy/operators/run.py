@@ -154,14 +154,15 @@ def _case(
     spec: Spec, shape: tuple[int, ...], dtype: str, device: MindSporeDevice, reruns: int, case: Case
 ) -> Iterator[Row]:
     """Yield the results of the forward and the backward of one shape, and of their reruns."""
-    phases = {"forward": (case.outputs, tuple(range(len(case.outputs))))}
+    once = partial(device.forward, spec, case.inputs, dtype)
+    phases = {"forward": (once, case.outputs, tuple(range(len(case.outputs))))}
     if spec.grad:
-        phases["backward"] = (case.grads, spec.wrt)
+        phases["backward"] = (partial(device.backward, spec, case.inputs, case.douts, dtype), case.grads, spec.wrt)
     counts = spec.counts(*case.inputs)
-    for phase, (wants, names) in phases.items():
+    for phase, (run, wants, names) in phases.items():
         row = partial(Row, spec.name, dtype, shape, phase)
         try:
-            first, *others = (_run(phase, spec, dtype, device, case) for _ in range(reruns))
+            first, *others = (run() for _ in range(reruns))
         except NotRunnableError as error:
             yield row(0, NOT_RUNNABLE, detail=str(error))
             return
@@ -184,12 +185,6 @@ def _case(
             detail = f"{phase}: elements differ between runs of the same inputs" if differing else phase
             again = partial(Row, spec.name, dtype, shape, "rerun")
             yield again(0, FAIL if differing else PASS, outside=differing, detail=detail)
-
-
-def _run(phase: str, spec: Spec, dtype: str, device: MindSporeDevice, case: Case) -> tuple[Array, ...]:
-    if phase == "forward":
-        return device.forward(spec, case.inputs, dtype)
-    return device.backward(spec, case.inputs, case.douts, dtype)
 
 
 def _told(error: Exception) -> str:
