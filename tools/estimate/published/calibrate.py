@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,49 +32,9 @@ from tools.estimate.efficiency import cluster as hardware_of
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import measured_seconds, predict
 
-# parameter -> standard deviations of (a type without a parent from the start, a type from its parent); of the
-# logarithm, of shares that may be 0 as they are
-SPREAD = {
-    "matmul": (0.15, 0.15),
-    "matmul_fp8": (0.15, 0.1),
-    "half_size": (0.7, 0.3),
-    "attention": (0.3, 0.2),
-    "memory": (0.2, 0.15),
-    "unfused": (0.3, 0.2),
-    "link": (0.2, 0.2),
-    "hidden": (0.25, 0.15),
-    "hidden_ep": (0.15, 0.1),
-    "layer_s": (0.7, 0.4),
-    "moe_s": (0.7, 0.4),
-    "burst": (0.15, 0.1),
-    "step_s": (0.4, 0.2),
-    "blocks": (0.1, 0.05),
-    "matmul_fp4": (0.3, 0.1),
-    "graphed": (0.3, 0.1),
-    "network": (0.1, 0.1),
-}
-
-
-# least and most of each; the shares that may be 0 are fitted as they are, all others by their logarithm
-BOUNDS = {
-    "matmul": (0.1, 1.0),
-    "matmul_fp8": (0.1, 1.0),
-    "half_size": (8.0, 2000.0),
-    "attention": (0.05, 1.0),
-    "memory": (0.1, 1.0),
-    "unfused": (1.0, 4.0),
-    "link": (0.1, 2.0),
-    "hidden": (0.0, 1.0),
-    "hidden_ep": (0.0, 1.0),
-    "layer_s": (1e-6, 2e-3),
-    "moe_s": (1e-6, 2e-2),
-    "burst": (1.0, 2.0),
-    "step_s": (1e-4, 10.0),
-    "blocks": (0.5, 1.0),
-    "matmul_fp4": (0.1, 1.0),
-    "graphed": (0.2, 1.0),
-    "network": (0.1, 2.0),
-}
+_PARAMETERS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("parameters.yaml").read_text(encoding="utf-8"))
+SPREAD = {name: tuple(known["spread"]) for name, known in _PARAMETERS.items()}
+BOUNDS = {name: tuple(known["bounds"]) for name, known in _PARAMETERS.items()}
 TELLING = 0.02  # a parameter that is a tenth off must show as a fifth of a percent somewhere
 OUTLIER = 0.1  # of the logarithm of time
 NOISE = 0.05  # of the logarithm of time: as `fit` has it

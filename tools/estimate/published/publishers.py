@@ -85,46 +85,15 @@ class Settings:
     cp_exchanges_heads: bool = False
 
 
-_GPT3 = Settings(
-    masked=True,
-    precision="fp16",
-    dropout=True,
-    tied=True,
-    sequence_parallel=False,
-    shard_optimizer=False,
-    flash=False,
-    overlap=False,
-)
-_ASCEND = Settings(recompute="full", selective="norms", ep_mode="hierarchical", overlap=False, mindformers=True)
 _GROUPS = {
-    "megatron_sc21": replace(_GPT3, wide_gradients=False),
-    "korthikanti22": replace(_GPT3, overlap_tp_backward=True),
-    "mcore_h100_r0.8": Settings(masked=True),
-    "megatron_bridge": Settings(precision="bf16", interleaved=False, wide_gradients=False, spare_gradients=True),
-    # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving, CP by All-to-All;
-    # Transformer Engine 2.11, whose fused cross entropy (the rows' "cef") writes gradients over the bf16 logits
-    "simumax_b200": Settings(
-        precision="bf16",
-        overlap=False,
-        ep_mode="global",
-        interleaved=False,
-        logit_bytes=2,
-        spare_gradients=True,
-        cp_exchanges_heads=True,
-    ),
-    # GPT with dropout, without sequence parallelism and without gradients added up inside matmuls
-    "megatron_tests": Settings(dropout=True, sequence_parallel=False, interleaved=False),
-    "llama3_405b": Settings(shard_gradients=True),
-    "deepseek_v3": Settings(
-        selective="norms", recompute="selective", schedule="zero_bubble_v", overlap_ep=True, node_limit=4
-    ),
-    "ascend_reports": _ASCEND,
+    group: Settings(**values)
+    for group, values in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
 }
 
 
 def settings_of(group: str, cluster: str) -> Settings:
     """Return the settings of a group, or of the software that usually runs on the cluster."""
-    return _GROUPS.get(group) or (_ASCEND if cluster.startswith("atlas") else Settings())
+    return _GROUPS.get(group) or (_GROUPS["ascend_reports"] if cluster.startswith("atlas") else Settings())
 
 
 @lru_cache(maxsize=1)
