@@ -319,8 +319,8 @@ class DeviceTimes:
             return config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
         return "fp16" if config.training_graph and config.flash and config.model.latent is None else "fp32"
 
-    def _matmul(self, config: Configuration, matmul: Matmul) -> float:
-        """Return forward seconds."""
+    def multiplying(self, config: Configuration, matmul: Matmul) -> float:
+        """Return the seconds of the matrix products `matmul` in the run's precision."""
         size = min(matmul.rows, matmul.columns, matmul.depth)
         if not size:
             return 0.0
@@ -365,10 +365,6 @@ class DeviceTimes:
         inside = span <= self.hardware.devices_per_node
         link = self.hardware.intra_node if inside else self.hardware.inter_node
         return self.hardware.launch_s + link.latency_s + size / self._speed(inside)
-
-    def multiplying(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the seconds of the matrix products `matmul` in the run's precision."""
-        return self._matmul(config, matmul)
 
     def _speed(self, inside: bool) -> float:
         """Return the bytes per second that a large transfer reaches over the links inside a node, or between nodes.

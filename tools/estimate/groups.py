@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.hierarchical_ep.traffic import Step
 from tools.estimate.configuration import Configuration
 from tools.estimate.time_model import TimeModel
 from tools.hardware.load import Hardware
@@ -100,7 +99,7 @@ class Noted(TimeModel):
         step = max(self.exchanges(self.dispatched(config)), key=lambda one: self._step(one, 1.0))
         ranks = config.ep * (config.tp if config.expert_tp else 1)
         with self._of("ep"):
-            self._note(EXCHANGE, _sent(step), ranks, 1, self._step(step, 1.0))
+            self._note(EXCHANGE, step.inter_bytes + step.intra_bytes, ranks, 1, self._step(step, 1.0))
 
     def sending(self, size: float, span: int) -> float:
         """Return the seconds to send `size` bytes inside `span` ranks, as `TimeModel` does, and add the call to the
@@ -116,11 +115,6 @@ class Noted(TimeModel):
         self.stages = config.pp
         with self._of("pp"):
             return super().transfer(config)
-
-
-def _sent(step: Step) -> float:
-    """Return the bytes that one rank sends in a step."""
-    return step.inter_bytes + step.intra_bytes
 
 
 def collectives_of(config: Configuration, hardware: Hardware) -> list[Collective]:

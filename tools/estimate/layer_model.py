@@ -196,15 +196,6 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     return (8 if config.wide_gradients else 4) * matmul.times * matmul.depth * matmul.columns
 
 
-def sorted_once(config: Configuration, done: Work) -> float:
-    """Return the difference in bytes between twice the traffic of the forward pass and the traffic of the backward
-    pass, which is smaller because the backward pass sorts gradients only once.
-
-    For MindFormers the fitted efficiencies of other operators include this difference.
-    """
-    return 0.0 if config.keep_gathered else done.sorting
-
-
 def score_bytes(config: Configuration) -> float:
     """Return the bytes that operators other than matmuls read and write for the attention scores in the forward pass,
     if attention is not fused.

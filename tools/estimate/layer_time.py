@@ -50,7 +50,6 @@ from tools.estimate.layer_model import (
     score_bytes,
     score_passes,
     shared_part,
-    sorted_once,
     work,
 )
 from tools.estimate.memory.training_graph import logit_exchanges
@@ -164,21 +163,20 @@ class ExpertTimes(DeviceTimes):
         return self.hardware.launch_s + times * self._part(config, routed_part(config, share))
 
     def _part(self, config: Configuration, part: Part) -> float:
-        return sum(self._matmul(config, matmul) for matmul in part.matmuls) + self._moved(config, part.elementwise)
+        return sum(self.multiplying(config, matmul) for matmul in part.matmuls) + self._moved(config, part.elementwise)
 
     def _sent(self, config: Configuration) -> tuple[list[Stage], list[Stage], list[Stage]]:
         """Return communication forward, backward, and what a recomputed layer repeats."""
         forward = self.exchanges(config)
-        sent = [self._stages(steps) for steps in (forward, _back(forward), self.repeated(config))]
-        return sent[0], sent[1], sent[2]
-
-    def _stages(self, steps: Sequence[Step]) -> list[Stage]:
-        """Return steps in which a rank has a peer."""
-        return [
-            Stage(step.name, step.stream, partial(self._step, step))
-            for step in steps
-            if step.inter_peers or step.intra_peers
+        sent = [
+            [
+                Stage(step.name, step.stream, partial(self._step, step))
+                for step in steps
+                if step.inter_peers or step.intra_peers
+            ]
+            for steps in (forward, _back(forward), self.repeated(config))
         ]
+        return sent[0], sent[1], sent[2]
 
     def _step(self, step: Step, share: float) -> float:
         """Return seconds of a step for a chunk; what goes to one rank leaves through one port."""
@@ -256,8 +254,7 @@ class Parts:
     @property
     def total(self) -> float:
         """Return the sum of the seconds of all parts."""
-        parts = (self.matmul, self.attention, self.elementwise, self.tp, self.cp, self.ep, self.fixed, self.cut)
-        return sum(parts)
+        return sum(getattr(self, name) for name in Parts.__dataclass_fields__)
 
     def less(self, other: Parts) -> Parts:
         """Return the seconds of this layer minus the seconds of another layer, part by part."""
@@ -297,7 +294,8 @@ class LayerTimes(ExpertTimes):
             matmul=2 * forward.matmul,
             attention=(2.5 if config.flash else 2) * forward.attention,
             elementwise=2 * forward.elementwise
-            - self._moved(config, sorted_once(config, done))
+            # gradients are sorted only once; the efficiencies fitted to MindFormers include this difference
+            - self._moved(config, 0.0 if config.keep_gathered else done.sorting)
             + (score_passes(config) - 2) * (self._scores(config) if done.attention else 0.0)
             + sum(self._accumulating(config, matmul) for matmul in done.matmuls),
             tp=forward.tp * self._backward_tp(config),
@@ -311,7 +309,7 @@ class LayerTimes(ExpertTimes):
     def _forward(self, config: Configuration, kind: str, done: Work, exposed: Exposed) -> Parts:
         moved = done.elementwise + cast_bytes(config, done.matmuls)
         return Parts(
-            matmul=sum(self._matmul(config, matmul) for matmul in done.matmuls),
+            matmul=sum(self.multiplying(config, matmul) for matmul in done.matmuls),
             attention=self._attention(config, done.attention),
             elementwise=self._moved(config, moved) + (self._scores(config) if done.attention else 0.0),
             tp=done.collectives * self._tensor(config, done.gathered),
@@ -325,8 +323,7 @@ class LayerTimes(ExpertTimes):
         """Return seconds by which reading and writing summed gradients outlasts the matmul that makes them (it adds
         them).
         """
-        moving = accumulated_bytes(config, matmul) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
-        return max(0.0, moving - self._matmul(config, matmul))
+        return max(0.0, self.moving(accumulated_bytes(config, matmul)) - self.multiplying(config, matmul))
 
     def _recomputed(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:
         """Return what each recompute option adds to a layer's backward; an MTP layer's head does not run again."""
@@ -348,18 +345,14 @@ class LayerTimes(ExpertTimes):
             else Parts(attention=forward.attention, elementwise=self._scores(config)),
             "operators": Parts(elementwise=forward.elementwise, matmul=forward.matmul / 2),
         }[config.recompute.selective]
-        groups = self._operators(config, kind, full.ep) if config.training_graph else {}
-        return {**recomputed, "select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full, **groups}
-
-    def _operators(self, config: Configuration, kind: str, ep: float) -> dict[str, Parts]:
-        """Return what each group of operators adds when it runs again; experts send as in a whole layer."""
-        found = {}
-        for group, part in repeated_parts(config, kind).items():
+        recomputed |= {"select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full}
+        for group, part in repeated_parts(config, kind).items() if config.training_graph else ():
             moved = self._moved(config, part.elementwise + cast_bytes(config, part.matmuls))
             fixed = self._fixed(config, kind, work(config, kind)) - self._fixed(config, kind, Work(()))
-            experts = {"ep": ep, "fixed": fixed} if part.copies else {}
-            found[group] = Parts(sum(self._matmul(config, one) for one in part.matmuls), elementwise=moved, **experts)
-        return found
+            experts = {"ep": full.ep, "fixed": fixed} if part.copies else {}  # they send as in a whole layer
+            matmul = sum(self.multiplying(config, one) for one in part.matmuls)
+            recomputed[group] = Parts(matmul, elementwise=moved, **experts)
+        return recomputed
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
         """Return forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""
@@ -378,7 +371,7 @@ class LayerTimes(ExpertTimes):
 
     def _scores(self, config: Configuration) -> float:
         """Return forward seconds of what an unfused attention moves."""
-        return score_bytes(config) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+        return self.moving(score_bytes(config))
 
     def _exposed(self, overlap: bool) -> float:
         return 1 - self.reached.hidden if overlap else 1.0

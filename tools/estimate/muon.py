@@ -35,7 +35,7 @@ class Matrix:
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
         """Return the matmuls of all Newton-Schulz steps: A = X X^T, its square A A, and B X, with the shorter side of X
-        first.
+        first. Each step takes 4 m^2 n + 2 m^3 FLOPs, where m is the shorter and n the longer side of the matrix.
         """
         short, long = sorted((self.rows, self.columns))
         times = STEPS * self.count
@@ -44,13 +44,6 @@ class Matrix:
             Matmul(short, short, short, times),
             Matmul(short, long, short, times),
         )
-
-    @property
-    def flops(self) -> float:
-        """Return the FLOPs of all Newton-Schulz steps: each step takes 4 m^2 n + 2 m^3, where m is the shorter and n
-        the longer side of the matrix.
-        """
-        return sum(matmul.flops for matmul in self.matmuls)
 
 
 def orthogonal(weight: Weight, config: Configuration) -> bool:

@@ -78,14 +78,11 @@ def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -
     sequences list the layers in the order in which the pass runs them.
     """
     chains = _chain(forward, 0), _chain(backward, 1)
-    last = Op("weights", 1, "compute", _sum_of_weights(backward), (chains[1][-1].key,))
-    return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), last]).makespan
-
-
-def _sum_of_weights(backward: Sequence[LayerSeconds]) -> float:
-    """Return seconds of all weight gradients; of layers that are alike a product, which rounds once."""
+    # of layers that are alike a product, which rounds once
     alike = all(one == backward[0] for one in backward)
-    return len(backward) * backward[0].weights if alike else sum(one.weights for one in backward)
+    weights = len(backward) * backward[0].weights if alike else sum(one.weights for one in backward)
+    last = Op("weights", 1, "compute", weights, (chains[1][-1].key,))
+    return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), last]).makespan
 
 
 def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:

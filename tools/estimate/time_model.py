@@ -207,7 +207,7 @@ class GradientTimes(LayerTimes):
         return sum(
             count
             * (
-                sum(self._matmul(low, matmul) for matrix in matrices(weight, config) for matmul in matrix.matmuls)
+                sum(self.multiplying(low, matmul) for matrix in matrices(weight, config) for matmul in matrix.matmuls)
                 + sum(self._collective(*gather) for gather in gathers(weight, config))
             )
             for weight, count in (counted if config.muon else ())
@@ -220,7 +220,7 @@ def _counted(config: Configuration, stage: int) -> tuple[tuple[Weight, int], ...
     return tuple(counted_weights(config, stage))
 
 
-_CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
+CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
 
 
 class TimeModel(GradientTimes):
@@ -288,7 +288,7 @@ class TimeModel(GradientTimes):
         stages = (forward + backward).sum(axis=0)
         slowest = int(stages.argmax())
         busy = config.micro_batches * float(stages[slowest])
-        if simulated or config.schedule not in _CLOSED or len(rows) > 1:
+        if simulated or config.schedule not in CLOSED or len(rows) > 1:
             hidden = self.hidden(config, rows[0]) if pairs_up(config.schedule) else None
             # the fit's row of DualPipe, whose experts' communication `expert_time` takes as hidden, was fitted so
             fitted = config.overlap_ep and config.schedule == "zero_bubble_v"
@@ -474,11 +474,6 @@ def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, s
     `pipeline_of` explains the formula.
     """
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
-
-
-def has_closed_form(schedule: str) -> bool:
-    """Return whether the formula of `closed_form` is valid for a pipeline schedule."""
-    return schedule in _CLOSED
 
 
 def pipeline_of(

@@ -245,14 +245,11 @@ def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tu
     pairs = dict.fromkeys(layers)
     for kind, option in pairs:
         words = f"{_WORDS.get(kind, kind)} {'run again' if option == 'full' else 'backward'}"
-        if kind in _WORDS and config.training_graph:
-            found.append((words, layer_pass(config, kind, option)))
-        elif kind in _WORDS:
-            found.append((words, _layer_pass(config, kind, option)))
-        elif kind == "head" and config.training_graph:
-            found.append(("the loss", loss_pass(config, any(other == "mtp" for other, _ in pairs))))
+        if kind in _WORDS:
+            found.append((words, (layer_pass if config.training_graph else _layer_pass)(config, kind, option)))
         elif kind == "head":
-            found.append(("the loss", _loss_pass(config)))
+            mtp = any(other == "mtp" for other, _ in pairs)
+            found.append(("the loss", loss_pass(config, mtp) if config.training_graph else _loss_pass(config)))
     return max(found, key=lambda pair: pair[1])
 
 

@@ -8,7 +8,7 @@ If a recipe does not fit, `tc3 dryrun` gives advice by the same function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
@@ -51,8 +51,15 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
     Args:
         limit: the bytes that a stage may reach; as few layers are recomputed as this limit allows.
     """
-    now = peak_memory(config)
-    return [change for change in _all(config, limit, _moves(config)) if change.peak < now * (1 - _LEAST)]
+    now, found = peak_memory(config), []
+    for name, apply in _moves(config):
+        try:
+            changed = apply(config, limit)
+            if changed is not None and changed != config:
+                found.append(Change(name, changed, _peaks(changed)))
+        except RecipeError:
+            continue  # degrees that do not fit together
+    return [change for change in found if change.peak < now * (1 - _LEAST)]
 
 
 def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
@@ -78,16 +85,6 @@ def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
 
 _LEAST = 5e-3  # share of the peak below which a change is none
 _MOST_EP = 4  # doublings of a degree
-
-
-def _all(config: Configuration, limit: float, moves: Sequence[tuple[str, Apply]]) -> Iterator[Change]:
-    for name, apply in moves:
-        try:
-            changed = apply(config, limit)
-            if changed is not None and changed != config:
-                yield Change(name, changed, _peaks(changed))
-        except RecipeError:
-            continue  # degrees that do not fit together
 
 
 @lru_cache(maxsize=4096)
@@ -237,7 +234,12 @@ def checked_advice(recipe: Recipe, limit: int) -> str:
     try:
         require_known(recipe)
         own, room = from_recipe(recipe), limit * (1 - known_errors().margin)
-        found = [change for change in single_changes(own, room) if _compiles(change.config, own)]
+        # no change leads to sharded gradients where MindSpore would not finish compiling them
+        found = [
+            change
+            for change in single_changes(own, room)
+            if change.config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(change.config.pp)
+        ]
         changes = sorted(found, key=lambda change: change.peak)
     except RecipeError as error:
         return f"what would make it fit is unknown: {error}"
@@ -248,11 +250,6 @@ def checked_advice(recipe: Recipe, limit: int) -> str:
     )
     rest = f"; not enough by itself: {_named(short)}" if short else ""
     return f"{words}{rest}; tc3 memory {recipe.source} --explain-oom has their keys and costs, and pairs"
-
-
-def _compiles(config: Configuration, own: Configuration) -> bool:
-    """Return whether a change leaves sharded gradients out where MindSpore would not finish compiling them."""
-    return config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(config.pp)
 
 
 def _named(changes: list[Change]) -> str:

@@ -200,10 +200,7 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     cloned = config.weight_item if config.training_graph else _WIDE if config.wide_gradients else _LOW
     wide = _WIDE if at_once and config.training_graph else cloned
     for weight, count in counted_weights(config, stage):
-        local, shards = (
-            weight.size / weight_cut(weight, config),
-            weight_shards(weight, config),
-        )
+        local, shards = weight.size / weight_cut(weight, config), weight_shards(weight, config)
         # in a pipeline FSDP adds gradients up whole and reduces them after the last micro-batch
         waiting = config.shard_weights and config.pp > 1
         summed = local / (shards if at_once or (config.shard_gradients and not waiting) else 1)
@@ -256,15 +253,11 @@ def _resharded(config: Configuration) -> bool:
 
 def _in_turn(config: Configuration, stage: int) -> float:
     """Return bytes of the computing weights that are gathered at once where they are sharded, too."""
-    return _BUCKET * _layer_weights(config) * config.item + _static_rows(config, stage)[1]
-
-
-def _layer_weights(config: Configuration) -> float:
-    """Return weights of the largest layer on a device that gathers them."""
-    kinds = set(config.model.pattern)
-    return max(
-        sum(w.size / weight_cut(w, config) for w in weights(config.model, kind, config.shared_whole)) for kind in kinds
+    largest = max(
+        sum(w.size / weight_cut(w, config) for w in weights(config.model, kind, config.shared_whole))
+        for kind in set(config.model.pattern)
     )
+    return _BUCKET * largest * config.item + _static_rows(config, stage)[1]
 
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:

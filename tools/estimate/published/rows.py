@@ -195,12 +195,6 @@ def read_rows(path: Path) -> list[Row]:
     return found
 
 
-def unknown_device(hardware: str) -> str:
-    """Return an error message for a row whose device is unknown."""
-    named = did_you_mean(hardware.lower(), list(NAMES))
-    return f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}"
-
-
 def express(row: Mapping[str, Any], place: str = "row") -> Row:
     """Return one row of a measurements file as a `Row`.
 
@@ -214,7 +208,8 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
     common = (str(row["id"]), group, str(row.get("use", "fit")), known)
     try:
         if not known:
-            raise Unexpressed(unknown_device(hardware))
+            named = did_you_mean(hardware.lower(), list(NAMES))
+            raise Unexpressed(f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}")
         config, samples, assumed = _configuration(row.get("config"), group, known)
         if group == "megatron_bridge":
             config = as_recipes_have_it(str(row["id"]), known, config, assumed)

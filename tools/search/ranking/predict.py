@@ -27,7 +27,7 @@ import numpy as np
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.activations import saved, working
 from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory, update_memory
-from tools.estimate.time_model import TimeModel, has_closed_form, pipeline_of
+from tools.estimate.time_model import CLOSED, TimeModel, pipeline_of
 from tools.model import KINDS
 from tools.pipeline.simulate import enough, filling
 from tools.search.candidates import Block, configuration
@@ -297,7 +297,7 @@ class TimeTable(TimeModel):
         form.
         """
         schedule = self.request.schedule
-        if not schedule or has_closed_form(schedule):
+        if not schedule or schedule in CLOSED:
             return block.vpp
         m = enough(schedule, block.pp, block.columns["m"])
         found = {int(one): filling(schedule, block.pp, block.vpp, int(one)) for one in np.unique(m)}
