@@ -350,9 +350,7 @@ def _whole(row: Any) -> bool:
 
 
 def _optimizer_shard(view: View, found: Findings) -> None:
-    """Check that optimizer_weight_shard_size divides the ranks that hold a weight's copies; the level settles the
-    gradients.
-    """
+    """Check that optimizer_weight_shard_size divides a weight's copies, and how the level settles the gradients."""
     section = ("parallel", "parallel_optimizer_config")
     gradients, level = (*section, "gradient_accumulation_shard"), view.get((*section, "optimizer_level"))
     if view.has(gradients) and level in ("level1", "level3"):

@@ -148,9 +148,7 @@ def _is_no_size(recipe: Recipe, path: list[str]) -> bool:
 
 
 def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
-    """Say why values stay open. Of a dispatch only where nothing else is wrong: the same is then said of its own
-    keys.
-    """
+    """Say why values stay open; of a dispatch only where nothing else is wrong, which has the same cause."""
     for error in failed:
         if error.path == OFFSET:
             found.error(error.path, f"{error.why}; everything else is checked with an even layout")
@@ -159,9 +157,7 @@ def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
 
 
 def is_fragment(source: str) -> bool:
-    """Return whether a file holds only a part of a recipe (recipes/base/), of which nothing but the keys can be
-    checked.
-    """
+    """Return whether a file holds only a part of a recipe (recipes/base/), of which only keys can be checked."""
     return Path(source).parent.name == "base"
 
 

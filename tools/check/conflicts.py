@@ -186,9 +186,7 @@ def _positions(view: View, built: Built, found: Findings) -> None:
 
 
 def _rope_scaling(scaling: dict[str, Any], fields: dict[str, Any], found: Findings) -> None:
-    """Check the mapping `rope_scaling`, in which MindFormers needs every key for which the model's fields have no
-    default.
-    """
+    """Check the mapping `rope_scaling`, which needs every key for which the model's fields have no default."""
     kind = scaling.get("type") or scaling.get("rope_type")
     more = [key for key in yarn.NUMBERS if key.startswith(("beta", "mscale")) and kind == "yarn"]
     missing = [key for key in ("factor", *more) if key not in scaling and fields.get(key) is None]
@@ -267,9 +265,7 @@ def _sequence(view: View, built: Built, found: Findings) -> None:
 
 
 def _callbacks(view: View, built: Built, found: Findings) -> None:
-    """Check that TopkBiasBalanceCallback has the same numbers as the model; with other numbers the router is trained
-    differently.
-    """
+    """Check that TopkBiasBalanceCallback has the model's numbers; others would train the router differently."""
     callbacks = view.get(("callbacks",), [])
     if not isinstance(callbacks, list):
         return
@@ -349,9 +345,7 @@ def _trainer(view: View, found: Findings) -> None:
 
 
 def _background_save(view: View, found: Findings) -> None:
-    """Check `async_save`: MindFormers adds up a flag of each rank that still writes, as int8, so that 256 writing
-    ranks add up to 0.
-    """
+    """Check `async_save`: MindFormers counts the ranks that still write in an int8, where 256 of them are 0."""
     path = ("checkpoint", "async_save")
     if not view.flag(path) or view.flag(("use_legacy_format",), True):
         return

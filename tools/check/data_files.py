@@ -57,9 +57,7 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
 
 
 def _speed_up(view: View, found: Findings) -> None:
-    """Check `parallel_speed_up_json_path`: if the file is missing, MindFormers reads nothing, and MindSpore then
-    refuses the key.
-    """
+    """Check `parallel_speed_up_json_path`: without its file MindSpore refuses the key."""
     name = view.get(_SPEED_UP)
     if not isinstance(name, str) or not name:
         return

@@ -59,9 +59,7 @@ def _shared_embedding(view: View, built: Built, found: Findings) -> None:
 
 
 def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
-    """Note that MindFormers computes the auxiliary loss over a rank's tokens, whatever sequences
-    they belong to.
-    """
+    """Note that MindFormers computes the auxiliary loss over a rank's tokens, whatever their sequences are."""
     if not built.number("num_moe_experts") or not built.fields.get("moe_aux_loss_coeff"):
         return
     if view.on_cpu and not view.parallel:
@@ -148,9 +146,7 @@ def _documents_of_mtp(view: View, built: Built, found: Findings) -> None:
 
 
 def _groups_of_experts(view: View, built: Built, found: Findings) -> None:
-    """Note that a masked group of experts has the score 0, which is higher than the scores of
-    experts with a low bias.
-    """
+    """Note that a masked group of experts has the score 0, which is above those of experts with a low bias."""
     groups, chosen = built.number("moe_router_num_groups"), built.number("moe_router_group_topk")
     limits = bool(built.number("num_moe_experts")) and groups > 1 and chosen < groups
     if limits and built.fields.get("moe_router_enable_expert_bias"):

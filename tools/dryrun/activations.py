@@ -45,9 +45,7 @@ class Moment(NamedTuple):
 
 
 def name_of(place: int) -> str:
-    """Return the key under which a report lists a part of a pass (a layer, the part before the first layer, or the part
-    after the last one).
-    """
+    """Return the key under which a report lists a part of a pass: a layer, `FRONT` or `BACK`."""
     return {_FIRST: FRONT, _LAST: BACK}.get(place, str(place))
 
 

@@ -41,9 +41,7 @@ _WIDTH = 130  # of tables in a file or pipe
 
 
 class Ranks(click.ParamType):
-    """A `Ranks` is the type of the option `--ranks`: its value is `all-stages`, or ranks such as `0,512` as a tuple of
-    integers.
-    """
+    """A `Ranks` is the type of the option `--ranks`: `all-stages`, or ranks such as `0,512` as integers."""
 
     name = f"{ALL}|R,R"
 

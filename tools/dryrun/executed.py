@@ -139,9 +139,7 @@ def _differences(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
 
 
 def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: Sequence[_Call]) -> list[str]:
-    """Return executed calls that stand before one that they need: each is taken for the first that fits and may
-    start.
-    """
+    """Return executed calls that stand before one that they need; each is the first that fits and may start."""
     lines: list[str] = []
     left, over = dict(enumerate(reported)), set[int]()
     for call in done:

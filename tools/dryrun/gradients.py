@@ -307,9 +307,7 @@ class _Walk:
         return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """Return the gradient's paths that end in a parameter of a subgraph; these paths go through the callers of the
-        subgraph.
-        """
+        """Return the gradient's paths that end in a parameter of a subgraph, through the subgraph's callers."""
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)
         found = frozenset(way for at, text in bound for way in self.value(at, text, members))
         return found or frozenset((Way((), f"parameter {name}"),))
@@ -419,9 +417,7 @@ class _Walk:
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
-        """Return the arguments that have as many elements as the result; if there are several such arguments, leave out
-        constants.
-        """
+        """Return the arguments with as many elements as the result; of several such ones not the constants."""
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
         sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]

@@ -75,9 +75,7 @@ class Node:
 
     @property
     def value(self) -> int | None:
-        """Return the node that computes the operator's first argument; None if this argument is a parameter or a
-        constant.
-        """
+        """Return the node that computes the first argument; None if that is a parameter or a constant."""
         first = _FIRST.match(self.head)
         return int(first[1]) if first else None
 
@@ -122,9 +120,7 @@ def read_graph(file: Path) -> GraphText:
 
 
 def tensors(text: str) -> tuple[TensorType, ...]:
-    """Return the tensor types that a text of the form `<Tensor[BFloat16], (256, -1)>, ...` lists, including members of
-    tuples.
-    """
+    """Return the tensor types in a text such as `<Tensor[BFloat16], (256, -1)>, ...`, also members of tuples."""
     found = [(match.start(), TensorType(match[1], _shape(match[2]))) for match in _TENSOR.finditer(text)]
     for match in _TUPLE.finditer(text):
         dtypes = [dtype for dtype, count in re.findall(_MEMBER, match[1]) for _ in range(int(count or 1))]
@@ -155,9 +151,7 @@ def listed(text: str, opening: str = "([{", closing: str = ")]}") -> list[str]:
 
 
 def whole_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a graph's text with their numbers; lines over which one constant is written out are joined
-    into one.
-    """
+    """Yield the lines of a graph's text with their numbers; the lines of one long constant are joined."""
     begun: list[str] = []
     for number, line in enumerate(lines, 1):
         if begun and line.startswith("      "):
@@ -250,9 +244,7 @@ def passes_of(graph: GraphText) -> list[Pass]:
 
 
 def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
-    """Return the names of the forward and backward subgraph of each chunk, in the order of the chunks' first forward
-    passes.
-    """
+    """Return the forward and backward subgraph of each chunk, in the order of their first forward passes."""
     backward = {}
     for name, nodes in graph.graphs.items():
         if "▸" in name:

@@ -369,9 +369,7 @@ def _kept(chunk: Mapping[str, Any]) -> Bytes:
 
 
 def _inside(op: Op, chunk: Mapping[str, Any]) -> list[Bytes]:
-    """Return what is alive in a pass beside what is kept, of which a forward's own part is among what is alive in
-    it.
-    """
+    """Return what is alive in a pass beside what is kept, which a forward's own part already contains."""
     kind, name, own = ("F", "forward", chunk["saved"]) if op.kind == "F" else ("B", "backward", 0)
     curve = chunk.get("curves", {}).get(kind) or [chunk[name]]
     return [{Owner(WORKING, f"alive in a {name}"): float(max(0, size - own))} for size in curve]

@@ -43,9 +43,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key of the recipe that put the call into the graph; this is a key of a plugin if the plugin made
-        the call.
-        """
+        """Return the key of the recipe, or of its plugin, that put the call into the graph."""
         return _KEY if self.op == "p2p" else source_key(self.where) or "parallel"
 
     def __str__(self) -> str:
@@ -70,9 +68,7 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return one line for each error that would hang or mix up messages; the list is empty if the compiled ranks can
-    run together.
-    """
+    """Return one line for each error that would hang or mix up messages; [] if the ranks can run together."""
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
     for rank, program in programs.items():
@@ -88,9 +84,7 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
-    """Return the groups that the compiled ranks call ("all"), and the groups of which several compiled ranks are
-    members ("compared").
-    """
+    """Return how many groups the compiled ranks call ("all"), and how many they share ("compared")."""
     groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
     return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
 
@@ -229,9 +223,7 @@ def _own(ends: tuple[int, int], ranks: Sequence[_Rank]) -> tuple[_Rank, _Rank] |
 
 
 def _differences(one: _Rank, other: _Rank, stood: Sequence[tuple[int, int]], stages: int) -> list[str]:
-    """Return a line for each difference between the two ends of a link, or of several links whose ends the same ranks
-    represent.
-    """
+    """Return a line for each difference between the ends of a link, or of links that the same ranks represent."""
     distance = stood[0][1] - stood[0][0]
     # between the last stage and the first, which are neighbours in a pipeline of two, a Send's chunk is not its
     # Receive's: activations go on to the next chunk

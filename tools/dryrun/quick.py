@@ -86,9 +86,7 @@ def kinds_of(view: View, stages: Sequence[Stage], settings: Sequence[Setting]) -
 
 
 def _kind(view: View, block: str, layer: int, settings: Sequence[Setting]) -> Kind:
-    """Return the kind of a layer; for a layer that is recomputed as a whole, the other recompute settings have no
-    effect.
-    """
+    """Return the kind of a layer; if it is recomputed as a whole, its other recompute settings do nothing."""
     whole = view.get(_FULL) is True or any(layer in each.layers for each in settings if each.path == _FULL)
     return Kind(block, tuple(layer in each.layers or (whole and each.path[1] in RECOMPUTE) for each in settings), whole)
 
@@ -182,9 +180,7 @@ class Small(NamedTuple):
 
 
 def quick_plan(recipe: Recipe) -> Plan:
-    """Return the few compiles from whose results `compose` builds all stages. A pipeline of one stage is compiled
-    unchanged.
-    """
+    """Return the few compiles from which `compose` builds all stages; one stage is compiled unchanged."""
     view = View(recipe)
     if view.pp == 1:
         return plan_jobs(recipe)
@@ -303,9 +299,7 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """Return the passes of a micro-batch through a chunk of these layers, with embedding and head if the chunk has
-        them.
-        """
+        """Return the passes of a micro-batch through a chunk of these layers, with embedding and head if asked."""
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []

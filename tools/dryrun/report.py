@@ -175,9 +175,7 @@ def loads_asked(text: str, recipe: Recipe) -> Loads:
 def _judged(
     recipe: Recipe, stages: Sequence[Mapping[str, Any]], loads: Loads | None, limit: int, error: float
 ) -> Judged | None:
-    """Return how the stages fit under uneven loads; None without experts, or where the model does not know the
-    recipe.
-    """
+    """Return how the stages fit under uneven loads; None without experts or a model of the recipe."""
     try:
         config = from_recipe(recipe)
     except RecipeError:

@@ -217,9 +217,7 @@ class Configuration:
             )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:
-        """Return for each chunk of a stage the kinds of its layers (see `tools.model.KINDS`), in the order of the
-        model.
-        """
+        """Return for each chunk of a stage the kinds of its layers (`tools.model.KINDS`), in model order."""
         if self.layer_only:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
@@ -232,9 +230,7 @@ class Configuration:
 
     @property
     def head_parts(self) -> int:
-        """Return the number of parts into which context parallelism cuts the heads; 1 if context parallelism does not
-        cut the heads.
-        """
+        """Return into how many parts context parallelism cuts the heads; 1 if it does not cut them."""
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
@@ -388,9 +384,7 @@ def _at_most(want: int | bool, have: int) -> int:
 
 
 def _dealt(want: int | bool, own: Sequence[int]) -> list[int]:
-    """Return `want` layers of a stage whose chunks have `own`: one to each chunk in turn, as long as it has one
-    left.
-    """
+    """Return `want` layers of a stage with chunks `own`: one to each chunk in turn, while it has one left."""
     taken, left = [0] * len(own), _at_most(want, sum(own))
     while left:
         for chunk in [chunk for chunk, have in enumerate(own) if taken[chunk] < have][:left]:
@@ -443,9 +437,7 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the name of a layer's recompute option that joins several options, such as "select+attention"; "none"
-    without any option.
-    """
+    """Return the name that joins recompute options of a layer, such as "select+attention", or "none"."""
     return "+".join(names) or "none"
 
 

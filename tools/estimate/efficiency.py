@@ -174,9 +174,7 @@ def newer_error(hardware: Hardware) -> Newer | None:
 
 
 def cluster_file(name: str) -> Path:
-    """Return the hardware file of a cluster; `name` is the name of a cluster or device of this repository, or otherwise
-    the path of a file.
-    """
+    """Return the hardware file of a cluster or device of this repository; other names are paths of files."""
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
     return next((place for place in places if place.is_file()), Path(name))
@@ -354,9 +352,7 @@ class DeviceTimes:
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:
-        """Return the seconds to copy `size` bytes from a device to the host's memory over an idle link; None if this is
-        unknown.
-        """
+        """Return the seconds to copy `size` bytes to the host over an idle link; None if this is unknown."""
         host = self.hardware.host_link
         return None if host is None else size / host.bytes_per_s
 

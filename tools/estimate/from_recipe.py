@@ -242,9 +242,7 @@ def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
 
 
 def _shard_size(view: View) -> int:
-    """Return `optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1
-    (set_optimizer_weight_shard_size).
-    """
+    """Return `optimizer_weight_shard_size`, or 0; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
     size = view.number((*_SHARD, "optimizer_weight_shard_size"), 0)
     return 0 if size == 1 else size
 
@@ -308,9 +306,7 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 
 def patterns_of(value: Any) -> list[str]:
-    """Return the operator patterns of a recompute key; the list is empty if the key leaves the choice of operators to
-    MindFormers.
-    """
+    """Return the operator patterns of a recompute key; [] if MindFormers chooses the operators."""
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
@@ -372,9 +368,7 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether a recompute key holds numbers of layers, which are valid only for one number of stages and
-    chunks.
-    """
+    """Return whether a recompute key holds numbers of layers, which fit only one number of stages and chunks."""
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)

@@ -91,9 +91,7 @@ class Noted(TimeModel):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """Add the exchange of the experts' tokens to the list of calls, with the bytes that a rank sends in the slowest
-        part of the exchange.
-        """
+        """Add the exchange of the experts' tokens to the list, with the bytes of its slowest step."""
         if config.ep == 1 or not config.model.experts:
             return
         step = max(self.exchanges(self.dispatched(config)), key=lambda one: self._step(one, 1.0))
@@ -102,9 +100,7 @@ class Noted(TimeModel):
             self._note(EXCHANGE, step.inter_bytes + step.intra_bytes, ranks, 1, self._step(step, 1.0))
 
     def sending(self, size: float, span: int) -> float:
-        """Return the seconds to send `size` bytes inside `span` ranks, as `TimeModel` does, and add the call to the
-        list of calls.
-        """
+        """Return the seconds of `TimeModel.sending`, and add the call to the list of calls."""
         stride = span // self.stages if self.group == "pp" else 1
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 

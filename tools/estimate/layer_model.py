@@ -197,9 +197,7 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
 
 
 def score_bytes(config: Configuration) -> float:
-    """Return the bytes that operators other than matmuls read and write for the attention scores in the forward pass,
-    if attention is not fused.
-    """
+    """Return the bytes that an attention that is not fused moves for its scores in the forward pass."""
     if config.flash:
         return 0.0
     each = _SCORE_BYTES + (_DROPPED_SCORE_BYTES if config.model.dropout else 0)

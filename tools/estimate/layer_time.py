@@ -85,9 +85,7 @@ class ExpertTimes(DeviceTimes):
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
 
     def exchanges(self, config: Configuration) -> tuple[Step, ...]:
-        """Return the communication steps of dispatch and combine in the forward pass, with the bytes of the busiest
-        rank.
-        """
+        """Return the steps of dispatch and combine in the forward pass, with the bytes of the busiest rank."""
         node, model = self.hardware.devices_per_node, config.model
         span = config.ep * (config.tp if config.expert_tp else 1)
         nodes = max(1, -(-span // node))
@@ -136,9 +134,7 @@ class ExpertTimes(DeviceTimes):
         return choose(self.expert_layer(config), config.batch, config.rank_sequence, cuts, stride)
 
     def expert_layer(self, config: Configuration) -> Layer:
-        """Return an MoE layer as the steps through which each chunk of its tokens passes, with the seconds of each
-        step.
-        """
+        """Return an MoE layer as the steps of each chunk of its tokens, with the seconds of each step."""
         config = self.dispatched(config)
         forward, back, recomputed = self._sent(config)
         shared = self._part(config, shared_part(config)) + self.hardware.launch_s if config.model.shared_ffn else 0.0
@@ -157,9 +153,7 @@ class ExpertTimes(DeviceTimes):
         return (*first, Stage(name, "compute", partial(self._routed, config, times)), *rest)
 
     def _routed(self, config: Configuration, times: int, share: float) -> float:
-        """Return seconds of the routed experts on a chunk: matmuls, no faster than their weights are read, and
-        sorting.
-        """
+        """Return seconds of a chunk's routed experts: matmuls, at least as long as reading weights; sorting."""
         return self.hardware.launch_s + times * self._part(config, routed_part(config, share))
 
     def _part(self, config: Configuration, part: Part) -> float:
@@ -320,9 +314,7 @@ class LayerTimes(ExpertTimes):
         )
 
     def _accumulating(self, config: Configuration, matmul: Matmul) -> float:
-        """Return seconds by which reading and writing summed gradients outlasts the matmul that makes them (it adds
-        them).
-        """
+        """Return seconds by which moving summed gradients outlasts the matmul that makes and adds them."""
         return max(0.0, self.moving(accumulated_bytes(config, matmul)) - self.multiplying(config, matmul))
 
     def _recomputed(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:
@@ -362,9 +354,7 @@ class LayerTimes(ExpertTimes):
         return launched * (self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0))
 
     def _backward_tp(self, config: Configuration) -> float:
-        """Return share of forward's tensor-parallel time that backward shows: gradients of weights can hide that of
-        inputs.
-        """
+        """Return the share of forward's tp time that backward shows: gradients of weights can hide that of inputs."""
         if not config.overlap_tp_backward:
             return 1.0
         return 0.5 if config.sequence_parallel else 0.0

@@ -86,16 +86,12 @@ class Loads:
 
     @property
     def ratios(self) -> np.ndarray:
-        """Return the load of the fullest device divided by the mean load of all devices, at least 1, as [steps,
-        micro-batches, layers].
-        """
+        """Return the fullest device's load over the mean, at least 1, [steps, micro-batches, layers]."""
         return np.maximum(self.shares.max(axis=-1), 1.0)
 
     @property
     def typical(self) -> float:
-        """Return the load of the fullest device divided by the mean load of all devices, averaged over steps,
-        micro-batches and layers.
-        """
+        """Return the mean of `ratios` over steps, micro-batches and layers."""
         return float(self.ratios.mean())
 
     @property

@@ -79,9 +79,7 @@ def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
 
 
 def gathers(weight: Weight, config: Configuration) -> Iterator[tuple[float, int, int]]:
-    """Return the AllGathers of a weight's momentum, each as (bytes of the gathered tensor, number of ranks, distance
-    between neighbouring ranks).
-    """
+    """Return the AllGathers of a weight's momentum: (bytes of the whole, ranks, distance between neighbours)."""
     if not orthogonal(weight, config) or weight.split == "experts":
         return
     cut, shards = weight_cut(weight, config), weight_shards(weight, config)

@@ -133,9 +133,7 @@ _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, wei
 
 
 class GradientTimes(LayerTimes):
-    """A `GradientTimes` predicts the seconds to communicate weights and gradients, and of the optimizer, on one
-    cluster.
-    """
+    """A `GradientTimes` predicts the seconds of weights, gradients and the optimizer on one cluster."""
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
         """Return two times in which a stage communicates its weights and gradients: the seconds once in a step, and the
@@ -185,9 +183,7 @@ class GradientTimes(LayerTimes):
         return float(self.waited(once, each, work, config.micro_batches, rounds))
 
     def optimizer(self, config: Configuration, stage: int) -> float:
-        """Return the seconds of the optimizer's update: the time to move its bytes, and the host's time for each
-        weight.
-        """
+        """Return the seconds of the optimizer's update: moving its bytes, and the host's time for each weight."""
         counted = _counted(config, stage)
         held = sum(
             count * weight.size / weight_cut(weight, config) / weight_shards(weight, config)
@@ -424,9 +420,7 @@ def _even_stages(times: TimeModel, config: Configuration) -> np.ndarray:
 
 
 def _rows(config: Configuration, ratios: np.ndarray | None) -> tuple[Configuration, list[Row]]:
-    """Return the run and its rows of max/mean: one, or one for each micro-batch; an even row is the configuration's
-    skew.
-    """
+    """Return the run and its rows of max/mean, one or one for each micro-batch; an even row becomes the skew."""
     if ratios is None:
         return config, [()]
     if ratios.min() == ratios.max():

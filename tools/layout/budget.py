@@ -73,9 +73,7 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a new budget with a share of this budget's units of work. Work that is spent from the new budget is
-        also spent from this budget.
-        """
+        """Return a budget of a share of this one's units; what is spent of it is also spent of this one."""
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
@@ -112,9 +110,7 @@ class _Part(Budget):
 
 @contextmanager
 def interruptible(budget: Budget) -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM stop `budget` instead of raising an exception. A second Ctrl-C raises KeyboardInterrupt
-    as usual.
-    """
+    """Make Ctrl-C and SIGTERM stop `budget`; a second Ctrl-C raises KeyboardInterrupt as usual."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if budget.stopped:

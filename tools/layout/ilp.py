@@ -112,15 +112,11 @@ class PathModel:
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Solve the model for whole layers, with T at most `below` and numbers of layers from `low` to `high` [K,
-        C].
-        """
+        """Solve for whole layers, T at most `below`, with `low` to `high` layers [K, C]."""
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find a plan of whole layers for which the memory by which stages exceed the cap (the answer's `value`) is as
-        small as possible.
-        """
+        """Find a plan of whole layers that exceeds the memory cap as little as possible (the answer's `value`)."""
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
@@ -189,9 +185,7 @@ class PathModel:
             self._add_row(0, 0, layers)
 
     def _keep_order(self) -> None:
-        """Add variables z[t, c] in {0, 1}: 1 means that all layers of type t are in chunks up to c; the next type's
-        first layer waits for that.
-        """
+        """Add z[t, c] in {0, 1}, 1 if type t ends by chunk c, for which the next type's first layer waits."""
         for index, (kind, following) in enumerate(zip(self.instance.types, self.instance.types[1:], strict=False)):
             for chunk in range(self.size):
                 ended = self._add_variable(1.0)
@@ -205,9 +199,7 @@ class PathModel:
                     self._add_row(low, high, layers, {ended: -count})
 
     def _order_options(self) -> None:
-        """Add variables z[t, c, k] in {0, 1}: if the next type has options before place k of `order` in chunk c, type
-        t has none from k on.
-        """
+        """Add z[t, c, k] in {0, 1}: if the next type has options before place k in chunk c, t has none from k on."""
         instance, strengths, before = self.instance, self.instance.strengths, 0
         for index, (kind, following) in enumerate(zip(instance.types, instance.types[1:], strict=False)):
             before += kind.count
@@ -264,9 +256,7 @@ class PathModel:
 
 
 class Incumbent:
-    """An `Incumbent` receives plans from all parts of the search, and keeps the plan with the shortest simulated step
-    that obeys every rule.
-    """
+    """An `Incumbent` keeps the plan with the shortest simulated step of all legal plans that it is offered."""
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
@@ -293,9 +283,7 @@ class Incumbent:
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Take `plan` if it is faster than the best plan so far, well formed and within the memory cap. Return whether
-        the plan was taken.
-        """
+        """Take `plan` if it is legal and faster than the best so far; return whether it was taken."""
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
             return False
@@ -308,9 +296,7 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Record a lower bound on the step time of all plans; if the bound lies above the best plan's time, this plan
-        is proven to be the best.
-        """
+        """Record a lower bound for all plans; one above the best plan's time proves that plan the best."""
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:
             self.bound = bound
@@ -361,9 +347,7 @@ _REPEATS = 4
 
 
 def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
-    """Search for plans close to the best plan of `incumbent`, and improve `incumbent` with them, until all of `budget`
-    is spent.
-    """
+    """Improve `incumbent` by plans close to its best plan, until all of `budget` is spent."""
     stages = incumbent.instance.stages
     width = max(2, stages // 4)
     while not budget.over:

@@ -192,9 +192,7 @@ class Instance:
 
     @cached_property
     def strengths(self) -> np.ndarray:
-        """Return for each column [K] the position of its option in `order`; all positions are 0 if any order is
-        allowed.
-        """
+        """Return for each column [K] the position of its option in `order`; 0 if any order is allowed."""
         names = [self.types[t].options[o].name for t, o in self.columns]
         return np.array([self.order.index(name) if self.order else 0 for name in names])
 
@@ -305,9 +303,7 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan [N] whether, in every chunk, options do not become stronger from one layer type to the
-        next.
-        """
+        """Return for each plan [N] whether no chunk's options become stronger from a type to the next."""
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
             columns = self.type_columns(index)

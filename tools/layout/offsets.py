@@ -76,9 +76,7 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write a layout file, which records the `command` that made the file. DataError is raised for a folder that cannot
-    be written to.
-    """
+    """Write a layout file made by `command`. DataError is raised if its folder cannot be written to."""
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
@@ -112,9 +110,7 @@ _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values of a recipe in place. The sections that contain these values are copied, because other keys may share
-    the sections by an anchor.
-    """
+    """Set values of a recipe in place, in copies of their sections, which anchors may share with other keys."""
     for path, value in values.items():
         section: Any = recipe
         for key in path[:-1]:
@@ -154,9 +150,7 @@ def string_values(recipe: Recipe, text: str) -> Values:
 
 
 def even_values(recipe: Recipe) -> Values:
-    """Return the offset and the recompute tables of a layout in which the layers are spread evenly and no layer is
-    recomputed.
-    """
+    """Return the offset and the recompute tables of an even layout that recomputes nothing."""
     flat = copy.deepcopy(recipe)
     put(flat, {OFFSET: 0})
     view = View(flat)

@@ -132,9 +132,7 @@ GOALS = (0.972, 0.986, 1.0)  # shares of the time to beat for which bounds by wh
 
 @dataclass(frozen=True)
 class Placement:
-    """A `Placement`, which `place` returns, says on which stages and chunks the layers of a run are and what they
-    recompute.
-    """
+    """A `Placement` says on which stages and chunks a run's layers are, and what they recompute."""
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
@@ -322,9 +320,7 @@ def _at_least(config: Configuration, model: TimeModel) -> float:
 
 
 def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: float) -> tuple[float, float]:
-    """Return seconds that no plan of an instance under `beat` is under: of the pipeline, and of what `fixed` leaves
-    out.
-    """
+    """Return seconds that no plan under `beat` is under: of the pipeline, and of what `fixed` leaves out."""
     pipeline, slowest = floor_of(instance)
     if not math.isfinite(pipeline):
         return pipeline, 0.0
@@ -468,9 +464,7 @@ def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray
 
 
 def plan_of(config: Configuration, instance: Instance) -> np.ndarray | None:
-    """Return the plan [K, C] that a configuration's tables describe; None if the instance lacks one of the recompute
-    options.
-    """
+    """Return the plan [K, C] of a configuration's tables; None if the instance lacks one of their options."""
     plan = np.zeros((len(instance.columns), len(instance.stage_of)), int)
     names = {
         (instance.types[t].name, instance.types[t].options[o].name): n for n, (t, o) in enumerate(instance.columns)

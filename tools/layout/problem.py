@@ -53,16 +53,12 @@ class PlacedInstance(Instance):
 
     @property
     def transfer(self) -> float:
-        """Return the time for which a stage is busy when it sends an activation or a gradient; receiving takes the same
-        time.
-        """
+        """Return the time for which a stage is busy sending, which receiving takes, too."""
         return self.receiving
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the part of the times `ends` in which the stage receives from another stage,
-        [stages].
-        """
+        """Return the part of each stage's `ends` in which it receives from another stage, [stages]."""
         every = self.by_stage(self.ends.sum(axis=0) - super().ends.sum(axis=0))
         return every.reshape(self.chunks, self.stages).sum(axis=0)
 

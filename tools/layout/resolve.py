@@ -200,9 +200,7 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """This error means that the `auto` at `path` cannot be replaced by a value; `why` says the reason, which may name
-    another key.
-    """
+    """This error means that the `auto` at `path` stays open; `why` says the reason, maybe by another key."""
 
     def __init__(self, source: str, path: KeyPath, why: str):
         super().__init__(why if why.startswith(f"{source}:") else f"{source}: {why}")

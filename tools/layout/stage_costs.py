@@ -157,9 +157,7 @@ class StageCosts:
         return np.where(choice > 0, places, len(self.instance.order)).min(axis=1)
 
     def _locks(self, stage: int, layers: Stage) -> list[dict[tuple[int, int], int]]:
-        """Return for `_greedy` a mapping (chunk, type) -> the only option of these layers with which the order of
-        options is kept.
-        """
+        """Return for `_greedy` (chunk, type) -> the only option of these layers that keeps the order of options."""
         fixed = {
             (c, t): locked
             for c, row in enumerate(layers)
@@ -186,9 +184,7 @@ class StageCosts:
         lock: dict[tuple[int, int], int],
         able: list[np.ndarray],
     ) -> tuple[float, list[np.ndarray]] | None:
-        """Free the cheapest memory first, layer by layer, then give back what was too much. Only the options that are
-        `able` are used.
-        """
+        """Free the cheapest memory first, layer by layer, by `able` options; then give back what was too much."""
         peaks = self.instance.peaks[stage].astype(float)
         given, need, extra = [], self.instance.kept_by_ends[stage].astype(float), 0.0
         for c, t, n in items:
@@ -229,9 +225,7 @@ class StageCosts:
         return extra, given
 
     def split(self, counts: Iterable[int]) -> list[Stage]:
-        """Return for each stage the types of the layers on it, given the number of layers of each chunk [C] in model
-        order.
-        """
+        """Return the types of each stage's layers, given the layers of each chunk [C] in model order."""
         rows: list[list[Chunk]] = [[] for _ in range(self.instance.stages)]
         first = 0
         for chunk, count in enumerate(counts):
@@ -248,9 +242,7 @@ class StageCosts:
         return np.array(works) if len(works) == len(found) else None
 
     def plan(self, counts: Iterable[int]) -> np.ndarray:
-        """Return the plan [K, C] with the least work on each stage, for given numbers of layers of the chunks, which
-        must fit the memory.
-        """
+        """Return the plan [K, C] of least work on each stage, for layers of the chunks that fit the memory."""
         plan = np.zeros((len(self.instance.columns), len(self.instance.stage_of)), int)
         for stage, layers in enumerate(self.split(counts)):
             one = self.least(stage, layers)

@@ -64,9 +64,7 @@ _CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` describes one recipe of a folder: its training stage, its mesh in words, and the verification that it
-    has passed.
-    """
+    """An `Entry` describes one recipe of a folder: its stage, its mesh in words, and how it was verified."""
 
     file: Path
     stage: str
@@ -154,9 +152,7 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return the card that a file describes. RecipeError names the file and the key that is wrong; OSError is raised if
-    there is no card.
-    """
+    """Return a file's card. RecipeError names the file and the wrong key; OSError says that there is no card."""
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

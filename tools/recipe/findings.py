@@ -85,9 +85,7 @@ class Report:
 
 
 class Findings:
-    """A `Findings` collects the findings on one recipe. A wrong value that several keys share through a YAML anchor
-    gets only one finding.
-    """
+    """A `Findings` collects the findings on a recipe; a wrong value behind an anchor gets only one finding."""
 
     def __init__(self, recipe: Recipe, line_of: Any):
         self.recipe = recipe

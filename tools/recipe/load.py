@@ -37,9 +37,7 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """A `Mark` says where a value was written. Key paths whose marks have the same `ident` share one value through a
-    YAML anchor.
-    """
+    """A `Mark` says where a value was written; marks with one `ident` share a value through an anchor."""
 
     file: str
     line: int

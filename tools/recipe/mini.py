@@ -98,9 +98,7 @@ def _shrink_plugins(mini: dict[str, Any]) -> None:
 
 
 def _cut_fewer_samples(mini: dict[str, Any]) -> None:
-    """Let `plugins.ep_overlap` (in place) cut sequences where a rank of the mini recipe has too few samples; the number
-    of chunks stays.
-    """
+    """Let `plugins.ep_overlap` cut sequences (in place) where a rank has too few samples for its chunks."""
     overlap = (mini.get("plugins") or {}).get("ep_overlap")
     if isinstance(overlap, dict) and isinstance(overlap.get("chunks"), list):
         parts, length = overlap["chunks"]
@@ -267,9 +265,7 @@ def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: 
 
 
 def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
-    """Shorten every schedule to `steps`, with a warm-up in the first steps. The type of each learning-rate schedule
-    stays the same.
-    """
+    """Shorten every schedule to `steps`, the first of them a warm-up; learning rates keep their type."""
     grouped = mini.get("grouped_lr_schedule") or {}
     schedules = [mini.get("lr_schedule"), grouped.get("default"), *(grouped.get("grouped") or [])]
     for schedule in filter(None, schedules):
@@ -281,9 +277,7 @@ def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
 
 
 def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Change the callbacks so that the small recipe prints every step, saves at the end, and counts the tokens of its
-    own number of experts.
-    """
+    """Change the callbacks: print every step, save at the end, count tokens of the own number of experts."""
     kept = []
     for callback in mini.get("callbacks", []):
         if callback["type"] == "MFLossMonitor":

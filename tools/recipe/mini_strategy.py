@@ -98,9 +98,7 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
 
 
 def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
-    """Return the parallel degrees of the recipe that `view` shows, scaled down to at most `workers` processes that
-    train the mini recipe.
-    """
+    """Return the recipe's parallel degrees, scaled down to at most `workers` processes of the mini recipe."""
     model = mini["model"]["model_config"]
     # tensor parallelism deals whole heads; those of keys and values, where query heads share them
     heads = model["num_key_value_heads" if shares_keys(model) else "num_attention_heads"]

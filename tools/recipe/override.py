@@ -103,9 +103,7 @@ def _as_text(value: Any) -> str:
 
 
 def apart(overrides: Sequence[str], *keys: str) -> list[str]:
-    """Return the overrides, in which each mapping that sets one of `keys` is split into a separate override for each of
-    its keys.
-    """
+    """Return the overrides; one that sets `keys` by a mapping is split into one for each of its keys."""
     found = []
     for override in overrides:
         name, _, text = override.partition("=")
@@ -134,9 +132,7 @@ def with_part(override: str, places: Sequence[str], value: Any) -> str:
 
 
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
-    """Return the key paths that hold the same value as `path` through a YAML anchor. The given `path` is the first of
-    the returned paths.
-    """
+    """Return the key paths that share the value at `path` through a YAML anchor, `path` first."""
     marks = getattr(recipe, "marks", {})
     if path not in marks:
         return [path]
@@ -378,9 +374,7 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a dotted name names a plugin, or a setting of a plugin, that the recipe lacks or switches off, and
-    is not a typing error.
-    """
+    """Return whether a name is that of a plugin or setting that the recipe lacks, and no typing error."""
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False

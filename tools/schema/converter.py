@@ -77,9 +77,7 @@ def convert(view: View, schema: Schema) -> Built:
 
 
 def _streams(view: View, built: Built) -> None:
-    """Set the residual streams of plugins.hyper_connections; a section that the plugin refuses
-    counts as no section.
-    """
+    """Set the residual streams of plugins.hyper_connections; a refused section counts as none."""
     written = view.get(("plugins", "hyper_connections"), False)
     settings = None if written is None or written is False else hyper_connections.Settings.look(written)[0]
     on = settings is not None and settings.streams > 1

@@ -183,9 +183,7 @@ def _expressions(value: Any, path: KeyPath, found: Findings) -> None:
 
 
 def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> None:
-    """Check a recompute setting of a recipe that swaps activations: a flag, the numbers of layers, or for each
-    operator pattern True or numbers.
-    """
+    """Check a recompute setting of a recipe that swaps: a flag, layer numbers, or these for each pattern."""
     if isinstance(value, dict):
         for pattern, inner in value.items():
             if inner is False and path[1] == RECOMPUTE[1]:

@@ -141,9 +141,7 @@ _RESERVE = 3.0
 
 
 class SearchOrCommand(RecipeOrCommand):
-    """A `SearchOrCommand` is the command group `tc3 search`, which passes a recipe in the place of a command to `tc3
-    search RECIPE`.
-    """
+    """A `SearchOrCommand` is the group `tc3 search`, which passes a recipe on to `tc3 search RECIPE`."""
 
     of_recipe = space_command
 

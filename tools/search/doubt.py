@@ -33,9 +33,7 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """A `Term` is one summand of the predicted step time, such as matmul or communication, with the uncertainty of its
-    prediction.
-    """
+    """A `Term` is one summand of the predicted step time, such as matmul, with its uncertainty."""
 
     name: str  # in a few words
     keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor

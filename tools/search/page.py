@@ -45,9 +45,7 @@ def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
 
 
 def draw(found: Found, times: TimeModel, path: Path) -> Path:
-    """Draw both pictures of an answer into one file (.svg or .png): the frontier above, and the timeline of the fastest
-    layout below.
-    """
+    """Draw the frontier and, below it, the fastest layout's timeline into one file (.svg or .png)."""
     figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_frontier(above, found, doubt_of(found, times))
@@ -105,9 +103,7 @@ def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
 
 
 def _draw_placed(axes: Any, entries: Sequence[Entry], alike: Collection[str]) -> None:
-    """Draw a diamond for each; below those that may be the fastest their numbers in the table, one under the other
-    where they are near.
-    """
+    """Draw a diamond for each; those that may be the fastest have their numbers below, none over another."""
     numbered: list[tuple[float, float]] = []
     for filled, label in ((True, "placed, may be the fastest"), (False, "placed, others")):
         own = {name: entry for name, entry in enumerate(entries, 1) if (str(name) in alike) == filled}
@@ -241,9 +237,7 @@ def _layers(entry: Entry) -> tuple[str, str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], alike: Collection[str] = ()) -> str:
-    """Return a table in which words are aligned left, and the recipe's row and the rows of `alike`
-    are coloured.
-    """
+    """Return a table with words at the left, and the rows of the recipe and of `alike` coloured."""
     words = [at for at, head in enumerate(heads) if head in LEFT]
     kinds = ["own" if row[0] == "recipe" else "alike" if row[0] in alike else "" for row in rows]
     return markup.table(heads, rows, "numbers", words, kinds)

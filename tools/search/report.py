@@ -152,9 +152,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 
 def placed_words(found: Found) -> str:
-    """Return lines that say for how many candidates the layers were placed, and what the bounds prove about all other
-    candidates.
-    """
+    """Return for how many candidates layers were placed, and what the bounds prove about all others."""
     fastest = min([*found.entries, *(entry for entry, _ in found.failed)], key=lambda entry: entry.seconds)
     best, whose = fastest.seconds, "the best one's"
     if all(entry is not fastest for entry in found.entries):
@@ -207,9 +205,7 @@ def lost(found: Found) -> list[str]:
 
 
 def memory_words(request: Request) -> list[str]:
-    """Return sentences that say how much memory the run may use on a device, and how reliable predictions of this
-    memory are.
-    """
+    """Return how much memory the run may use on a device, and how reliable predictions of it are."""
     known = known_errors()
     runs = len(known.errors)
     room = f"predictions may reach {request.room / GIB:.1f} of them"
@@ -260,9 +256,7 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the comment at the head of the overlay file: the contents of the file, and the recipe from which it was
-    made.
-    """
+    """Return the comment at the head of the overlay file: what it holds, and of which recipe."""
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",

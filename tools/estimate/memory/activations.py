@@ -46,9 +46,7 @@ from tools.model import Weight, weights
 
 
 def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
-    """Return the bytes of Transformer Engine's spare gradients for a stage's weights; weights of the same shape share
-    one spare gradient.
-    """
+    """Return the bytes of Transformer Engine's spare gradients; weights of one shape share one of them."""
     if not config.spare_gradients:
         return 0.0
     shapes = {_shape(weight, config) for weight in every if weight.multiplies and not weight.wide}
@@ -107,9 +105,7 @@ _DROPPED = 3  # and where some are dropped: what is left, and the mask
 
 
 def saved(config: Configuration, kind: str, option: str = "none") -> float:
-    """Return the bytes of activations that one layer keeps for its backward pass; `option` is "none", "select",
-    "communication" or "full".
-    """
+    """Return the bytes that one layer keeps for its backward pass, under one of the recompute options."""
     return sum(saved_parts(config, kind, option).values())
 
 
@@ -172,9 +168,7 @@ def _halved(config: Configuration) -> float:
 
 
 def _units(config: Configuration, cheap: bool) -> float:
-    """Return bytes for each unit of an MLP's width: the first product, and the activation's result unless it is
-    repeated.
-    """
+    """Return bytes for each unit of an MLP's width: its first product, and the activation's if it is kept."""
     gates = 2 if config.model.gated else 1
     inner = 1 if config.model.gated and not config.fused else 0
     return ITEM * (gates + (0 if cheap else 1 + inner))
@@ -200,9 +194,7 @@ def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> d
 
 
 def _gathered_gradients(config: Configuration, kind: str) -> float:
-    """Return bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are
-    sent.
-    """
+    """Return bytes of a layer's gradients where computing weights are sharded: whole, and as they are sent."""
     wide = _WIDE if config.wide_gradients else ITEM
     own = [weight for weight in weights(config.model, kind, config.shared_whole) if weight.multiplies]
     return (ITEM + wide) * sum(weight.size / weight_cut(weight, config) for weight in own)

@@ -46,9 +46,7 @@ _TWICE = 2.0  # the load at which bytes are counted, beside the even one; they a
 
 @dataclass(frozen=True)
 class _Grown:
-    """A `_Grown` is an MoE layer on a stage: its chunk, its place on the axis of layers, and bytes for each 1 of load
-    above 1.
-    """
+    """A `_Grown` is an MoE layer of a stage: its chunk, its place among layers, bytes for each 1 of load above 1."""
 
     chunk: int
     layer: int
@@ -235,9 +233,7 @@ class Judged:
 
     @property
     def lines(self) -> list[str]:
-        """Return one or two sentences with the max/mean up to which the run fits, and the number of steps of the loads
-        in which it does not fit.
-        """
+        """Return up to which max/mean the run fits, and how many steps of the loads do not, in sentences."""
         if not self.fits:
             found = ["loads: it does not surely fit at even loads, and uneven loads need more"]
         elif self.up_to >= self.most:

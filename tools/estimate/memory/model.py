@@ -82,23 +82,17 @@ class StageMemory:
         return max(self.in_passes, self.in_update)
 
     def as_json(self) -> dict[str, float]:
-        """Return the bytes of each part of the memory as a dictionary, with the bytes at the fullest moment of a step
-        under the key "peak".
-        """
+        """Return the bytes of each part, and those of the fullest moment of a step under the key "peak"."""
         return asdict(self) | {"peak": self.peak}
 
 
 def stage_weights(config: Configuration, stage: int) -> list[Weight]:
-    """Return the weights that a stage holds; the last stage also holds the embedding if MTP or a tied head on this
-    stage reads the embedding.
-    """
+    """Return the weights of a stage; the last one may also hold the embedding, for MTP or a tied head."""
     return [weight for weight, count in counted_weights(config, stage) for _ in range(count)]
 
 
 def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int]]:
-    """Return the weights of each kind of layer on a stage, with the number of layers of this kind; the weights are
-    those of `stage_weights`.
-    """
+    """Return the weights of `stage_weights`, each with the number of layers of its kind on the stage."""
     kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
     if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
         kinds["embedding"] = 1
@@ -166,9 +160,7 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 
 
 def exchanged(config: Configuration, stage: int) -> float:
-    """Return the bytes that a device of a stage holds in addition to the model while `plugins.expert_balance` moves its
-    experts between two steps.
-    """
+    """Return the bytes that a device needs beside the model while `plugins.expert_balance` moves its experts."""
     slices = [
         weight.size / weight_cut(weight, config) / weight_shards(weight, config)
         for weight in stage_weights(config, stage)
@@ -190,9 +182,7 @@ def exchange_of(slices: Iterable[float], item: int) -> float:
 
 
 def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[float]], float]:
-    """Return module -> bytes of each part of `_STATIC`, where computing weights are whole; bytes of the largest
-    weight.
-    """
+    """Return module -> bytes of each part of `_STATIC`, computing weights being whole; bytes of the largest one."""
     rows: dict[str, list[float]] = {}
     largest = 0.0
     at_once = _at_once(config)
@@ -245,9 +235,7 @@ def _computing(weight: Weight, config: Configuration) -> float:
 
 
 def _resharded(config: Configuration) -> bool:
-    """Return whether computing weights are dropped after each layer; in a pipeline torchtitan keeps them for the
-    step.
-    """
+    """Return whether computing weights are dropped after each layer; torchtitan's pipeline keeps them."""
     return config.shard_weights and config.pp == 1
 
 
@@ -261,9 +249,7 @@ def _in_turn(config: Configuration, stage: int) -> float:
 
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
-    """Return the numbers of micro-batches in flight, [vectors, chunks], at the moments of the schedule at which most
-    micro-batches are in flight.
-    """
+    """Return the micro-batches in flight, [vectors, chunks], at the fullest moments of the schedule."""
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
     return stage_peaks(config.schedule, stage, config.pp, config.chunks, config.micro_batches)

@@ -68,9 +68,7 @@ class MemoryErrors:
 
     @property
     def missed(self) -> float:
-        """Return the largest share by which the memory of a known run exceeded its prediction, relative to the run's
-        memory.
-        """
+        """Return by how much of its memory a known run exceeded its prediction at most."""
         return max(0.0, -min(self.errors.values()))
 
     @property
@@ -91,9 +89,7 @@ class MemoryErrors:
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
     def differences(self, found: Mapping[str, float]) -> list[str]:
-        """Return a sentence for each run whose prediction error in `found` differs from the error that errors.yaml
-        records.
-        """
+        """Return a sentence for each run whose error in `found` is not the one that errors.yaml records."""
         return [
             f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
             for name, error in self.errors.items()

@@ -242,9 +242,7 @@ def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
 
 
 def _attention(config: Configuration, tokens: float, held: float) -> float:
-    """Return queries, keys, values, the result as attention and as the projection want it; MLA's ranks, gathered and
-    not.
-    """
+    """Return queries, keys, values, the result in both of its forms, and MLA's ranks, gathered and not."""
     model, item, flash = config.model, config.item, _flash_item(config)
     keys = config.cp * (model.heads if model.latent else model.kv_heads)
     heads = model.heads * (model.qk_dim + 2 * model.v_dim) + keys * (model.qk_dim + model.v_dim)
@@ -278,9 +276,7 @@ def _dense(config: Configuration, tokens: float) -> float:
 
 
 def _routed(config: Configuration, tokens: float, held: float) -> dict[str, float]:
-    """Return copies on their way, their first product, the router in fp32 and the shared expert, whole on every
-    rank.
-    """
+    """Return copies on their way, their first product, the router in fp32 and the (whole) shared expert."""
     model, item = config.model, config.item
     gates = 2 if model.gated else 1
     copies = tokens / config.tp * model.top_k

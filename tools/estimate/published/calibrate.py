@@ -103,17 +103,13 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """Return the parameters in the form in which the fit changes them: shares unchanged, all other parameters as
-    logarithms.
-    """
+    """Return the parameters as the fit changes them: shares unchanged, all others as logarithms."""
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return the parameters `values`, of which `names` are set to `where`; `where` has the form of the result of
-    `coordinates`.
-    """
+    """Return `values` with the parameters `names` set to `where`, which has the form of `coordinates`."""
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)

@@ -156,18 +156,14 @@ def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) ->
 
 
 def recomputation(words: str, layers: Table, selective: str) -> Recompute:
-    """Return the kind of recomputation that words such as "full_recompute_no_sp" state; unknown words mean no
-    recomputation.
-    """
+    """Return the recomputation that words such as "full_recompute_no_sp" state; unknown words state none."""
     if words.startswith("full"):
         return Recompute(full=layers)
     return Recompute(select=layers, selective=selective) if "selective" in words else Recompute()
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Read the columns of a torchtitan row: the layout ("FSDP32 TP8"), the samples of a data-parallel rank, and the
-    technique.
-    """
+    """Read a torchtitan row: the layout ("FSDP32 TP8"), the samples of a data-parallel rank, the technique."""
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
     if unknown:

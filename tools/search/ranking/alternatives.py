@@ -152,9 +152,7 @@ _LEAST = 2.0  # seconds, whatever the time limit says
 
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
-    """Return a line about swapping for each kind of layer, or one line that says that the hardware file has no link to
-    the host.
-    """
+    """Return a line about swapping for each kind of layer, or one that says that no host link is known."""
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
         layer, whole = times.layer(config, kind), saved(config, kind)
@@ -182,9 +180,7 @@ def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
 
 
 def swapping_words(found: Swapping) -> list[str]:
-    """Return lines that say how much time the first layout would gain by swapping as a third choice beside keeping and
-    recomputing.
-    """
+    """Return lines that say what the first layout would gain if its layers could also swap."""
     if found.with_s == float("inf"):
         return ["keep, recompute or swap: no layout of the first one's stages fits, with swapping or without"]
     options = ", ".join(f"{name} {count}" for name, count in found.layers.items())

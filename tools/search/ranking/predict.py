@@ -66,9 +66,7 @@ def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
 
 
 def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first row of each distinct combination of columns, and for each row the index of its combination,
-    [rows].
-    """
+    """Return the first row of each distinct combination of columns, and each row's combination, [rows]."""
     columns = [block.columns[name] for name in names] + list(more.values())
     codes = np.zeros(len(block), np.int64)
     for column in columns:
@@ -79,9 +77,7 @@ def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, n
 
 
 def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
-    """Return for each stage a key that stands for the kinds of its layers; stages with equal keys have equal
-    weights.
-    """
+    """Return for each stage a key of its layers' kinds; stages with equal keys have equal weights."""
     return [tuple(sorted(kind for chunk in config.stage_kinds(stage) for kind in chunk)) for stage in range(config.pp)]
 
 
@@ -136,9 +132,7 @@ class MemoryTable:
         return any(self._config(block, int(row)).copies_weights for row in first)
 
     def _copies(self, block: Block, row: int) -> tuple[int, ...]:
-        """Return what the copies of weights depend on that a micro-batch's passes make; nothing where they make
-        none.
-        """
+        """Return what the passes' copies of weights depend on; () if the passes make none."""
         copies = self._memo.of(
             ("copies", block.pp == 1, *degrees(block, row, "shard")), lambda config: config.copies_weights, block, row
         )
@@ -293,9 +287,7 @@ class TimeTable(TimeModel):
         return pipeline + data + optimizer + self.fixed
 
     def _filling(self, block: Block) -> Any:
-        """Return what divides the other stages' work in `pipeline_of`: the chunks, or [rows] for what has no closed
-        form.
-        """
+        """Return what divides the other stages' work in `pipeline_of`: chunks, or [rows] without a closed form."""
         schedule = self.request.schedule
         if not schedule or schedule in CLOSED:
             return block.vpp
@@ -334,9 +326,7 @@ class TimeTable(TimeModel):
         return works, recomputed
 
     def _once(self, block: Block, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [rows] seconds of a stage [rows]: weights and gradients once, again for each micro-batch; the
-        optimizer.
-        """
+        """Return [rows] seconds of a stage [rows]: gradients once, for each micro-batch; the optimizer."""
         first, place = groups(block, "tp", "ep", "shard", stage=stage)
         found = np.array([self._stage_once(self._config(block, row), int(stage[row])) for row in first])[place]
         return found[:, 0], found[:, 1], found[:, 2]

@@ -63,9 +63,7 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return the step seconds and the peak memory with which a candidate is ranked; return None if the candidate is
-        not legal or does not fit.
-        """
+        """Return a candidate's step seconds and peak memory; None if it is not legal or does not fit."""
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
                 own = np.flatnonzero(self.places[:, 0] == number)
@@ -111,9 +109,7 @@ Report = Callable[[int, int, float], None]  # blocks done, of how many, best sec
 
 
 def feasible(request: Request, funnel: Funnel | None = None) -> bool:
-    """Return whether any legal candidate fits into the memory of its devices; `funnel` counts the candidates that are
-    not legal.
-    """
+    """Return whether any legal candidate fits the devices' memory; `funnel` counts those not legal."""
     memory = MemoryTable(request)
     for block in reversed(blocks(request, funnel or Funnel())):  # many stages fit first
         some = block.select((memory.static(block) <= request.room).all(axis=1))
@@ -171,9 +167,7 @@ def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
 
 
 def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [rows, RECOMPUTE] seconds and heaviest bytes, [rows] bounds; what does not fit holds numbers nobody
-    reads.
-    """
+    """Return [rows, RECOMPUTE] seconds and bytes, [rows] bounds; nobody reads those of what does not fit."""
     stages = times.stages(block)
     mixed, mixed_peaks = mix(peaks, stages.work, cap)
     works = [*stages.work.swapaxes(0, 1), mixed]
@@ -221,9 +215,7 @@ class Chances:
         self._known = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def learn(self, candidate: Candidate, bound: float) -> None:
-        """Raise a candidate's lower bound: to a tighter bound, or to the time of a layout that is proven to be its
-        best.
-        """
+        """Raise a candidate's lower bound, to a tighter one or to the time of its proven best layout."""
         self._known[candidate] = max(bound, self.bound(candidate))
 
     def bound(self, candidate: Candidate) -> float:
@@ -245,9 +237,7 @@ class Chances:
 
 
 def layout_of(candidate: Candidate) -> tuple[int, ...]:
-    """Return the values in which layouts must differ to count as different; dispatch modes and sharding are not among
-    them.
-    """
+    """Return the values by which layouts count as different, without dispatch modes and sharding."""
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
 
 

@@ -211,9 +211,7 @@ class Found:
 
     @property
     def unverified(self) -> str:
-        """Return the reason why the best layout has not passed a requested dry run; "" if it has passed, or if no dry
-        run was requested.
-        """
+        """Return why the best layout has not passed a requested dry run; "" if it has or none was asked for."""
         if not self.to_verify or not self.entries or self.passed:
             return ""
         doubts = next((lines for entry, lines in self.doubtful if entry is self.best), None)
@@ -431,9 +429,7 @@ class _Placing:
         return max(1, self.top // 2) * self.budget.effort
 
     def _close(self, chances: Chances, results: Results) -> None:
-        """Let the solver place the candidates that are not proven slower, with the effort of half of the rows that are
-        shown.
-        """
+        """Let the solver place what is not proven slower, with the effort of half of the shown rows."""
         spent = 0.0
         order = sorted(
             (one for one in chances.left if one in self.placements),

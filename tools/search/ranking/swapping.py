@@ -139,9 +139,7 @@ def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Sw
 
 
 def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> float:
-    """Return the largest number of bytes of a layer's kept tensors that the link can transfer during the layer's
-    backward pass.
-    """
+    """Return the most bytes of a layer's kept tensors that the link moves during its backward pass."""
     every = [size for size in sizes if size]
     sets = chain.from_iterable(combinations(every, count) for count in range(len(every) + 1))
     return max(total for total in map(sum, sets) if _to_host(model, total) <= backward)

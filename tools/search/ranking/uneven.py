@@ -53,9 +53,7 @@ class Uneven:
 
     @property
     def numbered(self) -> bool:
-        """Return whether this layout has a number in the ranking: the search ranked it, and its schedule is 1F1B or
-        interleaved 1F1B.
-        """
+        """Return whether the layout has a number in the ranking: its schedule is (interleaved) 1F1B."""
         return self.name.isdecimal()
 
     @property

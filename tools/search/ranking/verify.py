@@ -44,9 +44,7 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """A `DryRun` holds the result of a dry run of a strategy: the errors other than too much memory, and the bytes of
-    each stage.
-    """
+    """A `DryRun` holds a strategy's errors other than too much memory, and the bytes of each stage."""
 
     problems: list[str]
     exact: list[int]
@@ -106,9 +104,7 @@ class Wrong:
 
 
 def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
-    """Return the term of the memory model that a dry run contradicts; return None if the two agree within the dry run's
-    error.
-    """
+    """Return the memory term that a dry run contradicts; None if both agree within the dry run's error."""
     every = all_stages(entry.config)
     if len(found.exact) != len(every):
         return None
@@ -123,9 +119,7 @@ def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
 
 
 def _alike(entry: Entry) -> tuple[object, ...]:
-    """Return the values on which the memory of a layer depends: entries with equal values have the same graph of a
-    layer.
-    """
+    """Return what a layer's memory depends on: entries with equal values have the same graph of a layer."""
     c = entry.candidate
     return c.tp, c.cp, c.ep, c.mode, c.shard
 
