@@ -398,12 +398,7 @@ def _data_parallel(view: View, built: Built) -> list[Rule]:
     fields, wrapper = built.fields, ("runner_wrapper", "type")
     mode = view.get(("parallel", "parallel_mode"), 1)
     return [
-        (
-            not (why := refused_dtype(fields.get("compute_dtype"))),
-            (*MODEL, "compute_dtype"),
-            "float32",
-            why,
-        ),
+        (not (why := refused_dtype(fields.get("compute_dtype"))), (*MODEL, "compute_dtype"), "float32", why),
         (fields.get("fused_norm") is False, (*MODEL, "fused_norm"), "False", "there is no RmsNorm kernel"),
         (
             fields.get("hidden_act") == "swiglu",

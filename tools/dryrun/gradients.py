@@ -84,10 +84,7 @@ def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
 
 
 def judge_gradients(
-    graph: GraphText,
-    ranks_of: Callable[[str], tuple[int, ...] | None],
-    copies: Mapping[str, Sequence[int]],
-    rank: int,
+    graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], copies: Mapping[str, Sequence[int]], rank: int
 ) -> dict[str, dict[str, Any]]:
     """Return for each weight that the optimizer of `rank` updates: {"verdict", "why", "copies", "scales", "norm"}, or
     {"copy_of": another rank, "summed", "norm"}. `tools.dryrun.scale.judge_scale` judges the field "scales".

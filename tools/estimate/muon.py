@@ -64,11 +64,7 @@ def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
         rows = weight.rows // model.experts
         halves = 2 if weight.name == "experts_1" and model.gated else 1
         return (Matrix(rows, columns // halves, local * halves),)
-    heads = {
-        "q": (mla.nope, mla.rope),
-        "q_up": (mla.nope, mla.rope),
-        "kv_up": (mla.nope, mla.value),
-    }
+    heads = {"q": (mla.nope, mla.rope), "q_up": (mla.nope, mla.rope), "kv_up": (mla.nope, mla.value)}
     if weight.name in heads:
         return tuple(Matrix(model.heads * size, columns) for size in heads[weight.name])
     if weight.name == "kv_down":

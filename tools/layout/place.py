@@ -263,13 +263,7 @@ def screen(
 
 
 def _closer(
-    config: Configuration,
-    model: TimeModel,
-    instance: Instance,
-    rest: float,
-    beat: float,
-    budget: Budget,
-    divided: bool,
+    config: Configuration, model: TimeModel, instance: Instance, rest: float, beat: float, budget: Budget, divided: bool
 ) -> tuple[float, list[np.ndarray]]:
     """Return seconds of a step that no plan of an instance under `beat` is under, by weighted chains (or the solver's
     model with layers that may be divided), and where that leaves some by patterns; the fastest plan, if it was found to

@@ -77,12 +77,7 @@ class PlacedInstance(Instance):
 
 
 def pipeline_instance(
-    config: Configuration,
-    model: TimeModel,
-    cap_bytes: float,
-    full: bool,
-    mtp: bool = False,
-    groups: Sequence[str] = (),
+    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
     """Return the problem of finding a new placement of `config`'s layers. The present placement and recomputation of
     the layers in `config` have no effect.

@@ -30,13 +30,7 @@ import numpy as np
 from tools.estimate.configuration import Configuration
 from tools.estimate.loads import Loads, moe_layers
 from tools.estimate.memory.activations import buffers, fullest_pass, saved
-from tools.estimate.memory.model import (
-    StageMemory,
-    chunk_activations,
-    held_micro_batches,
-    stage_layers,
-    stage_memory,
-)
+from tools.estimate.memory.model import StageMemory, chunk_activations, held_micro_batches, stage_layers, stage_memory
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors
 from tools.hardware.units import GIB
 

@@ -23,12 +23,7 @@ import numpy as np
 
 from plugins.errors import DataError
 from tools.estimate.configuration import Configuration
-from tools.estimate.memory.model import (
-    chunk_modules,
-    stage_memory,
-    static_modules,
-    working_of,
-)
+from tools.estimate.memory.model import chunk_modules, stage_memory, static_modules, working_of
 from tools.files.atomic import check_writable, write_atomically
 from tools.files.figure import ENDINGS, new_figure, save_figure
 from tools.hardware.units import GIB
