@@ -339,9 +339,7 @@ def _lost_gradients(view: View, built: Built, found: Findings) -> None:
 
 
 def without_copies(dp: int, tp: int, cp: int, ep: Any, experts: int) -> tuple[bool, Any]:
-    """Return two booleans: whether no weight has a copy on another rank, and whether no expert has one; `ep` is a
-    number or an array, and so is the second result.
-    """
+    """Return whether no weight, and whether no expert has a copy on another rank; `ep` may be an array."""
     return dp * cp == 1, (ep == dp * tp * cp) & (experts > 0)
 
 

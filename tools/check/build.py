@@ -146,9 +146,7 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
 
 
 def _tied(view: View, schema: Schema, found: Findings) -> None:
-    """Warn of keys that ask to tie the output layer to the embedding, and that the training model does not read:
-    Qwen3's reads only tie_word_embeddings, all others never tie.
-    """
+    """Warn of keys that ask to tie the output layer to the embedding, which only some models read."""
     ties = schema.models[schema.model_type(view.recipe)]["ties"]
     how = "ties these weights only by tie_word_embeddings" if ties else "never ties these weights"
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):

@@ -21,9 +21,7 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return the reason that the `card.yaml` of a recipe, or of one of its bases, gives against training the recipe; ""
-    if no card gives a reason.
-    """
+    """Return why a `card.yaml` of the recipe or a base says not to train it; "" if none does."""
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""
 

@@ -36,9 +36,7 @@ _FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
 
 
 class Moment(NamedTuple):
-    """A `Moment` holds the bytes of memory in use while an operator runs, and the bytes in use after the tensors are
-    freed that no later operator reads.
-    """
+    """A `Moment` holds the bytes in use while an operator runs, and after tensors that nobody reads later go."""
 
     most: int
     left: int
@@ -90,9 +88,7 @@ def owner_place(own: int, readers: Iterable[int]) -> str:
 
 
 def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return a pair (part, position after the part's last operator) for each part of a forward pass, in the order in
-    which the pass runs the parts.
-    """
+    """Return a pair (part, position after its last operator) for each part of a forward pass, in order."""
     found: list[tuple[str, int]] = []
     current = _FIRST
     for number, node in enumerate(nodes):
@@ -140,9 +136,7 @@ def parts_of(
 
 
 def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the largest number of bytes in memory in each part of a forward pass ("F"), or of a backward pass ("B"),
-    whose parts run from the last to the first.
-    """
+    """Return the most bytes in each part of a forward ("F") or backward pass ("B", from the last part on)."""
     alive, forward = 0, []
     for part in parts:
         forward.append(alive + part["forward"])
@@ -214,9 +208,7 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def curve_of(nodes: list[Node], rows: int) -> list[int]:
-    """Return the largest number of bytes in memory in each of at most `POINTS` sections with about equally many
-    operators, in the order of the graph's text.
-    """
+    """Return the most bytes in each of at most `POINTS` sections of equally many operators, in text order."""
     most = [moment.most for moment in moments_of(nodes, rows)]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
     return [max(most[first:end]) for first, end in pairwise(ends) if end > first]
@@ -239,9 +231,7 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
-    """Return a nested dictionary part -> module -> bytes of the tensors, without parameters, that the part keeps from
-    the forward pass to the backward pass.
-    """
+    """Return part -> module -> bytes of the tensors, without parameters, kept for the backward pass."""
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -318,16 +308,12 @@ def _weight(node: Node, nodes: list[Node]) -> str:
 
 
 def peak_bytes(nodes: list[Node], rows: int) -> int:
-    """Return the largest number of bytes in memory at one moment if the operators run in the order of the graph's text;
-    views need no memory.
-    """
+    """Return the most bytes at one moment if operators run in the text's order; views need no memory."""
     return max((moment.most for moment in moments_of(nodes, rows)), default=0)
 
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
-    """Return for each operator the bytes in memory while it runs and after it has run, in the order of the graph's
-    text; views need no memory.
-    """
+    """Return each operator's bytes while it runs and after it, in the text's order; views need no memory."""
     last = {
         owner: place
         for place, node in enumerate(nodes)

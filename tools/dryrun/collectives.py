@@ -91,9 +91,7 @@ def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attr
 
 
 def role_of(node: Node, graph: str) -> str:
-    """Return the role of an operator (see `Collective`): MindSpore marks the graphs that its automatic differentiation
-    makes, and the gradient operators in these graphs.
-    """
+    """Return an operator's role (see `Collective`), which MindSpore marks in its graphs and gradient operators."""
     if "▸" in graph:
         return "forward"
     if "◂" in graph:
@@ -226,9 +224,7 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
 
 
 def node_flops(node: Node, rows: int) -> int:
-    """Return the FLOPs of one operator; a multiply-add counts as 2 FLOPs, and attention counts as causal attention over
-    the whole sample, because the documents of the sample are unknown.
-    """
+    """Return an operator's FLOPs, 2 for a multiply-add; attention counts as causal over the whole sample."""
     if node.op in _PRODUCTS:
         taken, given = node.inputs[0], node.outputs[0]
         return 2 * _size(taken, rows) * _size(TensorType("", given.shape[-1:]), rows)

@@ -397,9 +397,7 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the gradient's paths through a sum, or through a product with a constant, that end in arguments with
-        as many elements as the result.
-        """
+        """Return the gradient's paths through a sum or a product, by arguments as large as the result."""
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
         whole = self.as_large(node, arguments)

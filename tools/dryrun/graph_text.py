@@ -38,9 +38,7 @@ _GROUP = re.compile(r"\(([-\d, ]*)\)")
 
 
 class TensorType(NamedTuple):
-    """A `TensorType` holds MindSpore's name of a tensor's data type, and the tensor's shape on one rank (-1 for a
-    dimension that is known only at run time).
-    """
+    """A `TensorType` holds MindSpore's name of a dtype, and the shape on one rank (-1: known at run time)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -254,9 +252,7 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the largest number of bytes of activations that are kept for backward passes at one moment, if each
-    micro-batch keeps `sizes[chunk]` bytes in a chunk.
-    """
+    """Return the most bytes kept for backward passes at one moment; a micro-batch keeps `sizes[chunk]`."""
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
 

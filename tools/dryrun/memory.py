@@ -101,9 +101,7 @@ class Held:
 
 
 def kinds_of(step: Any) -> dict[str, str]:
-    """Return the kind of each parameter of a training step, by its name; parameters of the optimizer that are not
-    trained weights count as the optimizer's state.
-    """
+    """Return each parameter's kind, by name; what only the optimizer has is the optimizer's state."""
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
 
@@ -278,9 +276,7 @@ def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[s
 
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
-    """Return a line for each pipeline stage whose memory is so close to the limit that the known error of the
-    prediction decides whether the stage fits.
-    """
+    """Return a line for each stage that is so near to the limit that the known error decides if it fits."""
     where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
     return [
         f"context.max_device_memory: stage {stage['stage']}: unknown whether it fits: "
@@ -291,9 +287,7 @@ def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> lis
 
 
 def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0.0) -> list[str]:
-    """Return the stages of a report that do not fit, with the keys that would reduce their memory; stages with the same
-    advice share a line.
-    """
+    """Return the stages that do not fit, with keys that reduce their memory; stages of one advice share a line."""
     needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():
         memory = stage["memory"]
@@ -335,9 +329,7 @@ def is_update(memory: Mapping[str, int]) -> bool:
 
 
 def at_fullest(memory: Mapping[str, int], part: str) -> int:
-    """Return the bytes of a part at a stage's fullest moment: the update has no gathered weights and activations, and
-    the passes have no divided gradients.
-    """
+    """Return a part's bytes at the fullest moment; the update and the passes do not have all parts."""
     return memory[part] if part in UPDATED or (part == "update") == is_update(memory) else 0
 
 

@@ -208,9 +208,7 @@ def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int
 
 
 def _links(stages: int, ranks: Sequence[_Rank]) -> list[tuple[int, int]]:
-    """Return the pairs of stages that send to each other: neighbours, and pairs further apart that a compiled rank
-    names (the first and the last stage).
-    """
+    """Return the pairs of stages that send to each other: neighbours, and the first and last where a rank says so."""
     ends = (sorted((rank.stage, rank.stage + distance)) for rank in ranks for _, distance in rank.calls)
     far = {(first, last) for first, last in ends if last - first > 1}
     return [(stage, stage + 1) for stage in range(stages - 1)] + sorted(far)

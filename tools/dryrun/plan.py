@@ -59,9 +59,7 @@ class Stage:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Return the stage's signature: stages with equal signatures compile to the same graph, except for layer
-        numbers, ranks and order of passes.
-        """
+        """Return what a stage's graph depends on, except for layer numbers, ranks and order of passes."""
         return tuple(kinds for _, kinds in self.chunks), self.ends, self.recompute
 
     @property

@@ -191,9 +191,7 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """Return a recipe with fewer layers: one layer of each kind, and at the end a layer of the kind of the last layer,
-    with the head. MTP layers are not changed.
-    """
+    """Return a recipe with one layer of each kind, and at the end one of the last kind, with head and MTP."""
     view = View(recipe)
     stages = stages_of(view)
     settings = settings_of(view, stages)

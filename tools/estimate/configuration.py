@@ -240,9 +240,7 @@ class Configuration:
 
     @property
     def item(self) -> int:
-        """Return the bytes of an element in the compute dtype; for fp8 and fp4 these are the bytes of bf16, because
-        such values are converted from bf16 values.
-        """
+        """Return the bytes of an element in the compute dtype; fp8 and fp4 are converted from bf16, and count as it."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -473,9 +471,7 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the optimizer really shards a weight: the size of `shard_group`, or 1 if
-    this size does not divide the weight or the weight is small.
-    """
+    """Return over how many ranks a weight is really sharded: 1 if it is small, or not divisible by `shard_group`."""
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))
     small = 4 * weight.size // weight_cut(weight, config) < config.shard_threshold

@@ -37,9 +37,7 @@ from tools.schema.stages import check_recompute, stage_layers_of, swaps
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """Return the numbers of the layers that a table [chunks][stages] of counts selects: as many of the first layers of
-    each chunk and stage as its count says.
-    """
+    """Return the numbers of the layers that a table [chunks][stages] selects, each chunk's first ones."""
     if table is None:
         return []
     where = places(layers, schedule)
@@ -254,9 +252,7 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return the recomputation of a recipe's `recompute_config`, with the number of layers [chunks][stages] of each
-    kind. A table of zeros recomputes nothing, as False does.
-    """
+    """Return the recomputation of a recipe, as layers [chunks][stages]; zeros recompute nothing, as False does."""
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
         full=not_empty(read(view.get((*section, "recompute")), layers)),
@@ -268,9 +264,7 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return the function that reads the recompute keys of a recipe: the function reads counts of layers, or the
-    numbers of single layers if activations are swapped.
-    """
+    """Return the function that reads a recipe's recompute keys: counts of layers, or numbers with swapping."""
     if not swaps(view):
         return spread
     return lambda value, layers: table_by_numbers(value, layers, view.schedule)
@@ -312,9 +306,7 @@ def patterns_of(value: Any) -> list[str]:
 
 
 def of_norms(pattern: str) -> bool:
-    """Return whether an operator pattern matches a layer's norms; each part of the pattern must match a whole part of
-    the path of cells below the layer.
-    """
+    """Return whether an operator pattern matches a layer's norms, part by part of the path of cells."""
     parts = pattern.split(r"\.")
     return any(
         len(path) == len(parts) and all(map(re.fullmatch, parts, path))
@@ -375,9 +367,7 @@ def has_counts(value: Any) -> bool:
 
 
 def plain_value(table: Table | None, layers: Table) -> Any:
-    """Return the value of a recompute key that a table [chunks][stages] of counts stands for: a flag, or numbers of
-    layers in the shape of `offset`.
-    """
+    """Return a table [chunks][stages] as a recompute key says it: a flag, or counts in the shape of `offset`."""
     if table == layers:
         return True
     return [list(row) for row in table] if table and len(table) > 1 else list(table[0]) if table else False
@@ -464,9 +454,7 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
-    """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the rule that cites
-    MindFormers' line; return None if the model compiles with it.
-    """
+    """Return why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the rule; None if it does."""
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
     if model.qk_dim != model.v_dim:

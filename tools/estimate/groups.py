@@ -39,9 +39,7 @@ class Collective:
     seconds: float
 
     def groups(self, devices: int) -> list[list[int]]:
-        """Return the groups of ranks in which this collective runs, if all of their ranks are below `devices`; each
-        device is in at most one of these groups.
-        """
+        """Return the groups of ranks below `devices` in which this collective runs; none shares a device."""
         span = self.ranks * self.stride
         return [
             [start + first + self.stride * number for number in range(self.ranks)]
@@ -84,9 +82,7 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds in which a stage communicates weights and gradients, as `TimeModel` does, and add these
-        calls to the list of calls as those of the group dp (data parallelism).
-        """
+        """Return the seconds of `TimeModel.once_and_each`, and list these calls as those of the group dp."""
         with self._of("dp"):
             return super().once_and_each(config, stage)
 
@@ -105,9 +101,7 @@ class Noted(TimeModel):
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return the seconds of a transfer between stages, as `TimeModel` does, and add the call to the list of calls
-        as one of the pipeline (the group pp).
-        """
+        """Return the seconds of `TimeModel.transfer`, and list the call as one of the group pp."""
         self.stages = config.pp
         with self._of("pp"):
             return super().transfer(config)

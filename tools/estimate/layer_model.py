@@ -155,9 +155,7 @@ def mixing_part(config: Configuration, held: float) -> Part:
 
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """Return for each group of operators (`tools.estimate.configuration.PATTERNS`) the matmuls and the bytes that are
-    repeated if a layer of this kind recomputes the group.
-    """
+    """Return for each group of operators (`PATTERNS`) what a layer repeats if it recomputes the group."""
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
     products = tuple(Matmul(tokens, weight.rows / config.tp, weight.columns) for weight in up)

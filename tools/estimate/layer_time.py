@@ -257,18 +257,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """A `LayerTime` holds the times of a layer's forward and backward pass without recomputation, and the time that
-    each recompute option adds to the backward pass.
-    """
+    """A `LayerTime` holds a layer's forward, its backward, and what each recompute option adds to it."""
 
     forward: Parts
     backward: Parts
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """Return the time that a recompute option adds to the backward pass of a layer; the option is one of
-        `recomputed`, or several of them joined by `+`.
-        """
+        """Return the time that an option of `recomputed`, or several joined by `+`, adds to the backward pass."""
         if option in self.recomputed:
             return self.recomputed[option]
         every = [self.recomputed[name] for name in parts_of(option)]

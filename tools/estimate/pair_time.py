@@ -74,9 +74,7 @@ def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> 
 
 
 def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -> float:
-    """Return the seconds of a pair (a forward and a backward that run together) through layers that differ; both
-    sequences list the layers in the order in which the pass runs them.
-    """
+    """Return a pair's seconds through layers that differ, each pass's layers in the order of the pass."""
     chains = _chain(forward, 0), _chain(backward, 1)
     # of layers that are alike a product, which rounds once
     alike = all(one == backward[0] for one in backward)

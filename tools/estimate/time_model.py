@@ -464,9 +464,7 @@ def _census(config: Configuration, ratios: Row) -> dict[tuple[str, float], dict[
 
 
 def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, sending: float = 0.0) -> float:
-    """Return the seconds of a 1F1B schedule (interleaved or not), given the seconds [chunks, stages] of a micro-batch;
-    `pipeline_of` explains the formula.
-    """
+    """Return the seconds of (interleaved) 1F1B by `pipeline_of`, from those of a micro-batch [chunks, stages]."""
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
 
 

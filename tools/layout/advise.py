@@ -125,9 +125,7 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds the dispatch mode and the chunks that a recipe sets, with the best values in place of `auto`;
-    `config` is the run with this dispatch.
-    """
+    """A `Written` holds a recipe's mode and chunks, the best ones for `auto`; `config` is that run."""
 
     config: Configuration = field(repr=False)
     mode: str

@@ -54,9 +54,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return the units of work that are left. No units are left once the budget was stopped or its deadline has
-        passed, which this call records.
-        """
+        """Return the units of work that are left: none once it was stopped or is late, which is recorded."""
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
             self._late = True
@@ -77,9 +75,7 @@ class Budget:
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
-        """Return a new budget of `units` units of work, or of all units that are left if these are fewer. Work that is
-        spent from the new budget is also spent from this budget.
-        """
+        """Return a budget of `units`, or of all that are left; what it spends is spent from this one, too."""
         return _Part(self, min(self.left, units), math.inf)
 
     def stop(self) -> None:

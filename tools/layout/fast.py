@@ -74,9 +74,7 @@ def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
 
 
 def _even(costs: StageCosts, before: int, count: int) -> Stage:
-    """Return a stage's layers shared evenly among its chunks, with so many layers on the stages before it; what is not
-    of the last type is in the first chunk.
-    """
+    """Return a stage's layers, evenly by chunk, with `before` layers on earlier stages; early types come first."""
     chunks = costs.instance.chunks
     first = before if chunks == 1 else min(round(before / chunks), costs.layers - count)
     early = count - costs.content(first, count)[-1]
@@ -90,9 +88,7 @@ def _even(costs: StageCosts, before: int, count: int) -> Stage:
 
 
 def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
-    """Return several distributions of the layers over the chunks with which a search begins, each as the number of
-    layers of every chunk, [C] in model order.
-    """
+    """Return distributions of the layers with which a search begins, each as layers by chunk, [C] in model order."""
     instance, stages, chunks = costs.instance, costs.instance.stages, costs.instance.chunks
     every = stage_sizes(costs, beat)
     shapes: list[np.ndarray] = []  # [chunks, stages]

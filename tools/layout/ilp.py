@@ -60,9 +60,7 @@ class Answer:
 
 
 class PathModel:
-    """A `PathModel` is the mixed-integer program of one instance. `add_chain` adds constraints to the program, and the
-    program keeps these constraints between runs of the solver.
-    """
+    """A `PathModel` is the mixed-integer program of one instance; it keeps added chains between runs."""
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -267,9 +265,7 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return the relative gap between the best plan's time and the lower bound, (time - bound) / time. The gap is
-        infinite if there is no plan yet.
-        """
+        """Return (time - bound) / time of the best plan; infinity if there is no plan yet."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property
@@ -313,9 +309,7 @@ _CHAIN = 1e-6  # effort of the longest chain, for each micro-batch and chunk
 
 
 def work_bound(instance: Instance) -> float:
-    """Return a lower bound on the step time: the number of micro-batches, times the work of a micro-batch without
-    recomputation, divided by the number of stages.
-    """
+    """Return a lower bound of the step: all micro-batches' work without recomputation, over the stages."""
     least = [kind.forward + kind.backward + min(o.extra_backward for o in kind.options) for kind in instance.types]
     layers = sum(kind.count * work for kind, work in zip(instance.types, least, strict=True))
     return instance.micro_batches * (layers + float(instance.ends.sum())) / instance.stages
@@ -361,9 +355,7 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
-    """Offer `plan` to `incumbent` as the new best plan, and add to `model` the chain of passes that determines the time
-    of the plan. Return whether the plan was taken.
-    """
+    """Offer `plan`, and add its longest chain to `model`; return whether the plan was taken."""
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)
     return incumbent.offer(plan)

@@ -106,9 +106,7 @@ class Instance:
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Return forward time, backward time (with recomputation), parameters and activation of one layer, [4, K], for
-        each column, which is a layer type with one of its options.
-        """
+        """Return forward, backward (with recomputation), parameters and activation of a column's layer, [4, K]."""
         pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
         rows = [(k.forward, k.backward + o.extra_backward, k.parameters, o.activation) for k, o in pairs]
         return np.array(rows, float).T
@@ -128,9 +126,7 @@ class Instance:
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the part of the times `ends` in which the stage receives data from another stage,
-        [stages]. Comparisons between stages leave out the time of receiving.
-        """
+        """Return the part of each stage's `ends` in which it receives [stages], which comparisons leave out."""
         return np.zeros(self.stages)
 
     @cached_property
@@ -178,9 +174,7 @@ class Instance:
 
     @property
     def more(self) -> np.ndarray:
-        """Return the memory that a layer of a column needs once beyond `least_static`, [2, stages, K]: for its passes
-        and for its buffers. The largest on a stage counts of each.
-        """
+        """Return what a column's layer needs once beyond `least_static`, [2, stages, K]: for passes, buffers."""
         return self._once[1]
 
     @cached_property
@@ -215,24 +209,18 @@ class Instance:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Return the times of one layer of each column, [2, K] or [3, K]: the forward pass, the backward pass and, if
-        the schedule splits them off, the weight gradients.
-        """
+        """Return times of a column's layer, [2, K] or [3, K]: forward, backward, split weight gradients."""
         if not splits_backward(self.schedule):
             return self.costs[:2]
         return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return for each chunk the times of the work that belongs to no layer, [rows, C]. The weight gradients of
-        `ends` (head and tail of the model) are not split off.
-        """
+        """Return each chunk's times without layers, [rows, C]; no weight gradients are split off `ends`."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return the times of each chunk in plans [..., K, C]: [..., rows, C], where the rows are those of `rows`
-        (forward, backward, split weight gradients).
-        """
+        """Return the chunks' times in plans [..., K, C], as [..., rows, C] with the rows of `rows`."""
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
@@ -256,9 +244,7 @@ class Instance:
         return short.step_times(plans) + lacking * works.sum(axis=1).max(axis=1)
 
     def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the simulated step time of a plan [K, C], and how often its longest chain of operations runs each
-        chunk's rows (visits [rows, C], see `tools.pipeline.timetable`).
-        """
+        """Return a plan's step time, and how often its longest chain runs each row, visits [rows, C]."""
         time, visits = critical_path(self.table, self.by_stage(self.times(plan)))
         return time, self.by_stage(visits)
 

@@ -161,9 +161,7 @@ def even_values(recipe: Recipe) -> Values:
 
 
 def even_layout(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe whose layout is `auto`, in which `auto` is replaced by a layout with evenly spread
-    layers and without recomputation.
-    """
+    """Return a copy of a recipe with an even layout without recomputation in the place of `auto`."""
     even = copy.deepcopy(recipe)
     put(even, even_values(recipe))
     return even
@@ -205,9 +203,7 @@ def remedy(recipe: Recipe) -> str:
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the inputs on which a layout file depends, without the cluster: all values that the time and memory model
-    reads, and the version of the model.
-    """
+    """Return what a layout file depends on but the cluster: the values that time and memory models read."""
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
     sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}

@@ -78,9 +78,7 @@ def recomputed_table(config: Configuration, name: str) -> Table:
 
 
 def with_table(config: Configuration, name: str, table: Table) -> Configuration:
-    """Return the configuration with a new table of the layers that recompute a group of operators, or norms. If the
-    table has no layers, the group is removed.
-    """
+    """Return the configuration with a new table for a group or norms; one without layers removes the group."""
     some = table if any(map(any, table)) else None
     if name == NORMS:
         return replace(config, recompute=replace(config.recompute, select=some))

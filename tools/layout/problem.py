@@ -43,9 +43,7 @@ class PlacedInstance(Instance):
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return the times of all work that belongs to no layer, with the weight gradients of head and tail if the
-        schedule splits weight gradients off.
-        """
+        """Return the times of work of no layer, with the ends' weight gradients if they are split off."""
         found = super().fixed
         found[2:, 0] += self.end_weights[0]
         found[2:, -1] += self.end_weights[1]
@@ -157,9 +155,7 @@ def kind_count(config: Configuration, kind: str) -> int:
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """Return a list of counts, one for each chunk in model order, as a table [chunks][stages]. In a V-shaped schedule,
-    odd chunks run from the last stage to the first.
-    """
+    """Return counts of chunks in model order as a table [chunks][stages], odd chunks turned round in a V."""
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
     return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))
@@ -235,9 +231,7 @@ def by_layers(
     # of a V both ends are on stage 0: layers are counted on the next one
 
     def held(first: int, stage: int) -> np.ndarray:
-        """Return the value of `of_stage` for a stage if the chunk `begin` holds `first` layers, and the model's last
-        chunk holds all other layers.
-        """
+        """Return `of_stage` if the chunk `begin` has `first` layers, and the model's last chunk all others."""
         counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
         counts[begin] = first
         return of_stage(replace(config, model=more, layers=table_of(config, counts)), stage)
@@ -253,9 +247,7 @@ def by_layers(
 
 
 def _of_ends(config: Configuration) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes [C] that embedding, head and MTP keep of each micro-batch for its backward pass, and the bytes
-    [stages] that a pass of them needs.
-    """
+    """Return bytes of embedding, head and MTP: kept of a micro-batch [C], and needed by a pass [stages]."""
     whole, last = mtp_option(config), ["head", *["mtp"] * config.model.mtp]
     kept, passes = np.zeros(config.pp * config.chunks), np.zeros(config.pp)
     kept[0] = saved(config, "embedding", whole)

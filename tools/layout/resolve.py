@@ -228,9 +228,7 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return the resolved recipe, and the reasons for values that cannot be resolved; the returned recipe has plain
-    values in place of such values.
-    """
+    """Return the resolved recipe, with plain values for what stays open, and the reasons for that."""
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed
 

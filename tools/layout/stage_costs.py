@@ -102,9 +102,7 @@ class StageCosts:
         return None
 
     def _able(self, stage: int, items: list[tuple[int, int, int]]) -> list[tuple[float, list[np.ndarray]]]:
-        """Return the amounts of memory that layers of these types can need once on a stage, each with the options
-        [options] of each type that need no more.
-        """
+        """Return what layers of these types can need once on a stage, each with the options that need no more."""
         spans = [self.instance.type_columns(t) for t in range(len(self.instance.types))]
         (passes, buffers), own = self.instance.more[:, stage], sorted({t for _, t, _ in items})
         held = max(float(buffers[spans[t]].max()) for t in own)
@@ -234,9 +232,7 @@ class StageCosts:
         return [tuple(row) for row in rows]
 
     def works(self, counts: Iterable[int]) -> np.ndarray | None:
-        """Return the least work of each stage, [stages], for given numbers of layers of the chunks, [C]; return None if
-        a stage's layers do not fit its memory.
-        """
+        """Return each stage's least work [stages] for layers by chunk [C]; None if a stage does not fit."""
         found = [self.least(stage, layers) for stage, layers in enumerate(self.split(counts))]
         works = [one[0] for one in found if one]
         return np.array(works) if len(works) == len(found) else None
@@ -251,9 +247,7 @@ class StageCosts:
         return plan
 
     def closed(self, works: np.ndarray) -> float:
-        """Return the step time by the closed form of the pipeline (`tools.estimate.time_model.pipeline_of`), for the
-        work of each stage, [stages].
-        """
+        """Return the step time by `tools.estimate.time_model.pipeline_of`, for each stage's work [stages]."""
         top = float(works.max())
         return self.instance.micro_batches * top + (float(works.sum()) - top) / self.instance.chunks
 
@@ -267,9 +261,7 @@ def least_layers(instance: Instance) -> np.ndarray:
 
 
 def least_sum(table: np.ndarray, slowest: float) -> tuple[float, list[int]] | None:
-    """Return (the least sum of work, the layers of each stage) of plans in which no stage has more work than `slowest`;
-    None if there is no such plan.
-    """
+    """Return (least sum of work, layers by stage) with no stage above `slowest`; None if that cannot be."""
     stages, size, _ = table.shape
     best, choices = np.where(np.arange(size) == 0, 0.0, np.inf), []
     for stage in range(stages):

@@ -109,9 +109,7 @@ def _cases(
 
 
 def _reach(costs: StageCosts, stage: int, early: int, late: int) -> np.ndarray:
-    """Return the milliseconds that a micro-batch can take on a stage with these layers: one for each way to recompute
-    them, or none if there are too many ways.
-    """
+    """Return the ms of a micro-batch for each way to recompute a stage's layers; none for too many ways."""
     found = np.array([costs.ends[stage]])
     for count, index in ((early, 0), (late, -1)):
         extra = costs.extra[index]
@@ -161,9 +159,7 @@ class _Chains:
             self.sums[number] = np.vstack([self.sums[number], own])
 
     def least(self, case: _Case, enough: float, budget: Budget) -> float:
-        """Return a time in ms which the pipeline of no plan of `case` can beat. The weights of the chains are improved
-        until this bound reaches `enough`.
-        """
+        """Return ms that no pipeline of `case` is under, from better and better weights until `enough`."""
         able = [work <= case.slowest * (1 + _EQUAL) for work in self.works]
         best, kept, weights, plans = 0.0, self.weights, self.weights, list[list[int]]()
         for _ in range(_ROUNDS):
@@ -191,9 +187,7 @@ class _Chains:
         return best
 
     def _cheapest(self, weights: np.ndarray, able: Sequence[np.ndarray]) -> tuple[float, list[int] | None]:
-        """Return the least weighted mean of the chains over all plans, and that plan's pattern of each stage; None if
-        the stages cannot hold all layers.
-        """
+        """Return the least weighted mean of the chains, and its plan (a pattern for each stage); None without one."""
         left = np.full((self.early + 1, self.late + 1), np.inf)
         left[0, 0] = float(weights @ self.more[: len(weights)])
         steps = []

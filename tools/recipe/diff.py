@@ -136,9 +136,7 @@ class _Pair(NamedTuple):
 
 
 def compare(before: Recipe, after: Recipe) -> Comparison:
-    """Return every difference between two flat recipes. A changed value that several keys share through a YAML anchor
-    counts as one difference.
-    """
+    """Return every difference of two flat recipes; a value shared through an anchor differs once."""
     batches = batch_of(before), batch_of(after)
     found: dict[Any, Change] = {}
     for pair in _differences((), ((), ()), before, after):

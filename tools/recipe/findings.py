@@ -51,9 +51,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """A `Report` holds the findings on one recipe, and its sizes. The sizes are None if the recipe has errors that make
-    them impossible to compute.
-    """
+    """A `Report` holds a recipe's findings, and its sizes, which are None if errors prevent them."""
 
     recipe: Recipe
     findings: list[Finding] = field(default_factory=list)
@@ -137,9 +135,7 @@ def refused(errors: Sequence[Finding]) -> RecipeError:
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """Return the error of a tool that cannot go on because of a key of a recipe; its message has the key path, and file
-    and line if these are known.
-    """
+    """Return a tool's error about a key of a recipe, with the key path and, if known, file and line."""
     return RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {text}")
 
 

@@ -107,9 +107,7 @@ class _Bases:
         self.spots: dict[str, _Spot] = {}  # by real path
 
     def read(self, file: str, parents: list[str]) -> _Spot:
-        """Return the values of one file with its bases merged in; `parents` are the real paths of the files that led to
-        this file through `base_config`.
-        """
+        """Return a file's values, bases merged in; `parents` are the real paths of the files that led to it."""
         try:
             real = os.path.realpath(file)
         except OSError:  # there is no working folder

@@ -219,9 +219,7 @@ def compute_on_cpu(model: dict[str, Any]) -> None:
 
 
 def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Change a recipe (in place) so that each of `WORKERS` CPU workers trains one sample per step. The workers act as
-    two nodes and share the experts.
-    """
+    """Let each of `WORKERS` CPU workers train a sample per step (in place), as two nodes that share experts."""
     mini["use_parallel"] = True
     mini["parallel_config"].update(data_parallel=WORKERS, expert_parallel=WORKERS)
     mini["parallel"]["dataset_strategy"] = [[WORKERS, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]

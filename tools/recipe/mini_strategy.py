@@ -27,9 +27,7 @@ _OWN = (
 
 
 def shares_keys(model: Mapping[str, Any]) -> bool:
-    """Return whether the query heads of a `model_config` may share heads of keys and values; they may not share them
-    with multi-head latent attention.
-    """
+    """Return whether query heads may share those of keys and values: not with multi-head latent attention."""
     return model.get("model_type") == GROUPED or model.get("multi_latent_attention") is False
 
 

@@ -118,9 +118,7 @@ def apart(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def with_part(override: str, places: Sequence[str], value: Any) -> str:
-    """Return an override of a list, in which the items that the dotted names `places` name are replaced by `value`,
-    each at its place in the list.
-    """
+    """Return an override of a list with `value` at the dotted names `places`, each in its place."""
     name, _, text = override.partition("=")
     begin = f"{name.strip()}."
     inside = [place.removeprefix(begin).split(".") for place in places if place.startswith(begin)]

@@ -170,9 +170,7 @@ def model_number(view: View, key: str) -> int:
 
 
 def model_default(view: View, key: str) -> Any:
-    """Return MindFormers' default of a key: from the model's config class, or else from the field that the key becomes.
-    Return None if the key has no default.
-    """
+    """Return MindFormers' default of a key, of the config class or of the field that it becomes, or None."""
     schema = load_schema()
     model = schema.model_type(view.recipe)
     defaults = schema.models[model]["defaults"]

@@ -151,9 +151,7 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return the fields into which MindFormers' converter writes the value of `key`, as pairs (field, name of the
-        function that is applied to the value).
-        """
+        """Return the fields into which MindFormers writes `key`, as pairs (field, function of its value)."""
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]

@@ -259,9 +259,7 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def transformer(site: Path) -> dict[str, Any]:
-    """Return the fields of both TransformerConfig classes, the fields that no training code reads, the keys that no
-    converter reports, and the registered models.
-    """
+    """Return TransformerConfig's fields, those that nothing reads, keys not reported, registered models."""
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
     from mindformers.parallel_core.transformer_config_utils import DEFAULT_WHITE_KEY
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister

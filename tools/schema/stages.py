@@ -60,9 +60,7 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that computes the loss (`plugins.all_ranks.stage_of_loss`): the last rank of the last stage, or the
-    first rank of the first stage.
-    """
+    """Return a rank that computes the loss: the last of the last stage, or the first of the first stage."""
     return view.devices - 1 if view.parallel and stage_of_loss(view.pp, view.scheduler) else 0
 
 

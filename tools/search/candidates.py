@@ -106,9 +106,7 @@ _KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved 
 
 
 class Candidate(NamedTuple):
-    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; `tools.search.request.WORDS` lists the
-    values of `mode`, `shard` and `recompute`.
-    """
+    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; `WORDS` of request lists its words."""
 
     dp: int
     tp: int
@@ -278,9 +276,7 @@ class _Axes:
         return np.bool_(fits) & (request.base.model.experts % np.maximum(ep * sharing, 1) == 0)
 
     def _ramps(self, request: Request) -> np.ndarray:
-        """Return where each stage of a growing batch has whole micro-batches, as many as `tc3 check` asks for, and
-        fewer samples than the whole batch.
-        """
+        """Return where each stage of a growing batch has enough whole micro-batches, and fewer samples than all."""
         unit, schedule = self.mesh.dp * self.along("mbs"), request.schedule
         least = fewest_micro_batches(self.mesh.pp, scheduler_of(schedule) if schedule else "")
         fits = [(samples % unit == 0) & (samples // unit >= least) for samples in request.ramp]

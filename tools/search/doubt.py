@@ -70,9 +70,7 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return the change of ln(step seconds) if a term is wrong by its usual deviation, [configs, TERMS], computed with
-    the closed form of the pipeline.
-    """
+    """Return by how much ln(step seconds) changes with each term's usual deviation, [configs, TERMS]."""
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):
         up, down = (perturbed(model, term, float(np.exp(sign * term.deviation))) for sign in (1, -1))

@@ -135,9 +135,7 @@ class RecipeOrCommand(click.Group):
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help of the group, which is also printed for a recipe with `--help`: first the help of the command
-        for recipes, and then the list of commands.
-        """
+        """Write the help of the group: that of the command for recipes, then the list of commands."""
         self.format_usage(ctx, formatter)
         recipe = click.Context(self.of_recipe, parent=ctx, info_name="")
         self.of_recipe.format_help_text(recipe, formatter)

@@ -229,9 +229,7 @@ def require_layouts(recipe: Recipe, devices: int) -> None:
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
-    """Return a copy of `recipe` that runs `config` on `site`, by default on the recipe's own cluster; the function
-    raises the errors of `overlay`.
-    """
+    """Return a copy of `recipe` that runs `config` on `site` or its own cluster; raises `overlay`'s errors."""
     view = View(recipe)
     require_layouts(recipe, config.devices)
     if reason := why_not(config.schedule):

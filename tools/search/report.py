@@ -70,9 +70,7 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the rows of the table of layouts: the best layouts, then the recipe's own mesh with a new placement of
-    layers, then the recipe itself.
-    """
+    """Return the table of layouts: the best ones, the recipe's mesh placed anew, the recipe itself."""
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     if found.own_mesh:
         mesh = cells("mesh", found.own_mesh, found.request)
@@ -93,9 +91,7 @@ _SHOWN = 12  # pairs of pp and vpp
 
 
 def stage_rows(found: Found) -> list[list[str]]:
-    """Return the best layout of each number of stages and chunks, the fastest first; if there are many such pairs,
-    return only the first ones.
-    """
+    """Return the best layout of each number of stages and chunks, the fastest first, at most `_SHOWN`."""
     dropped = {id(entry.config) for entry, _ in found.failed}
     return [
         [
@@ -120,9 +116,7 @@ def more_stages(found: Found) -> list[str]:
 
 
 def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
-    """Return sentences that say why the first layout is faster than the second, how certain this is, and how much
-    faster the first layout is than the recipe's own layout.
-    """
+    """Return why the first layout is before the second and the recipe's own, and how certain that is."""
     lines, entries = [], found.entries
     if len(entries) > 1:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
@@ -377,9 +371,7 @@ def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: 
 
 
 def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
-    """Return the arguments of `write_overlay` for the fastest layout that can run: one of the requested schedules, or
-    of 1F1B if no schedule was requested.
-    """
+    """Return `write_overlay`'s arguments for the fastest layout that a recipe can ask for."""
     one = others.writable(found.uneven)
     if one is None or one.entry is None:
         return found.best.config, path, notes(found)
@@ -389,9 +381,7 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
 
 
 def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
-    """Return the rows of a table with the best layout of each schedule, sorted by time. The argument `first` is the
-    best layout of 1F1B or interleaved 1F1B, which has a row, too.
-    """
+    """Return a row for each schedule's best layout by time; `first` is that of 1F1B, interleaved or not."""
     own = Scheduled(first.config.schedule, first, "")
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
     rows = [

@@ -69,9 +69,7 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Return the bytes that Megatron's loss needs: the logits, the gradient of the output layer's input, and this input
-    after it is gathered again.
-    """
+    """Return the bytes of Megatron's loss: logits, the output layer's input, gathered again, its gradient."""
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
     return config.logit_bytes * tokens * model.vocab / config.tp + rows + _made_anew(config, "head")
@@ -110,9 +108,7 @@ def saved(config: Configuration, kind: str, option: str = "none") -> float:
 
 
 def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return, for each part of a layer (`MODULES` of `tools.estimate.memory.training_graph`), the bytes of activations
-    that the layer keeps for its backward pass.
-    """
+    """Return the bytes that a layer keeps for its backward pass, by `MODULES` of `training_graph`."""
     if config.training_graph:
         return kept_parts(config, kind, option)
     model = config.model
@@ -230,9 +226,7 @@ def working(config: Configuration, layers: Iterable[tuple[str, str]]) -> float:
 
 
 def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tuple[str, float]:
-    """Return the name of the part of a pass (a kind of layer, or the loss) that needs the most working memory, and its
-    bytes, which are those of `working`.
-    """
+    """Return the part of a pass (a kind of layer, the loss) with the most working memory, and its bytes."""
     found = [("", 0.0)]
     pairs = dict.fromkeys(layers)
     for kind, option in pairs:

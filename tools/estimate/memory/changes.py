@@ -112,9 +112,7 @@ def _moves(config: Configuration) -> list[tuple[str, Apply]]:
 
 
 def _sharing_experts(apply: Apply) -> Apply:
-    """Return a change that leaves out runs whose experts MindFormers cannot share: only data- and tensor-parallel ranks
-    share them, and not those of context parallelism.
-    """
+    """Return a change without runs whose experts ranks of dp x tp cannot share, as MindFormers shares them."""
 
     def applied(run: Configuration, limit: float) -> Configuration | None:
         changed = apply(run, limit)
@@ -204,9 +202,7 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Return a recompute table for the new layers: if the old table counted all layers, the new table does so, too,
-        and no count exceeds the number of layers of its chunk and stage.
-        """
+        """Return a recompute table for the new layers: still all layers if it was, and no more than there are."""
         if table is None or table == run.layers:
             return table and layers
         return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))
@@ -228,9 +224,7 @@ _SHOWN = 3  # changes of each sort
 
 
 def checked_advice(recipe: Recipe, limit: int) -> str:
-    """Return one line that says with which single changes the run fits, according to the model and its known error, and
-    which peaks remain with the other changes.
-    """
+    """Return in one line which single changes make the run fit by the model, and what others would leave."""
     try:
         require_known(recipe)
         own, room = from_recipe(recipe), limit * (1 - known_errors().margin)

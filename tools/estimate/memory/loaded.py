@@ -112,9 +112,7 @@ def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, n
 
 
 def most_possible(config: Configuration) -> float:
-    """Return the largest max/mean that a router can cause: the experts of a token are distinct, so a device gets at
-    most as many copies of a token as it has experts.
-    """
+    """Return the largest max/mean of any router: a token has at most one copy for each expert of a device."""
     model = config.model
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
 
@@ -135,9 +133,7 @@ class Even:
 
 
 class Needs(NamedTuple):
-    """A `Needs` holds the bytes of the fullest device in each step, [steps]: the smallest possible, the expected and
-    the largest possible number of bytes.
-    """
+    """A `Needs` holds the fullest device's least possible, expected and most possible bytes of each step [steps]."""
 
     least: np.ndarray
     total: np.ndarray
@@ -260,9 +256,7 @@ class Judged:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdicts as values for `--json`; the key `steps` holds the number of steps with each verdict, and
-        `stages` holds the fullest step of each stage.
-        """
+        """Return the verdicts for `--json`: `steps` counts them, `stages` has each stage's fullest step."""
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
         if self.loads is None:
             return found

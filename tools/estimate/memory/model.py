@@ -146,9 +146,7 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
-    """Return the bytes of `static_memory`, divided by part and by module: a dictionary with the keys (part, module of
-    `tools.estimate.memory.training_graph`).
-    """
+    """Return the bytes of `static_memory` by (part, module of `training_graph`)."""
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
@@ -261,9 +259,7 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
 
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
-    """Return for each chunk a dictionary from each module of `tools.estimate.memory.training_graph` to the bytes that
-    one micro-batch keeps there for the backward pass.
-    """
+    """Return for each chunk module -> bytes that one micro-batch keeps there for the backward pass."""
     found = []
     for pairs in stage_layers(config, stage):
         own: dict[str, float] = {}
@@ -324,18 +320,14 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
 
 
 def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
-    """Return the bytes of communication buffers of a stage with layers of these kinds; for other software than
-    MindFormers, the pass that needs the buffers counts them.
-    """
+    """Return a stage's communication buffers in bytes; other software's are counted in its passes."""
     if not config.training_graph:
         return 0.0
     return max((buffers(config, kind) for kind in set(kinds) if kind in ("dense", "moe")), default=0.0)
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return the name of the pass of a stage that needs the most memory, and the bytes that this pass needs in
-    addition to the tensors that are kept for the backward pass.
-    """
+    """Return the pass of a stage that needs the most memory beside what is kept, and these bytes."""
     return max((fullest_pass(config, layers) for layers in stage_layers(config, stage)), key=lambda found: found[1])
 
 

@@ -79,9 +79,7 @@ class MemoryErrors:
         return max(LEFT_OUT, self.missed)
 
     def fitting(self, predicted: float, limit: float) -> int:
-        """Return the number of known runs that would fit: the runs whose measured memory, divided by the predicted
-        memory, is at most `limit` divided by `predicted`.
-        """
+        """Return how many known runs would fit if they were predicted as near to the limit."""
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
     def fits(self, predicted: float, limit: float) -> str:

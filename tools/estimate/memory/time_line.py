@@ -36,9 +36,7 @@ UPDATED = ("weights", "state", "accumulated")  # parts that the update has, too;
 
 
 class Owner(NamedTuple):
-    """An `Owner` names the use of some bytes of memory: one of `PARTS`, and a module of
-    `tools.estimate.memory.training_graph` or the name of a pass.
-    """
+    """An `Owner` names what bytes are for: one of `PARTS`, and a module or the name of a pass."""
 
     part: str
     module: str
@@ -85,9 +83,7 @@ class TimeLine:
 
     @property
     def fullest(self) -> int:
-        """Return the moment with the most bytes (up to rounding). Of several such moments, return the first moment in a
-        backward pass, or the first moment if no backward pass is among them.
-        """
+        """Return the first moment with the most bytes (up to rounding), in a backward pass if possible."""
         full = self.total >= self.peak * (1 - 1e-12)
         behind = full & np.array([label.startswith("B") for label in self.labels])
         return int((behind if behind.any() else full).argmax())

@@ -214,9 +214,7 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the largest number of bytes that the loss needs in addition to the tensors that are kept for the backward
-    pass; this includes the gradient of MTP's logits.
-    """
+    """Return the most bytes that the loss needs beside what is kept, with the gradient of MTP's logits."""
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
     return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp

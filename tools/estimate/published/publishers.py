@@ -143,9 +143,7 @@ def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[
 
 
 def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
-    """Return the assumed number of interleaved chunks for a row that does not state this number: the smallest number
-    above 1 that divides the number of a stage's layers.
-    """
+    """Return the assumed number of chunks of a row without one: the least above 1 that divides a stage's layers."""
     if pp == 1:
         return 1
     each = -(-layers // pp)
@@ -253,9 +251,7 @@ def release(row: str) -> str:
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return the configuration of a row of Megatron-Bridge's tables of results, with the settings of the row's recipe;
-    these settings are added to `assumed`.
-    """
+    """Return a Megatron-Bridge row's configuration with its recipe's settings, which `assumed` then lists."""
     if not config.model.experts:
         return config
     if cluster == "h100" and not config.model.latent and not config.model.biased:

@@ -90,9 +90,7 @@ class MemoryTable:
         self._loaded = ("ep",) if request.skews else ()  # what a pass depends on, too, if loads differ by it
 
     def peaks(self, block: Block) -> np.ndarray:
-        """Return the peak memory in bytes, [rows, policies, stages], for each policy of `POLICIES`, which recomputes
-        all layers in the same way.
-        """
+        """Return peak bytes [rows, policies, stages], for each of `POLICIES` in all layers."""
         example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]

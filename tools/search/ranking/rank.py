@@ -72,9 +72,7 @@ class Ranking:
         return None
 
     def fastest(self) -> Iterator[Ranked]:
-        """Yield the candidates from the fastest to the slowest; equally fast candidates come in the order of their
-        memory, and then in their order in the space.
-        """
+        """Yield the candidates, the fastest first; equally fast ones by memory, then by their order in the space."""
         for index in np.lexsort((self.peaks, self.seconds)):
             yield self.at(int(index))
 
@@ -148,9 +146,7 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
 
 
 def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
-    """Return whether each candidate fits, [rows, recompute], computed from the bytes [rows, policies, stages] of the
-    policies that recompute all layers alike.
-    """
+    """Return whether each candidate fits [rows, recompute], by the policies' bytes [rows, policies, stages]."""
     uniform = (peaks <= cap).all(axis=2)
     planned = (peaks.min(axis=1) <= cap).all(axis=1)
     return np.column_stack([planned if word == PLANNED else uniform[:, POLICIES.index(word)] for word in recompute])
@@ -202,9 +198,7 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
 
 
 class Chances:
-    """A `Chances` holds the lower bounds on the step time of the candidates to be placed; `best` is the step time in
-    seconds of the best layout so far.
-    """
+    """A `Chances` holds lower bounds of candidates to be placed, and the seconds of the best layout so far."""
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = self.at_first = best

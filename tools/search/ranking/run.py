@@ -116,9 +116,7 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
 
 
 def why_faster(first: Entry, second: Entry) -> str:
-    """Return the largest differences of two entries' times, in words: first the parts in which the first entry is
-    faster, then the parts in which it is slower.
-    """
+    """Return where two entries' times differ most: first where the first is faster, then where it pays."""
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
     gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
@@ -200,9 +198,7 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout, under the requested loads if loads were requested; if dry runs proved that some
-        layouts fit, return the fastest of these.
-        """
+        """Return the fastest layout, under the loads if some were asked for, of those that passed a dry run."""
         if self.passed:
             return self.passed[0]
         own = {id(entry.config): entry for entry in self.entries}
@@ -345,9 +341,7 @@ class _Placing:
         found.own_mesh = self.done.get(own) if own else None
 
     def _in_order(self) -> list[tuple[Ranked, Entry]]:
-        """Return what was placed, the fastest first. The order does not depend on which process ended first, also not
-        of layouts that are equally fast and large.
-        """
+        """Return what was placed, the fastest first, in an order that no process's speed changes."""
         return sorted(self.done.items(), key=lambda pair: (pair[1].seconds, pair[1].peak, pair[0].candidate))
 
     def _place(self, first: list[Ranked], results: Results) -> None:

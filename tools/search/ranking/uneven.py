@@ -107,16 +107,12 @@ def under(
 
 
 def in_order(every: Sequence[Uneven]) -> list[Uneven]:
-    """Return the layouts sorted by their expected seconds of a step; layouts that run out of memory at some step come
-    last, sorted by the share of such steps.
-    """
+    """Return layouts by expected seconds; those that run out of memory last, by the share of such steps."""
     return sorted(every, key=lambda one: (one.chance, one.seconds))
 
 
 def words(ranked: Sequence[Uneven]) -> list[str]:
-    """Return in words whether the fastest layout under the loads is another one than at even loads, and how much longer
-    a step takes under the loads.
-    """
+    """Return whether the loads change which layout is the fastest, and how much longer a step takes."""
     placed = [one for one in ranked if one.numbered]
     if not placed:
         return []

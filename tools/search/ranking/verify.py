@@ -69,9 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A `Wrong` is a term of the memory model whose prediction a dry run contradicts, with both values for the stage on
-    which they differ most.
-    """
+    """A `Wrong` is a memory term that a dry run contradicts, with both values where they differ most."""
 
     layout: str
     stage: int
@@ -89,9 +87,7 @@ class Wrong:
         )
 
     def exceeds(self, entry: Entry, cap: float) -> str:
-        """Return why a strategy exceeds the memory cap if the term is larger by the same factor; "" if the strategy
-        does not exceed the cap.
-        """
+        """Return why a strategy is over the cap if the term grows by the same factor; "" if it is not."""
         more = max(0.0, self.found / self.counted - 1) if self.counted else 0.0
         for stage, memory in enumerate(all_stages(entry.config)):
             need = memory.peak + more * (memory.static if self.static else memory.peak - memory.static)
