@@ -152,7 +152,6 @@ def _masks(view: View, built: Built, found: Findings) -> None:
 
 
 def _positions(view: View, built: Built, found: Findings) -> None:
-    """Check RoPE and YaRN."""
     fields = built.fields
     scaling = view.get(_m("rope_scaling"))
     if isinstance(scaling, dict):
@@ -300,7 +299,6 @@ def _callbacks(view: View, built: Built, found: Findings) -> None:
 
 
 def _trainer(view: View, found: Findings) -> None:
-    """Check settings of the trainer's own."""
     for key, owner in _REPLACED.items():
         value = view.get(("train_dataset", key))
         if value is not None and value != view.get(tuple(owner.split("."))):

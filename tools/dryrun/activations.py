@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -115,20 +115,19 @@ def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 
 def parts_of(
-    saved: Mapping[str, int], forward: list[Node], backward: list[Node], moments: Callable[[list[Node]], list[Moment]]
+    saved: Mapping[str, int], forward: list[Node], backward: list[Node], seen: tuple[list[Moment], list[Moment]]
 ) -> dict[str, dict[str, int]]:
     """Return for each part of a pass the bytes that the part keeps for its backward ("saved"), and the most bytes in
-    memory during the part's "forward" (beyond the bytes at its start) and during its "backward".
+    memory during the part's "forward" (beyond the bytes at its start) and during its "backward". `seen` has the moments
+    of both passes.
     """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
-    for key, segments, seen in (
-        ("forward", forward_segments(forward), moments(forward)),
-        ("backward", backward_segments(backward), moments(backward)),
-    ):
+    segments = forward_segments(forward), backward_segments(backward)
+    for key, parts, moments in zip(("forward", "backward"), segments, seen, strict=True):
         first, start = 0, 0
-        for name, end in segments:
+        for name, end in parts:
             if end > first:
-                inside = seen[first:end]
+                inside = moments[first:end]
                 part = found.setdefault(name, {"saved": 0, "forward": 0, "backward": 0})
                 part[key] = max(item.most for item in inside) - (start if key == "forward" else 0)
                 first, start = end, inside[-1].left
@@ -181,21 +180,22 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
         for place, size in received_bytes(graph, name, behind, rows).items():
             modules.setdefault(place, Counter())[LAYER_INPUT] += size
         saved = {place: sum(own.values()) for place, own in modules.items()}
-        parts = parts_of(saved, forward, backward, lambda nodes: moments_of(nodes, rows))
+        seen = moments_of(forward, rows), moments_of(backward, rows)
+        parts = parts_of(saved, forward, backward, seen)
         found.append(
             {
                 "saved": sum(saved.values()),
-                "forward": peak_bytes(forward, rows),
-                "backward": peak_bytes(backward, rows),
+                "forward": peak_bytes(seen[0]),
+                "backward": peak_bytes(seen[1]),
                 "parts": {place: part | {"modules": modules.get(place, {})} for place, part in parts.items()},
                 "modules": added(modules.values()),
-                "curves": {"F": curve_of(forward, rows), "B": curve_of(backward, rows)},
+                "curves": dict(zip("FB", map(curve_of, seen), strict=True)),
             }
         )
     if not found:  # without a pipeline MindSpore leaves no passes in subgraphs of their own
-        root = graph.graphs[graph.root]
-        whole = {"saved": 0, "forward": 0, "backward": peak_bytes(root, rows), "parts": {}, "modules": {}}
-        found.append(whole | {"curves": {"F": [], "B": curve_of(root, rows)}})
+        step = moments_of(graph.graphs[graph.root], rows)
+        whole = {"saved": 0, "forward": 0, "backward": peak_bytes(step), "parts": {}, "modules": {}}
+        found.append(whole | {"curves": {"F": [], "B": curve_of(step)}})
     return found
 
 
@@ -207,9 +207,9 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(found)
 
 
-def curve_of(nodes: list[Node], rows: int) -> list[int]:
+def curve_of(moments: Sequence[Moment]) -> list[int]:
     """Return the most bytes in each of at most `POINTS` sections of equally many operators, in text order."""
-    most = [moment.most for moment in moments_of(nodes, rows)]
+    most = [moment.most for moment in moments]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
     return [max(most[first:end]) for first, end in pairwise(ends) if end > first]
 
@@ -307,9 +307,9 @@ def _weight(node: Node, nodes: list[Node]) -> str:
     return match[1] if match else ""
 
 
-def peak_bytes(nodes: list[Node], rows: int) -> int:
-    """Return the most bytes at one moment if operators run in the text's order; views need no memory."""
-    return max((moment.most for moment in moments_of(nodes, rows)), default=0)
+def peak_bytes(moments: Sequence[Moment]) -> int:
+    """Return the most bytes at one moment."""
+    return max((moment.most for moment in moments), default=0)
 
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:

@@ -100,7 +100,6 @@ def role_of(node: Node, graph: str) -> str:
 
 
 def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str, tuple[int, ...]]) -> Collective:
-    """Return a collective operator with its group's ranks."""
     attributes = attributes_of(node.text)
     group = str(attributes.get("group", ""))
     ranks = ranks_of(group) or generated.get(group)
@@ -156,12 +155,10 @@ def _operands(node: Node, nodes: list[Node]) -> tuple[list[int], list[int]]:
 
 
 def _union(waits: list[int], nodes: list[int]) -> int:
-    """Return the bits of several nodes together."""
     return reduce(or_, (waits[node] for node in nodes), 0)
 
 
 def _bits(number: int) -> tuple[int, ...]:
-    """Return places of the bits that are set."""
     return tuple(place for place in range(number.bit_length()) if number >> place & 1)
 
 

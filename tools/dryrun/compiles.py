@@ -152,7 +152,6 @@ def run_jobs(
 
 
 def _room(running: int, at_once: int | None) -> bool:
-    """Return whether one more compile fits."""
     if not running:
         return True
     if at_once is not None:

@@ -230,7 +230,8 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     enable_plugins(config)
     _set_data_strategy(config, View(recipe).packs)
     columns = list(shapes_of(View(recipe)))
-    data = GeneratorDataset(_NoData(_samples(recipe)), column_names=columns, shuffle=False)
+    samples = max(int((recipe["train_dataset"]["data_loader"].get("sizes") or [1])[0]), 1)
+    data = GeneratorDataset(_NoData(samples), column_names=columns, shuffle=False)
     # asked to, MindSpore also writes every rank's strategy for checkpoints: 14 of 16 GB and 40 % of the time at 8,192
     # devices, and nothing of it is in the graph
     online = "enable_save_strategy_online"
@@ -266,11 +267,6 @@ def _without_files(recipe: Recipe, folder: Path) -> Recipe:
     for name in _DATA_PLUGINS:
         (plain.get("plugins") or {}).pop(name, None)
     return plain
-
-
-def _samples(recipe: Recipe) -> int:
-    """Return samples of the stand-in for the data."""
-    return max(int((recipe["train_dataset"]["data_loader"].get("sizes") or [1])[0]), 1)
 
 
 @contextmanager

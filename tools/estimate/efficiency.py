@@ -205,7 +205,6 @@ _YOUNG = {"blocks", "matmul_fp4", "graphed", "network", *PROFILED}  # files made
 
 
 def _own(hardware: Hardware) -> Efficiency:
-    """Return the efficiencies of a cluster file."""
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
     if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content):
         raise RecipeError(f"{hardware.file}: efficiency: the section must be a mapping of {', '.join(wanted)}")

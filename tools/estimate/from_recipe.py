@@ -132,7 +132,6 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
 def _configuration(
     view: View, built: Built, model: Model, layers: Table, recompute: Recompute, dispatch: tuple[str, Cut | None]
 ) -> Configuration:
-    """Return the run of a recipe whose model, layers and dispatch are known."""
     fields = built.fields
     stored = _stored(view, fields)
     return Configuration(

@@ -278,7 +278,6 @@ def _is_record(text: str) -> bool:
 
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
-    """Return the lines of a JSONL log."""
     rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():

@@ -245,7 +245,6 @@ class TimeModel(GradientTimes):
         return forward, backward, parts
 
     def _at(self, config: Configuration, kind: str, ratio: float) -> LayerTime:
-        """Return a layer at a max/mean."""
         if ratio == config.skew:
             return self.layer(config, kind)
         return _layer_at(self, replace(config, skew=ratio), kind)
@@ -362,7 +361,6 @@ class TimeModel(GradientTimes):
         return hidden_seconds(*self._passes(config, config.skew), layers)
 
     def _passes(self, config: Configuration, ratio: float) -> tuple[LayerSeconds, LayerSeconds]:
-        """Return forward and backward of an MoE layer."""
         layer = self._at(config, "moe", ratio)
         return _halves(layer.forward, 0.0), _halves(layer.backward, layer.backward.matmul / 2)
 
@@ -433,7 +431,6 @@ def _rows(config: Configuration, ratios: np.ndarray | None) -> tuple[Configurati
 
 
 def _mean(steps: Sequence[StepTime]) -> StepTime:
-    """Return the mean of steps, part by part."""
     names = [field.name for field in fields(StepTime) if field.name != "parts"]
     numbers = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
     parts = {part: float(np.mean([step.parts[part] for step in steps])) for part in steps[0].parts}

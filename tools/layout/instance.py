@@ -365,11 +365,6 @@ def read_instance(path: Path) -> Instance:
     )
 
 
-def with_margin(instance: Instance, share: float) -> Instance:
-    """Return a copy of an instance whose memory cap is smaller by the given share."""
-    return replace(instance, cap=(1 - share) * instance.cap)
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a mapping of JSON, of which the parser would keep the last of two values in silence."""
     found = dict(pairs)

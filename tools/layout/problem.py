@@ -86,7 +86,7 @@ def pipeline_instance(
         groups: the groups of operators that layers may recompute; a layer that recomputes a group also recomputes all
             groups before it (`by_price`).
     """
-    kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
+    kinds = [kind for kind in ("dense", "moe") if kind in config.model.pattern]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
     some = config.layers if mtp else some
     recompute = replace(config.recompute, full=some, select=None, communication=None, operators=())
@@ -107,7 +107,7 @@ def pipeline_instance(
     types = tuple(
         LayerType(
             kind,
-            kind_count(config, kind),
+            config.model.pattern.count(kind),
             times[kind].forward.total * _MS,
             times[kind].backward.total * _MS,
             parameters[kind] / GIB,
@@ -147,11 +147,6 @@ def strongest_first(names: Iterable[str]) -> tuple[str, ...]:
         return ORDER.index(name) if name in ORDER else 1, -len(parts_of(name)), name
 
     return tuple(sorted(set(names), key=place))
-
-
-def kind_count(config: Configuration, kind: str) -> int:
-    """Return the number of layers of a kind that the model has."""
-    return config.model.pattern.count(kind)
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
@@ -208,7 +203,7 @@ def _options(
     return tuple(found)
 
 
-def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, dict[str, float]]:
+def _parameters(config: Configuration, kinds: Sequence[str]) -> tuple[np.ndarray, dict[str, float]]:
     """Return bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
     ends, each = by_layers(config, kinds, lambda laid, stage: np.array([sum(static_memory(laid, stage))]))
     return ends[:, 0], {kind: float(value[0]) for kind, value in each.items()}
@@ -239,8 +234,8 @@ def by_layers(
     each, before = {}, 0
     for kind in kinds:
         each[kind] = held(before + 1, begin) - held(before, begin)
-        before += kind_count(config, kind)
-    last = held(0, end) - each[more.last_kind] - sum(each[kind] * kind_count(config, kind) for kind in kinds)
+        before += model.pattern.count(kind)
+    last = held(0, end) - each[more.last_kind] - sum(each[kind] * model.pattern.count(kind) for kind in kinds)
     ends = np.zeros((config.pp, len(last)))  # stages between the ends hold nothing but layers
     ends[0], ends[end] = held(0, 0), last
     return ends, each
@@ -257,5 +252,4 @@ def _of_ends(config: Configuration) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _last_stage(config: Configuration) -> int:
-    """Return the stage of the model's last chunk."""
     return 0 if is_v_shaped(config.schedule) and config.chunks % 2 == 0 else config.pp - 1

@@ -123,7 +123,6 @@ class StageCosts:
     def _every(
         self, stage: int, room: float, items: list[tuple[int, int, int]], choices: list[np.ndarray | None]
     ) -> tuple[float, list[np.ndarray]] | None:
-        """Return the cheapest of all ways that fit."""
         every = [choice for choice in choices if choice is not None]
         places = np.indices([len(choice) for choice in every]).reshape(len(every), -1)
         extra = np.zeros(places.shape[1])

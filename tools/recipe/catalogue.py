@@ -161,13 +161,16 @@ def load_card(path: Path) -> Card:
     _check_mapping(path, "recipes", raw["recipes"])
     _check_choice(path, "kind", raw["kind"])
     entries = [_entry(path, name, body, raw) for name, body in raw["recipes"].items()]
-    checked = {
+    checked: dict[str, Any] = {
         "conflicts": [
             _conflict(path, number, body)
             for number, body in enumerate(_list(path, "conflicts", raw.get("conflicts") or []))
         ],
-        "host_measures": _host_measures(path, raw.get("host_measures") or {}),
+        "host_measures": raw.get("host_measures") or {},
     }
+    _check_keys(path, "host_measures", checked["host_measures"], set(), set(MEASURES))
+    for name, role in checked["host_measures"].items():
+        _check_choice(path, f"host_measures.{name}", role, ROLES)
     given = {key: value for key, value in raw.items() if key != "recipes"}
     return Card(path, entries, **given | checked)
 
@@ -183,17 +186,6 @@ def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) ->
         raise RecipeError(f"{path}: {where}: the recipe does not exist beside the card")
     of_card: dict[str, Any] = {key: card[key] for key in ("kind", "why", "parameters") if key in card}
     return Entry(path.parent / name, **{**of_card, **body, "assumed": body.get("assumed") or {}})
-
-
-def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
-    """Return which measures of section 6 a launch of these recipes applies, and which are only checked."""
-    _check_keys(path, "host_measures", raw, set(), set(MEASURES))
-    for name, role in raw.items():
-        if role not in ROLES:
-            raise RecipeError(
-                f"{path}: host_measures.{name}: {role!r} is not a valid value; write one of {', '.join(ROLES)}"
-            )
-    return raw
 
 
 def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
@@ -224,10 +216,10 @@ def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: se
         raise RecipeError(f"{path}: {prefix}{key}: the key is missing")
 
 
-def _check_choice(path: Path, where: str, kind: str) -> None:
-    if kind not in KINDS:
-        hint = did_you_mean(kind, list(KINDS))
-        raise RecipeError(f"{path}: {where}: {kind!r} is not a valid value; write one of {', '.join(KINDS)}{hint}")
+def _check_choice(path: Path, where: str, value: str, choices: tuple[str, ...] = KINDS) -> None:
+    if value not in choices:
+        hint = did_you_mean(value, list(choices))
+        raise RecipeError(f"{path}: {where}: {value!r} is not a valid value; write one of {', '.join(choices)}{hint}")
 
 
 def _check_claim(path: Path, where: str, claim: Any) -> None:

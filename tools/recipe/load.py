@@ -173,7 +173,6 @@ def _plain(spot: _Spot, seen: dict[int, Any]) -> Any:
 
 
 def _marks(spot: _Spot, path: KeyPath) -> Any:
-    """Yield (key path, mark) of everything below `spot`."""
     if path:
         yield path, Mark(spot.file, spot.line, spot.ident)
     if isinstance(spot.value, (dict, list)):

@@ -368,7 +368,6 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
 def _tell(
     found: Found, others: BySchedule, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool
 ) -> None:
-    """Print and write everything that was requested."""
     from tools.search.overlay import left_off, write_overlay
     from tools.search.page import draw, html
     from tools.search.report import as_json as content

@@ -250,7 +250,6 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
 
 
 def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
-    """Return parallel degrees, batch, optimizer sharding."""
     piped = config.pp > 1
     wanted: list[tuple[KeyPath, Any, Any]] = [
         ((*PARALLEL, key), getattr(view, name), getattr(config, name)) for name, key in _DEGREES.items()
@@ -288,7 +287,6 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
 
 
 def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
-    """Return schedule, chunks, layers and recomputation."""
     chunks = config.chunks
     scheduler = scheduler_of(config.schedule)
     values: dict[KeyPath, Any] = {}

@@ -207,7 +207,6 @@ def html(found: Found, times: TimeModel, title: str) -> str:
 
 
 def _stages(found: Found) -> list[str]:
-    """Return the best of each number of stages and chunks."""
     if not found.stages:
         return []
     return [
@@ -219,7 +218,6 @@ def _stages(found: Found) -> list[str]:
 
 
 def _under_loads(found: Found) -> list[str]:
-    """Return the placed layouts under the loads that were asked for."""
     if not found.uneven:
         return []
     return [
@@ -230,7 +228,6 @@ def _under_loads(found: Found) -> list[str]:
 
 
 def _layers(entry: Entry) -> tuple[str, str]:
-    """Return layers by chunk and stage."""
     heads = ["", *(f"stage {stage}" for stage in range(entry.config.pp))]
     rows = [[f"chunk {chunk}", *map(str, row)] for chunk, row in enumerate(entry.config.layers)]
     return markup.text(f"Layers of each chunk; recomputation: {entry.recompute}."), _table(heads, rows)

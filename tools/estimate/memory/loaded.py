@@ -51,7 +51,6 @@ class _Grown:
 
 @lru_cache(maxsize=4096)
 def _grown(config: Configuration, stage: int) -> tuple[_Grown, ...]:
-    """Return the MoE layers of a stage."""
     even, twice = replace(config, skew=1.0), replace(config, skew=_TWICE)
     found = []
     for chunk, layer, kind, option in _places(config, stage):

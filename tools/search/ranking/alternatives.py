@@ -121,31 +121,20 @@ def search_schedules(
         own = replace(request, schedule=name)
         short = rank(own, partial(progress, "ranking")).short_list(OF_EACH)
         uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
-        entries, whys = [entry_of(configuration(own, one), times) for one in uniform], dict[Ranked, str]()
-        found.whole &= place_all(own, short, times, budget, partial(_told, found, times, entries, whys))
-        first = next((whys[one] for one in short if one in whys), "no layout of it is legal and fits")
-        why = "" if entries else first
+        entries = [entry_of(configuration(own, one), times) for one in uniform]
+        placed: dict[Ranked, Placement] = {}
+        found.whole &= place_all(own, short, times, budget, placed.__setitem__)
+        found.cut |= any(placement.cut for placement in placed.values())
+        for placement in placed.values():
+            if placement.configuration is not None:
+                entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
+        whys = (placed[one].why for one in short if one in placed and placed[one].configuration is None)
+        why = "" if entries else next(whys, "no layout of it is legal and fits")
         best = min(entries, key=lambda entry: (entry.seconds, entry.peak, entry.candidate), default=None)
         found.every.append(Scheduled(name, best, why_not(name), why))
         if not found.whole:
             break
     return found
-
-
-def _told(
-    found: BySchedule,
-    times: TimeModel,
-    entries: list[Entry],
-    whys: dict[Ranked, str],
-    one: Ranked,
-    placement: Placement,
-) -> None:
-    """Take what could be placed, or why it could not."""
-    found.cut |= placement.cut
-    if placement.configuration is None:
-        whys[one] = placement.why
-    else:
-        entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
 
 
 _LEAST = 2.0  # seconds, whatever the time limit says

@@ -323,7 +323,8 @@ class _Placing:
             if one.candidate.recompute != PLANNED:
                 self.done[one] = entry_of(configuration(found.request, one.candidate), self.times)
         planned = [one for one in short if one.candidate.recompute == PLANNED]
-        own = None if found.request.changed else found.ranking.find(own_mesh(found.request))
+        mesh = candidate_of(found.request.base)._replace(recompute=PLANNED)
+        own = None if found.request.changed else found.ranking.find(mesh)
         planned += [own] if own and planned and own not in planned else []
         try:
             with terminate_as_interrupt(), working(self.at_once) as results:
@@ -393,7 +394,6 @@ class _Placing:
             self.progress("bounding", min(FLOORS * (done + 1), len(todo)), len(todo), self._best)
 
     def _quickly(self, ranked: list[Ranked], beat: float, results: Results) -> None:
-        """Place candidates quickly, and bound them."""
         jobs = [(self.found.request, one.candidate, self.times, beat) for one in ranked]
         for index, placement in results(screen_one, jobs):
             self._told(ranked[index], placement)
@@ -482,8 +482,3 @@ class _Placing:
     @property
     def _best(self) -> float:
         return min((entry.seconds for entry in self.done.values()), default=float("inf"))
-
-
-def own_mesh(request: Request) -> Candidate:
-    """Return the candidate with the recipe's own mesh, whose layers are to be placed anew."""
-    return candidate_of(request.base)._replace(recompute=PLANNED)
