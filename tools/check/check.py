@@ -52,10 +52,9 @@ _MODEL: KeyPath = ("model", "model_config")
 def check_recipe(
     recipe: str | os.PathLike[str] | dict[str, Any], token_budget: int | None = None, here: bool = False
 ) -> Report:
-    """Check a recipe (a file, or a recipe that is already loaded) without MindFormers and without a device.
+    """Check a recipe (a file, or one that is loaded) without MindFormers and without a device.
 
     Args:
-        recipe: path, `Recipe`, or a plain dict (whose findings then have no line).
         token_budget: tokens to train, for the table's number of steps; the recipe's own by default.
         here: the run starts on this machine: missing data is an error, not a warning.
 
@@ -93,10 +92,7 @@ def check_recipe(
 
 def require_sound(recipe: Recipe, own_data: bool = True) -> None:
     """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong.
-
-    Args:
-        own_data: whether the files of the recipe's data are looked at, too; a command that trains on made-up data does
-            not read them.
+    Without `own_data` the files of its data are not looked at, because a command trains on made-up data.
 
     Raises:
         RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.

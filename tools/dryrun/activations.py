@@ -73,12 +73,8 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the name of the part of the model to which a tensor belongs that is kept for the backward pass. A tensor
-    that only one later layer reads belongs to that layer, because it is the layer's input.
-
-    Args:
-        own: the part of the operator that computes the tensor. readers: the parts of the operators that read the tensor
-            in the forward pass.
+    """Return the part of the model to which a tensor belongs that is kept for the backward pass: the part of its
+    operator (`own`), or the only later part among its `readers` in the forward pass, whose input it is.
     """
     others = set(readers)
     later = {place for place in others if place > own}
@@ -164,14 +160,12 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
     """Return for each chunk the bytes "saved" for the backward pass of a micro-batch, and the largest numbers of bytes
-    in memory in the "forward" and in the "backward" pass.
+    in memory in the "forward" and in the "backward" pass; dimensions that are unknown before routing count as `rows`
+    (`routed_rows`).
 
     The key "parts" holds the same bytes by layer (see `FRONT`), "modules" holds the saved bytes by module, and "curves"
     holds the largest number of bytes alive in each of at most `POINTS` sections of a pass. Without pipeline parallelism
     the whole step counts as one "backward" pass.
-
-    Args:
-        rows: the size that is used for dimensions that are unknown before routing (see `routed_rows`).
     """
     found = []
     for name, behind in chunks_of(graph):

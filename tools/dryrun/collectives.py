@@ -58,13 +58,8 @@ class Collective:
 
 
 def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Collective]:
-    """Return the collectives of a graph, in program order; a subgraph called twice counts twice.
-
-    Args:
-        ranks_of: a function from a group to its global ranks, or None if they are unknown: `VirtualCluster.ranks_of`.
-
-    The list contains the collectives of both branches of a condition (in training steps, only the branch that updates
-    the weights has collectives).
+    """Return the collectives of a graph in program order, with both branches of a condition (in training steps only one
+    has any); a subgraph called twice counts twice. `ranks_of` is that of a `VirtualCluster`.
 
     Raises:
         ClusterError: a collective's group is unknown.
@@ -204,10 +199,8 @@ _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # MindSpore's numbers of them
 
 
 def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
-    """Return for each chunk the FLOPs of one micro-batch on this rank: "forward", "recompute" and "gradient".
-
-    Args:
-        rows: the size that is used for dimensions that are unknown before routing.
+    """Return each chunk's "forward", "recompute" and "gradient" FLOPs of a micro-batch; unknown dimensions count as
+    `rows`.
     """
     found = []
     for names in chunks_of(graph):

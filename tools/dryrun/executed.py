@@ -54,12 +54,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds one line for each difference between the reported and the executed collectives.
-
-    Args:
-        calls: one line for each collective that only one of the two sides calls, or calls more often. order: one line
-            for each collective that was executed before a collective whose result it needs, and for messages of a link
-            in another order. The order is compared only if `calls` is empty.
+    """A `Comparison` holds one line for each difference between the reported and the executed collectives: for calls of
+    only one side, or of one side more often; and, only without any such call, for calls before another one whose result
+    they need, and messages of a link in another order.
     """
 
     calls: list[str]
@@ -76,11 +73,8 @@ def calls_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Return a line of text for each group in which MindSpore used a wrong index of a rank; such a rank sliced weights
-    wrongly.
-
-    Args:
-        graph: "graph" of a compile's result, which has the ranks of each group. places: the result of `calls_file`.
+    """Return a line for each group (of a compile's "graph") in which MindSpore used a wrong index of a rank (`places`
+    of `calls_file`); such a rank sliced weights wrongly.
     """
     told = [(ranks, places.get(made_up_name(tuple(ranks)))) for ranks in graph["groups"]]
     return [

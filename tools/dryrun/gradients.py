@@ -478,11 +478,8 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
 
 
 def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
-    """Return the ranks whose parts `rank` holds after sums over several groups; a rank is listed twice if its part was
-    added twice.
-
-    Args:
-        groups: the groups of `rank`. Other ranks are assumed to have groups of the same form, as on a mesh.
+    """Return the ranks whose parts `rank` holds after sums over its groups, twice if a part was added twice. Other
+    ranks are assumed to have groups of the same form, as on a mesh.
     """
     reached = [rank]
     for ranks in groups:

@@ -167,11 +167,8 @@ class Memory:
 
 
 def update_of(held: Iterable[Held], sharded: bool) -> int:
-    """Return the bytes that a rank needs after the last pass for clipping and the optimizer (`updating`); 0 if
-    gradients are not accumulated over micro-batches.
-
-    Args:
-        sharded: `parallel.enable_parallel_optimizer`, without which MindFormers divides gradients in fp32.
+    """Return the bytes that a rank needs after the last pass for clipping and the optimizer (`updating`); 0 without
+    accumulated gradients. Unless the optimizer is `sharded`, MindFormers divides gradients in fp32.
     """
     items = list(held)
     sums = {item.name.partition(".")[2]: item for item in items if item.kind == ACCUMULATED}
@@ -208,10 +205,8 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
 
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
-    """Return whether the memory of a stage fits its limit: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
-
-    Args:
-        error: the largest relative error of the total; the total is never below the exact bytes.
+    """Return whether a stage's memory fits its limit: `FITS`, `UNKNOWN`, `DOES_NOT_FIT` or `NO_LIMIT`. The total may be
+    off by the relative `error`, but is never below the exact bytes.
     """
     if not limit:
         return NO_LIMIT
@@ -227,12 +222,8 @@ def _even(stage: int, memory: Mapping[str, int], error: float) -> Even:
 def under_loads(
     stages: Sequence[Mapping[str, Any]], config: Configuration, loads: Loads | None, limit: int, error: float
 ) -> Judged:
-    """Return how a report's stages, compiled for an even routing, fit under uneven loads.
-
+    """Return how a report's stages, compiled for an even routing, fit under uneven loads, with the `error` of `fit_of`.
     The loads add the same bytes as in `tc3 memory --loads`, and the error of these bytes is that of modelled memory.
-
-    Args:
-        error: the error of the estimate, as in `fit_of`.
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])
@@ -253,14 +244,8 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
-    """Return the stage that needs the most memory while experts move between two steps.
-
-    Args:
-        stages: for each stage, its number and its memory. limit: as in `memory_of`.
-
-    Returns:
-        the stage, the bytes of the exchange, the bytes including all that a device keeps, and the fit; None without
-        experts.
+    """Return of the stages (number, memory) the one that needs most while experts move between two steps: its number,
+    the bytes of the exchange, these with all that a device keeps, and the fit; None without experts.
     """
     found = []
     for number, held in stages:
@@ -334,11 +319,8 @@ def at_fullest(memory: Mapping[str, int], part: str) -> int:
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], update: int = 0) -> TimeLine:
-    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`.
-
-    Args:
-        held, graph, passes, update: as in `memory_of`; if the order of the passes is unknown, the line has one backward
-            pass of each chunk, without kept activations.
+    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`; without a known order of
+    the passes, it has one backward pass of each chunk, without kept activations.
     """
     constant: dict[Owner, float] = defaultdict(float)
     for part, name, size in (

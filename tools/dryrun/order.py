@@ -27,13 +27,11 @@ _KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 @dataclass(frozen=True)
 class Call:
-    """A `Call` describes the call of one collective by one rank.
+    """A `Call` is the call of one collective by one rank.
 
     Args:
-        op: the operator, such as "AllGather"; "p2p" for a Send and its Receive.
-        members: the ranks of the group; (source rank, destination rank) for a Send and its Receive.
-        what: the values that must be equal in the calls of all members: shape, type, tag. where: a text that says where
-            the call is, for error messages.
+        op: the operator; "p2p" for a Send and its Receive. members: the ranks of its group, or (source, destination).
+        what: what must be equal in the calls of all members: shape, type, tag. where: a place for error messages.
     """
 
     op: str
@@ -141,12 +139,8 @@ def _name(members: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """A `Links` holds the result of comparing the pairs of stages that send to each other.
-
-    Args:
-        exact: the pairs of stages of which both stages were compiled. alike: the pairs of stages that other stages
-            represent. unknown: the pairs of stages that no compile covers. problems: one line for each Send or Receive
-            without a match.
+    """A `Links` holds the pairs of stages that send to each other, both compiled (`exact`), represented by other stages
+    (`alike`) or covered by no compile, and one line for each Send or Receive without a match.
     """
 
     exact: list[tuple[int, int]]
@@ -180,13 +174,8 @@ class _Rank:
 
 def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int, alike: bool) -> Links:
     """Compare the Sends and Receives at both ends of each pipeline link, in the compiled ranks of the link's two
-    stages. If a stage was not compiled, a rank of a stage with the same layers represents it (`alike`).
-
-    Args:
-        results: the results of the plan's jobs; for a quick plan no link is compared, because its stages are not the
-            stages of the pipeline.
-        per_stage: the number of devices of a stage.
-        alike: whether a stage may represent another one.
+    stages. If a stage was not compiled and may be represented (`alike`), a rank of a stage with the same layers
+    represents it. Of a quick plan no link is compared, because its stages are not those of the pipeline.
     """
     ranks = [_Rank(result, per_stage) for result in results] if plan.job_of else []
     links = Links([], [], [], [])

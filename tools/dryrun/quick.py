@@ -34,12 +34,8 @@ _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` is a key of the recipe whose value differs between layers.
-
-    Args:
-        path: the keys, and the indices in lists, that lead to the value.
-        layers: the numbers of the layers for which the setting is on. numbered: whether the recipe lists the numbers of
-            layers (with swapping) instead of counting layers for each stage.
+    """A `Setting` is a key of the recipe whose value differs between layers: the path to the value, the layers for
+    which it is on, and whether the recipe lists the numbers of layers (with swapping) instead of counting them.
     """
 
     path: tuple[str | int, ...]
@@ -49,12 +45,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """A `Kind` describes layers that compile to the same graph.
-
-    Args:
-        block: "dense" or "moe".
-        on: for each of the recipe's settings, whether the setting is on for this layer.
-        whole: whether the layer is recomputed as a whole.
+    """A `Kind` describes layers that compile to the same graph: "dense" or "moe", which of the recipe's settings are
+    on, and whether the layer is recomputed as a whole.
     """
 
     block: str
@@ -121,10 +113,8 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
     """Distribute one layer of each kind to as few stages as a recipe can express, and return these stages. On each
-    stage dense layers come first, and if a setting is off for a layer, the setting is off for all later layers.
-
-    Args:
-        numbered: whether settings list the numbers of layers, so that one stage can hold any of them.
+    stage dense layers come first, and if a setting is off for a layer, it is off for all later layers. If settings are
+    `numbered`, one stage can hold any of them.
     """
     groups: list[list[Kind]] = [[]]
     for kind in sorted(dict.fromkeys(kinds), key=_order):
@@ -166,12 +156,8 @@ _LEAST = 2  # layers of a stage in front: what two of them share belongs to none
 
 
 class Small(NamedTuple):
-    """A `Small` describes the small model that is compiled instead of the real model.
-
-    Args:
-        groups: kinds of layers by stage.
-        kinds: the kinds of the real layers [stage][chunk][layer].
-        recipe: the recipe of the small model.
+    """A `Small` is the small model that is compiled instead of the real one: kinds of layers by stage, the real layers'
+    kinds [stage][chunk][layer], and the recipe.
     """
 
     groups: list[list[Kind]]
@@ -232,11 +218,8 @@ def _set_layers(small: Recipe, groups: Sequence[Sequence[Kind]]) -> None:
 def compose(
     recipe: Recipe, stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[Held], dict[str, Any]]]:
-    """Return for each stage of the real pipeline its memory, and a summary of its graph without the traffic.
-
-    Args:
-        recipe: the real recipe.
-        results: the results of `quick_plan`'s jobs.
+    """Return for each stage of a real recipe its memory, and its graph's summary without traffic, from `quick_plan`'s
+    results.
     """
     small = small_of(recipe)
     layers = _Compiled(small.groups, results)

@@ -54,11 +54,8 @@ NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not co
 
 
 class Found(NamedTuple):
-    """A `Found` holds the results of a dry run for one stage.
-
-    Args:
-        rank: the rank that was compiled for the stage; None if the stage is put together from layers.
-        compiled: whether `rank` is a rank of this stage, and not of another stage that represents it.
+    """A `Found` holds the results of a dry run for one stage, of the compiled rank (None if the stage is put together
+    from layers); `compiled` says that the rank is one of this stage, and not of another one like it.
     """
 
     stage: Stage
@@ -227,12 +224,9 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
-    """Return {"weights", "once", "otherwise"}: the number of weights, the number of weights of which the global norm
-    counts each element once, and a sentence for each other weight. If a rank's graph computes no global norm, its
-    weights are not counted.
-
-    Args:
-        devices: all ranks of the compiled recipe.
+    """Return {"weights", "once", "otherwise"}: the number of weights, of those whose elements the global norm counts
+    once, and a sentence for each other weight. Weights of a rank whose graph computes no global norm are left out.
+    `devices` are all ranks of the compiled recipe.
     """
     once, otherwise = 0, []
     for result in results:
@@ -250,15 +244,11 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
 
 
 def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
-    """Return a sentence that says why the global norm does not count each element of a weight once; "" if it does.
+    """Return why the global norm does not count each element of a weight once; "" if it does.
 
     Every rank adds the squares of the gradient elements that it holds. The sum over elements that several ranks hold
-    must be divided by the number of these ranks.
-
-    Args:
-        found: the result for the weight, as `judge_gradients` returns it.
-        shards: the number of ranks over which the optimizer shards the weight's slice.
-        devices: all ranks of the compiled recipe.
+    must be divided by the number of these ranks: the copies that `judge_gradients` has `found`, over the optimizer's
+    shards. `devices` are all ranks of the compiled recipe.
     """
     if "copy_of" in found:
         return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
@@ -278,12 +268,9 @@ def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -
 
 
 def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[str, Any]:
-    """Return {"weights", "right", "wrong", "unknown"}: the number of weights, the number of weights whose gradient is
-    the mean over micro-batches without the loss scale, and a sentence for each other weight.
-
-    Args:
-        micro_batches: the number of micro-batches of a step of the compiled recipe.
-        devices: the number of devices of one stage.
+    """Return {"weights", "right", "wrong", "unknown"}: the number of weights, of those whose gradient is the mean over
+    a step's micro-batches without the loss scale, and a sentence for each other weight. `devices` are those of one
+    stage.
     """
     seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
     right = 0

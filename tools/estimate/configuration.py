@@ -42,13 +42,9 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """A `Cut` holds the number of chunks into which `plugins.ep_overlap` cuts a micro-batch, and the order in which it
-    issues their steps.
-
-    Args:
-        chunks: the number of parts into which the batch is cut, and the number of parts into which a sequence is cut;
-            None: the fastest numbers that divide batch and sequence, as with `chunks: auto`.
-        stride: the order in which the steps of chunks are issued; None: the fastest order.
+    """A `Cut` says how `plugins.ep_overlap` cuts a micro-batch: `chunks` are the parts of the batch and of a sequence
+    (None: the fastest numbers that divide them, as with `chunks: auto`), `stride` is the order of their steps (None:
+    the fastest).
     """
 
     chunks: tuple[int, int] | None = None

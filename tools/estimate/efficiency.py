@@ -93,13 +93,8 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """A `KnownError` holds the errors of predicted step times on published runs; each run was predicted by a fit that
-    left out the run's whole group.
-
-    Args:
-        groups: the number of groups of runs (a group is one model on one cluster); each group was predicted by a fit to
-            all other groups.
-        mean, worst: the mean and the largest |predicted / measured - 1|.
+    """A `KnownError` holds the errors of predicted step times on published runs: the mean and the worst |predicted /
+    measured - 1|. A group is one model on one cluster, and was predicted by a fit to all other groups.
     """
 
     rows: int
@@ -122,11 +117,8 @@ class KnownError:
 
 @dataclass(frozen=True)
 class Newer:
-    """A `Newer` holds the errors of predicted step times, over all device types, on runs whose software is newer than
-    that of the fitted runs.
-
-    Args:
-        mean, worst: the mean and the largest |predicted / measured - 1|.
+    """A `Newer` holds the mean and the worst |predicted / measured - 1| of step times, over all device types, on runs
+    whose software is newer than that of the fitted runs.
     """
 
     rows: int
@@ -244,14 +236,11 @@ def _say_other_version(file: str, version: str) -> None:
 
 
 def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
-    """Return the efficiencies that a cluster's file states, or else those of its device type.
-
-    Args:
-        any_version: the efficiencies are only the start of a fit, so they may belong to another version of the model.
+    """Return the efficiencies that a cluster's file states (of `any_version` of the model, if a fit only starts there),
+    or else those of its device type.
 
     Raises:
-        RecipeError: the efficiencies of the device type are not known, or the cluster's file states only some of the
-            efficiencies.
+        RecipeError: they are not known, or the cluster's file states only some of them.
     """
     if hardware.efficiency:
         own = _own(hardware)

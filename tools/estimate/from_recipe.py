@@ -424,11 +424,8 @@ def with_groups(
 
 
 def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> Any:
-    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`;
-    this is the key's present value `now` if `now` already says so.
-
-    Args:
-        kept: whether the numbers of layers in `now` apply to the layers of `config`; if not, these numbers are ignored.
+    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`:
+    `now` if it says so. Unless numbers of layers are `kept`, those in `now` are for other layers, and ignored.
     """
 
     def read(value: Any, layers: Table) -> Table | None:

@@ -22,13 +22,11 @@ GATHER, EXCHANGE, SEND = "AllGather", "AlltoAll", "Send"
 
 @dataclass(frozen=True)
 class Collective:
-    """A `Collective` describes the collective call with the most bytes in one group of the mesh.
+    """A `Collective` is the call with the most bytes in one group of the mesh.
 
     Args:
         group: tp, cp, ep, dp or pp. operator: AllGather (a ReduceScatter takes as long), AlltoAll, or Send.
-        bytes: the bytes of the whole tensor (AllGather), or the bytes that one rank sends (AlltoAll, Send).
-        ranks: the number of ranks of a group. stride: the distance between the numbers of two neighbouring ranks of the
-            group. seconds: the predicted time of the call.
+        bytes: of the whole tensor (AllGather), or that one rank sends. stride: between neighbouring ranks of a group.
     """
 
     group: str

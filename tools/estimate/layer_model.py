@@ -253,10 +253,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
     """Return the work of the routed experts on the busiest device, including sorting the token copies by expert and
-    sorting them back.
-
-    Args:
-        share: the share of a micro-batch's tokens for which the work is counted, such as that of one chunk.
+    back, for a `share` of a micro-batch's tokens, such as one chunk.
     """
     model, h = config.model, config.model.hidden
     # without expert_tp a rank routes its own part of the sequence, whether norms are cut along it or not

@@ -60,11 +60,8 @@ _BACKWARD = 2  # gradients of inputs and of weights
 
 @dataclass(frozen=True)
 class Exposed:
-    """An `Exposed` holds the seconds that expert-parallel communication costs one MoE layer and micro-batch.
-
-    Args:
-        waited: the seconds in which the device waits for communication and computes nothing.
-        cutting: the seconds by which the computation becomes longer because it runs in chunks.
+    """An `Exposed` holds the seconds that expert-parallel communication costs one MoE layer and micro-batch: those in
+    which the device computes nothing (`waited`), and those by which computing in chunks takes longer (`cutting`).
     """
 
     waited: Passes[float]
@@ -120,13 +117,9 @@ class ExpertTimes(DeviceTimes):
         return Exposed(Passes(forward, back, back + recomputed), NOTHING.cutting)
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-        """Return two schedules of an MoE layer as `plugins.ep_overlap` runs it: without chunks, and with the fastest
-        number of chunks.
-
-        Args:
-            cuts: the pairs (parts of the batch, parts of a sequence) among which to choose; if empty, all pairs that
-                divide batch and sequence. stride: the stride with which the steps of chunks are issued; None: the
-                fastest stride.
+        """Return two schedules of an MoE layer as `plugins.ep_overlap` runs it: without chunks, and with the fastest of
+        `cuts` (pairs of parts of the batch and of a sequence; all that divide them if empty) and the fastest `stride`,
+        or this one.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.

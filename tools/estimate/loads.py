@@ -54,11 +54,8 @@ _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert
 
 
 class Counted(NamedTuple):
-    """A `Counted` holds the tokens of each expert in a log of expert loads.
-
-    Args:
-        tokens: [steps, layers, experts], the tokens of each logical expert, summed over the micro-batches.
-        slots: [steps, layers, experts], the placement during each step, in the form of `plugins.expert_balance.plan`.
+    """A `Counted` holds a log's tokens of each logical expert, summed over the micro-batches, and the placement during
+    each step, as `plugins.expert_balance.plan` has it: both [steps, layers, experts].
     """
 
     tokens: np.ndarray
@@ -138,15 +135,10 @@ def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
 
 @lru_cache(maxsize=64)
 def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loads:
-    """Return loads of `DRAWN` steps that are drawn log-normally, with the same result in each call; the devices of each
-    layer have a mean load of 1.
-
-    All micro-batches of a step have the same loads, because the experts that a router prefers stay the same for many
-    steps.
-
-    Args:
-        deviation: the standard deviation of the logarithm of a device's load. layers, devices: the number of layers and
-            devices for which loads are drawn. source: the source of the deviation, in words.
+    """Return loads of `DRAWN` steps that are drawn log-normally, with this standard deviation of the logarithm and the
+    same result in each call; the devices of each layer have a mean load of 1. All micro-batches of a step have the same
+    loads, because the experts that a router prefers stay the same for many steps. `source` says in words where the
+    deviation comes from.
     """
     drawn = np.exp(deviation * np.random.default_rng(0).standard_normal((DRAWN, 1, layers, devices)))
     shares = drawn / drawn.mean(axis=-1, keepdims=True)
@@ -162,12 +154,8 @@ def family_of(config: Configuration) -> str:
 @lru_cache(maxsize=64)
 def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
     """Return `DRAWN` steps of a trained router's loads. The loads of experts are drawn log-normally with the Gini
-    coefficient that was published for the model family, with the same result in each call; each device gets consecutive
-    experts.
-
-    Args:
-        family: the kind of attention, as `family_of` returns it. layers, experts, devices: the numbers of layers,
-            experts and devices.
+    coefficient that was published for the model family (`family_of`), with the same result in each call; each device
+    gets consecutive experts.
     """
     found = yaml.safe_load(TRAINED.read_text("utf-8"))["families"][family]
     # of a log-normal distribution Gini = 2 Phi(deviation / sqrt 2) - 1
@@ -184,10 +172,7 @@ def moe_layers(config: Configuration) -> tuple[int, ...]:
 
 
 def loads_of(text: str, config: Configuration) -> Loads:
-    """Return the loads of a run's devices that the option `--loads` describes.
-
-    Args:
-        text: the value of `--loads`, in one of `FORMS`; a file has a form that `read_loads` reads.
+    """Return the loads of a run's devices that the option `--loads` describes, in one of `FORMS`.
 
     Raises:
         RecipeError: the run has no experts, or a number in `text` is out of range. DataError: see `read_loads`.
@@ -410,14 +395,8 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
-    """Raise an error if a log has other numbers of experts or layers than the recipe's model.
-
-    Args:
-        layers, experts: the numbers of layers and experts in the log. place: the file and line of the log, for the
-            error message.
-
-    Raises:
-        DataError: the recipe's model has other numbers of experts or MoE layers.
+    """Raise DataError, which names `place`, if a log has other numbers of experts or MoE layers than the recipe's
+    model.
     """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
     one_model = "give the recipe with which the log was written"

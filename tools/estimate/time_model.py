@@ -162,11 +162,8 @@ class GradientTimes(LayerTimes):
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
-        """Return the seconds of `once_and_each` that computation does not hide, as numbers or arrays.
-
-        Args:
-            work: the seconds of a micro-batch on the stage, with which the communication overlaps.
-            rounds: the number of rounds of the pipeline; data that is sent once a step is sent between rounds.
+        """Return the seconds of `once_and_each` that computation does not hide, as numbers or arrays: `work` seconds of
+        a micro-batch on the stage hide them, and what is sent once a step is sent between `rounds` of the pipeline.
         """
         beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
         every = each * micro_batches
@@ -223,12 +220,9 @@ class TimeModel(GradientTimes):
     """A `TimeModel` predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and a dictionary that
-        gives for each part of a step the seconds [stages] of their sum that belong to this part.
-
-        Args:
-            ratios: the max/mean of each MoE layer (`tools.estimate.loads.Loads`); if it is None, the configuration's
-                `skew` is used.
+        """Return forward and backward seconds of one micro-batch, each [chunks, stages], and for each part of a step
+        the seconds [stages] of their sum that belong to it. `ratios` are the max/mean of each MoE layer (`Loads`), by
+        default the configuration's `skew`.
         """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))

@@ -36,11 +36,8 @@ def anneal(
     planned: float | None = None,
 ) -> None:
     """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan to
-    `incumbent`.
-
-    Args:
-        step_times: a function that replaces the instance's method `step_times`.
-        planned: the effort after which the temperature is zero, if this effort is more than `budget` has.
+    `incumbent`. `step_times` replaces the instance's method; the temperature is zero after `planned` effort, if that is
+    more than the budget's.
     """
     instance = incumbent.instance
     step_times = step_times or instance.step_times

@@ -23,13 +23,8 @@ LATE = "the time limit ended it: another machine may find another answer"
 
 
 class Budget:
-    """A `Budget` holds the units of work that a search may spend, and the seconds after which the search must stop in
-    any case.
-
-    Args:
-        effort: the number of units of work.
-        seconds: the limit in seconds from now; by default there is no limit.
-        clock: a function that returns the present time in seconds.
+    """A `Budget` holds the units of work that a search may spend, and the seconds from now after which it must stop in
+    any case, by a clock of seconds.
     """
 
     def __init__(self, effort: float, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic):

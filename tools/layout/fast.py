@@ -163,12 +163,8 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
 
 
 def place_fast(instance: Instance, beat: float = np.inf) -> np.ndarray | None:
-    """Return a plan [K, C] that obeys every rule; return None if no such plan was found.
-
-    The amount of work depends only on the instance and `beat`, and not on the time that it takes.
-
-    Args:
-        beat: a step time in ms; plans that can only be far slower than this time are not improved further.
+    """Return a plan [K, C] that obeys every rule; None if none was found. Plans that can only be far slower than `beat`
+    ms are not improved further. The amount of work depends only on the instance and `beat`, and not on time.
     """
     costs = StageCosts(instance)
     begin = starts(costs, _FAR * beat)

@@ -92,12 +92,8 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Add the constraint that the step time is at least the length of a chain of operations that wait for each
-        other.
-
-        Args:
-            visits: [rows, C] how often the chain runs each chunk's forward and backward, as `Instance.longest_chain`
-                returns it.
+        """Add the constraint that a step takes at least as long as a chain of operations that wait for each other;
+        `visits` [rows, C] are those of `Instance.longest_chain`.
         """
         layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
         self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})

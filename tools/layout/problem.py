@@ -77,14 +77,12 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the problem of finding a new placement of `config`'s layers. The present placement and recomputation of
-    the layers in `config` have no effect.
+    """Return the problem of finding a new placement of `config`'s layers, whose present placement and recomputation
+    have no effect.
 
     Args:
-        full: whether layers may be recomputed fully.
-        mtp: whether MTP layers are recomputed fully, which is the case in plans whose last layer is recomputed fully.
-        groups: the groups of operators that layers may recompute; a layer that recomputes a group also recomputes all
-            groups before it (`by_price`).
+        full, mtp: whether layers may, and MTP layers do recompute fully (if the last layer of a plan does).
+        groups: the groups of operators that layers may recompute, each with all groups before it (`by_price`).
     """
     kinds = [kind for kind in ("dense", "moe") if kind in config.model.pattern]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None

@@ -130,11 +130,8 @@ class NothingFits(RecipeError):
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
-    """Find a layout of a recipe's layers with the pipeline optimiser. The recipe's present offset and recompute tables
-    are not read.
-
-    Args:
-        margin: the share of the memory limit to leave free; by default the estimator's known error.
+    """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's offset and recompute tables are not
+    read. The margin of the memory limit is by default the estimator's known error.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.

@@ -127,12 +127,8 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Return why a recipe is only modelled, so that no training should start from it; return an empty text if no
-    `card.yaml` gives a reason.
-
-    Args:
-        files: the recipe and every file from which it takes values; the card of a base recipe also applies to its child
-            recipes.
+    """Return why a recipe is only modelled, so that no training should start from it; "" if no `card.yaml` says so. The
+    cards of all `files` count, because that of a base also applies to its child recipes.
     """
     for path in sorted(map(Path, files)):
         try:

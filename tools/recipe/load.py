@@ -304,11 +304,8 @@ def _yaml_message(file: str, error: yaml.YAMLError) -> str:
 
 
 def _nearby(file: str, recipe: str = "") -> str:
-    """Return a hint (did you mean) from the YAML files around a path that does not exist and from those of this
-    repository.
-
-    Args:
-        recipe: the file that names the path, if it is that of a base: the path is then told as it stands there.
+    """Return a hint (did you mean) from the YAML files around a path that does not exist and those of this repository.
+    The path of a base is told as it stands in the `recipe` that names it.
     """
     try:
         around = Path(file).parent

@@ -110,12 +110,9 @@ def least_micro_batches(view: View, degrees: Degrees) -> int:
 
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
-    """Give the mini recipe (in place) the parallel degrees `degrees`, and the operators of the full recipe that `view`
-    shows.
-
-    Args:
-        batch: the number of samples of a step. deepest: the degrees with the most pipeline stages for which the mini
-            recipe must have enough layers, so that mini recipes with other degrees have the same weights.
+    """Give the mini recipe (in place) these parallel degrees, and the operators of the full recipe that `view` shows,
+    for steps of `batch` samples. It gets enough layers for the `deepest` pipeline, so that mini recipes with other
+    degrees have the same weights.
     """
     model = mini["model"]["model_config"]
     for key in _OWN:

@@ -139,10 +139,8 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 
 def also_changed(recipe: dict[str, Any], override: str, changed: dict[str, Any] | None = None) -> list[str]:
-    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors, in addition to the given name.
-
-    Args:
-        changed: the recipe with all overrides applied; another override may have set some of these places.
+    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors beside the given name, without those that
+    another override has set in the `changed` recipe.
     """
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):

@@ -24,13 +24,8 @@ _METHODS = {*_GETTERS, "items", "keys", "values", "append", "update", "set_value
 
 
 def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) -> dict[str, set[str]]:
-    """Return the keys that code reads below each root. For the root ``config`` the result is like ``{"": {"seed", ...},
-    "checkpoint": {"prefix", ...}}``.
-
-    Args:
-        files: Python sources.
-        roots: the names of variables that hold the config, without `self.`.
-        of_self: whether only variables that are attributes of `self` count.
+    """Return the keys that code of Python `files` reads below the variables `roots` (if `of_self`, only attributes of
+    `self`), such as ``{"": {"seed", ...}, "checkpoint": {"prefix", ...}}``.
     """
     found: dict[str, set[str]] = defaultdict(set)
     names = set(roots)

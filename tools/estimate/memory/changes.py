@@ -27,12 +27,8 @@ Apply = Callable[[Configuration, float], Configuration | None]  # of a run and i
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one change of a run that reduces its memory, or two such changes made together.
-
-    Args:
-        name: the change in words.
-        config: the run with the change.
-        peaks: [stages], the peak memory of each stage in bytes.
+    """A `Change` is one change of a run that reduces its memory, or two such changes made together: its name in words,
+    the changed run, and the peak memory of each stage in bytes, [stages].
     """
 
     name: str
@@ -46,10 +42,8 @@ class Change:
 
 
 def single_changes(config: Configuration, limit: float) -> list[Change]:
-    """Return each change that is possible for this run and that reduces the memory of its fullest stage.
-
-    Args:
-        limit: the bytes that a stage may reach; as few layers are recomputed as this limit allows.
+    """Return each possible change that reduces the memory of the fullest stage; as few layers recompute as `limit`
+    (bytes of a stage) allows.
     """
     now, found = peak_memory(config), []
     for name, apply in _moves(config):

@@ -76,10 +76,8 @@ def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, 
 
 
 def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
-    """Return the bytes [steps] that the fullest device of a stage needs at the peak of each step.
-
-    Args:
-        shares: [steps, micro-batches, layers, devices], the loads divided by their mean, as in `Loads`.
+    """Return the bytes [steps] that the fullest device of a stage needs at each step's peak; `shares` are those of
+    `Loads`.
     """
     memory, held, chunks = _even(config, stage)
     grown = _grown(config, stage)
@@ -118,11 +116,8 @@ def most_possible(config: Configuration) -> float:
 
 @dataclass(frozen=True)
 class Even:
-    """An `Even` holds the bytes of a stage's device at even loads, as a compile has counted them.
-
-    Args:
-        stage: the number of the stage. total: the bytes at even loads. least, most: the smallest and the largest
-            possible number of bytes, given the known error.
+    """An `Even` holds the bytes of a stage's device at even loads, as a compile has counted them: the total, and the
+    least and the most that are possible, given the known error.
     """
 
     stage: int
@@ -140,12 +135,9 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
-    """Return the memory of a stage under the loads `shares`, which have the same form as in `peaks`.
-
-    Args:
-        even: the bytes at even loads that a compile has counted. Only the bytes that the loads add are then modelled,
-            with the error of modelled memory. Without a compile all bytes are modelled, and the limit has a margin for
-            the error (`Room`).
+    """Return the memory of a stage under the loads `shares`, as in `peaks`. With `even`, which a compile has counted,
+    only the bytes that the loads add are modelled, with the error of modelled memory. Without a compile all bytes are
+    modelled, and the limit has a margin for the error (`Room`).
     """
     found = peaks(config, stage, shares)
     if even is None:
@@ -275,11 +267,8 @@ def _floor(ratio: float, digits: int = 2) -> float:
 
 def judge(config: Configuration, room: Room, loads: Loads | None = None, compiled: Sequence[Even] = ()) -> Judged:
     """Return whether a run with experts fits at even loads, up to which max/mean it fits, and how it fits under
-    `loads`.
-
-    Args:
-        compiled: the bytes that a compile has counted for some or all stages; only these stages are judged. If it is
-            empty, the memory of all stages is modelled.
+    `loads`. If a compile has counted bytes of some stages, only these stages are judged; otherwise the memory of all
+    stages is modelled.
     """
     evens: dict[int, Even | None] = {one.stage: one for one in compiled} or dict.fromkeys(range(config.pp))
     ratios = [limit_ratio(config, stage, room.bytes, even) for stage, even in evens.items()]

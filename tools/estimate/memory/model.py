@@ -169,12 +169,8 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
     """Return the largest number of bytes that an exchange of experts needs on a device, for the tensors that it sends
-    and receives. Tensors are exchanged one by one, so the result is twice the bytes of the device's slice of the
-    largest tensor; the moments of the optimizer have four bytes for each element.
-
-    Args:
-        slices: the number of elements that the device holds of each tensor of experts. item: the bytes of an element of
-            a weight.
+    and receives. Tensors are exchanged one by one, so the result is twice the bytes of the largest of the device's
+    `slices` (in elements, with `item` bytes each); the moments of the optimizer have four bytes for each element.
     """
     return 2.0 * max(slices, default=0.0) * max(item, _WIDE)
 

@@ -46,10 +46,8 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
     --verify`.
 
     Args:
-        least, most: the lower and the upper bound of the bytes on a device; the two are equal if the number of bytes is
-            known exactly.
-        limit: the bytes that a job may use.
-        proven: the number of bytes up to which the job surely fits, if the error may be larger than the bounds say.
+        least, most: bounds of the bytes on a device, equal if they are known exactly. limit: the bytes of a job.
+        proven: up to which the job surely fits, if the error may be larger than the bounds say.
     """
     if least > limit:
         return DOES_NOT_FIT
@@ -58,11 +56,7 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """A `MemoryErrors` holds the known errors of predicted memory on published runs.
-
-    Args:
-        errors: for each run, predicted memory / measured memory - 1.
-    """
+    """A `MemoryErrors` holds predicted memory / measured memory - 1 of published runs, by run."""
 
     errors: Mapping[str, float]
 
@@ -120,12 +114,8 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Room:
-    """A `Room` describes the memory that a job may use on a device.
-
-    Args:
-        cap: the bytes that the job may use on a device; source: the source of this number, in words.
-        margin: the share of `cap` that predictions must leave free, because a prediction may be too small by this
-            share.
+    """A `Room` holds the bytes that a job may use on a device, their source in words, and the share that predictions
+    must leave free, because they may be too small by as much.
     """
 
     cap: float
@@ -148,14 +138,10 @@ def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
     """Return the memory that a job may use: `memory_gib` if it is given, else the recipe's limit if the device has that
-    much memory, else the share `USABLE` of the device's memory.
-
-    Args:
-        margin: the estimator's known error by default.
+    much memory, else the share `USABLE` of the device's memory. The margin is the estimator's known error by default.
 
     Raises:
-        RecipeError: `context.max_device_memory` is not a size such as "58GB", or the memory model cannot predict the
-            recipe's memory.
+        RecipeError: `context.max_device_memory` is no size such as "58GB", or the recipe's memory cannot be predicted.
     """
     require_known(recipe)
     limit = limit_of(recipe)

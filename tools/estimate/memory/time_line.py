@@ -165,13 +165,10 @@ def stitch(
 
 
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
-    """Return the modelled time line of a stage; its peak is `stage_memory(config, stage).peak`.
+    """Return the modelled time line of a stage over a schedule (`simulated`); its peak is `stage_memory(config,
+    stage).peak`.
 
-    The model does not know which pass of a stage needs the most bytes in addition to the kept tensors, so each pass
-    gets the largest number of additional bytes.
-
-    Args:
-        simulation: the simulated schedule, as `simulated` returns it.
+    The model does not know which pass needs the most bytes beside what is kept, so each pass gets the largest number.
     """
     memory = stage_memory(config, stage)
     name, _ = working_of(config, stage)
@@ -191,14 +188,8 @@ def updating_owners(size: float) -> dict[Owner, float]:
 
 
 def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, transfer: float = 0.0) -> Simulation:
-    """Return the schedule with the fewest micro-batches that needs as much memory as the schedule with all of them.
-
-    Args:
-        forward, backward: [chunks, stages] the seconds of a micro-batch.
-        transfer: the seconds of a transfer between stages.
-
-    Raises:
-        RecipeError: the schedule cannot run.
+    """Return the schedule with the fewest micro-batches that needs as much memory as the schedule with all of them,
+    from the seconds of a micro-batch [chunks, stages] and of a transfer. RecipeError: the schedule cannot run.
     """
     few, schedule = enough(config.schedule, config.pp, config.micro_batches), config.schedule
     if config.pp == 1:  # accumulation finishes one micro-batch before the next, whatever the scheduler is called
@@ -241,13 +232,8 @@ def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
 
 
 def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
-    """Draw the memory of a stage over one step to an .svg or .png file; return `path`.
-
-    Args:
-        limit: the memory limit in bytes; 0 for none.
-
-    Raises:
-        DataError: as in `tools.files.figure.save_figure`.
+    """Draw the memory of a stage over one step to an .svg or .png file, and return `path`; a limit of 0 bytes is none.
+    The function raises the errors of `tools.files.figure.save_figure`.
     """
     figure = new_figure(11, 4.6)
     axes = figure.subplots()

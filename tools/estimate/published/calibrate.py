@@ -216,11 +216,7 @@ def _fit(
 
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
-    """Return the content of the file of `cluster` (a name or file) under another `name`, with the fitted efficiencies.
-
-    Args:
-        source: the source of the measurements.
-    """
+    """Return the file of `cluster` (a name or file) as `name`, with efficiencies fitted to measurements of `source`."""
     content: dict[str, Any] = yaml.safe_load(cluster_file(cluster).read_text(encoding="utf-8"))
     content["name"] = name
     content["efficiency"] = {key: _short(value) for key, value in asdict(found.efficiency).items()}

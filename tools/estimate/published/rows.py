@@ -150,12 +150,8 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one row of a measurements file, which describes a measured run.
-
-    Args:
-        samples: the number of samples in the row's step; 0 if the row does not state it.
-        masked: whether the row's FLOPs include the masked half of attention.
-        reason: the reason why the row has no configuration.
+    """A `Row` is one row of a measurements file: a measured run, or the reason why it has no configuration. `samples`
+    of a step are 0 if the row does not state them; `masked` FLOPs include the masked half of attention.
     """
 
     id: str

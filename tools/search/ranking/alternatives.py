@@ -72,11 +72,8 @@ class BySchedule:
     cut: bool = False
 
     def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
-        """Return the fastest layout among the schedules that a recipe can use.
-
-        Args:
-            uneven: the layouts ranked under uneven loads, the best first; if given, this order decides which schedule
-                is returned.
+        """Return the fastest layout among the schedules that a recipe can use; if layouts were ranked under `uneven`
+        loads, the first one in that order.
         """
         able = [one for one in self.every if one.entry and not one.reason]
         order = {one.name: place for place, one in enumerate(uneven)}

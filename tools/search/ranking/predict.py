@@ -268,12 +268,9 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """Return the predicted seconds of a step for each row, [rows]. Under uneven loads this function assumes that
-        waiting for the fullest device hides gradients, although it does not (`TimeModel.step`).
-
-        Args:
-            work: [rows, stages] the seconds of the forward and backward pass of one micro-batch.
-            sending: the seconds of sending, as in `StageTimes`.
+        """Return the predicted seconds of a step for each row, [rows], from a micro-batch's `work` [rows, stages] and
+        `sending`. Under uneven loads this assumes that waiting for the fullest device hides gradients, although it does
+        not (`TimeModel.step`).
         """
         m = block.columns["m"]
         pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)

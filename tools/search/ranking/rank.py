@@ -174,11 +174,8 @@ def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tup
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the cheapest mix of two policies that fits under the cap, for each stage of each row: (seconds, bytes),
-    both [rows, stages].
-
-    Args:
-        peaks, works: [rows, policies, stages] the bytes at the peak, and the seconds of a micro-batch, if all layers
-            follow one policy. If no policy fits, the stage gets the policy that needs the least memory.
+    both [rows, stages]. `peaks` and `works` are bytes and seconds if all layers follow one policy, [rows, policies,
+    stages]; if none fits, the stage gets the one that needs the least memory.
     """
     least = peaks.argmin(axis=1)[:, None]
     best_peak = np.take_along_axis(peaks, least, axis=1)[:, 0]

@@ -256,11 +256,8 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
-    """Add to the answer the ranking under the loads of `--loads`; if Ctrl-C interrupts this, no ranking is added, and
-    the search counts as interrupted.
-
-    Args:
-        others: for each other requested schedule, its fastest layout.
+    """Add to the answer the ranking under the loads of `--loads`, with the fastest layouts of `others`, by schedule; if
+    Ctrl-C interrupts this, no ranking is added, and the search counts as interrupted.
     """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)

@@ -51,11 +51,8 @@ class Swapped:
 
 
 def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swapped:
-    """Return the memory and time of one layer for one micro-batch if `moved` of its `saved` bytes are swapped.
-
-    Args:
-        one_way: the seconds to transfer `moved` bytes over the link to the host in one direction. backward: the seconds
-            of the layer's backward pass.
+    """Return one layer's memory and time for a micro-batch if `moved` of its `saved` bytes are swapped, which takes
+    `one_way` seconds on the link; its backward pass takes `backward` seconds.
     """
     return Swapped(max(0.0, one_way - backward), saved - moved, 2 * moved)
 

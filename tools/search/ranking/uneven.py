@@ -35,12 +35,8 @@ HEADS = {  # column -> what it says
 
 @dataclass(frozen=True)
 class Uneven:
-    """An `Uneven` is a layout with its predictions under uneven loads.
-
-    Args:
-        name: the number of the layout in the ranking at even loads, the name of a schedule, or "recipe". layout: the
-            layout in words. config: the configuration of the run. even_s: the seconds of a step at even loads. seconds:
-            the expected seconds of a step under `loads`. judged: whether and how the layout fits under `loads`.
+    """An `Uneven` is a layout with its predictions: seconds of a step at even loads, and expected ones under `loads`.
+    Its name is the number of the layout in the ranking at even loads, the name of a schedule, or "recipe".
     """
 
     name: str

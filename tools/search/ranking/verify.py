@@ -197,11 +197,8 @@ def verify(
 
 
 def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judged | None = None) -> Verdict:
-    """Return the verdict on a strategy after its dry run.
-
-    Args:
-        loads: the result for the strategy under uneven loads. The bytes that the fullest step adds to a stage,
-            according to the model, are added to the compiled bytes.
+    """Return the verdict on a strategy after its dry run. What the fullest step of the loads adds to a stage, according
+    to the model, is added to the compiled bytes.
     """
     estimate = max(found.total, default=0)
     if not found.exact:
