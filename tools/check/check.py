@@ -171,9 +171,8 @@ def _sections(view: View, schema: Schema, found: Findings) -> None:
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
     """Return the sizes of the recipe as a table; return None if its model is invalid, and a table without stages if its
-    pipeline offset is invalid.
-
-    The keys are in units (parameters, layers, tokens, FLOPs); lists have one value for each pipeline stage.
+    pipeline offset is invalid. The keys are in units (parameters, layers, tokens, FLOPs); lists have one value for each
+    pipeline stage.
     """
     if view.get((*_MODEL, "model_type")) not in load_schema().trained:
         return None  # its sizes are those of another model

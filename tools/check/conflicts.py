@@ -437,9 +437,8 @@ _MISPLACED = (
 
 
 def _relocation(view: View, built: Built, found: Findings) -> None:
-    """Check rules of `print_expert_load` and `enable_expert_relocation`; the trainer stops at some of them.
-
-    Without checkpoints it starts, and what it trains is lost.
+    """Check rules of `print_expert_load` and `enable_expert_relocation`; the trainer stops at some of them. Without
+    checkpoints it starts, and what it trains is lost.
     """
     on = [(*MODEL, key) for key in KEYS if built.fields.get(key)]
     if not on:

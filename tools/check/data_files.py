@@ -146,10 +146,9 @@ def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
 
 
 def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:
-    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample.
-
-    With one more MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end
-    inside a document: it holds parts of two beside the whole ones. Context parallelism needs the last entry as padding.
+    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample. With one more
+    MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end inside a
+    document: it holds parts of two beside the whole ones. Context parallelism needs the last entry as padding.
     """
     if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(index):
         return

@@ -41,9 +41,7 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:
     """Note that MTP's share of the embedding's gradient counts twice in the global norm if both are on different
-    stages.
-
-    Where the optimizer is sharded over copies of the embedding, the last stage's own copy gets no gradient.
+    stages. Where the optimizer is sharded over copies of the embedding, the last stage's own copy gets no gradient.
     """
     clips = view.flag(("runner_wrapper", "use_clip_grad"), True)
     sharded = view.flag(("parallel", "enable_parallel_optimizer")) and view.dp * view.cp > 1

@@ -141,10 +141,8 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the bytes "saved", "forward" and "backward" of a chunk that consists of the given parts, which are in the
-    order of the chunk's forward pass.
-
-    A forward pass accumulates the tensors that its parts keep. A backward pass frees these tensors and accumulates its
-    gradients as it proceeds, so its fullest part counts.
+    order of the chunk's forward pass. A forward pass accumulates the tensors that its parts keep. A backward pass frees
+    these tensors and accumulates its gradients as it proceeds, so its fullest part counts.
     """
     most = alive = 0
     for part in parts:
@@ -210,10 +208,8 @@ def curve_of(moments: Sequence[Moment]) -> list[int]:
 
 def routed_rows(graph: GraphText, even: int) -> int:
     """Return the number of token rows that a rank dispatches to experts: the padded number of rows if the graph has
-    such a number, otherwise `even`.
-
-    The argument `even` is a rank's number of tokens x top-k, which is the number of rows of each rank if routing is
-    even.
+    such a number, otherwise `even`. The argument `even` is a rank's number of tokens x top-k, which is the number of
+    rows of each rank if routing is even.
     """
     rows = even
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in ("AlltoAllV", "AllToAllV")):
@@ -249,10 +245,8 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Coun
 
 def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
     """Return a dictionary part -> bytes that a chunk receives from the previous stage and keeps unchanged for its
-    backward.
-
-    The received tensors are parameters of the forward subgraph, with separate tensors for each micro-batch; the
-    recomputation of a layer starts from them.
+    backward. The received tensors are parameters of the forward subgraph, with separate tensors for each micro-batch;
+    the recomputation of a layer starts from them.
     """
     nodes, root = graph.graphs[forward], graph.graphs[graph.root]
     bound = next((node for node in nodes if node.binds == backward), None)
@@ -278,10 +272,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
     """Return for each weight the bytes of the tensors that the root graph computes once from this weight, and that the
-    passes of all micro-batches share.
-
-    The counted tensors are the weights in compute precision, gathered from the optimizer's shards; they stay in memory
-    for the whole step.
+    passes of all micro-batches share. The counted tensors are the weights in compute precision, gathered from the
+    optimizer's shards; they stay in memory for the whole step.
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}

@@ -112,7 +112,6 @@ def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str,
 
 def _ordered(nodes: list[Node], graph: str, ranks_of: Callable, generated: dict) -> list[Collective | list[str]]:
     """Return the graph's collectives and (as lists of names) its calls, in order; `after` counts its collectives.
-
     Numbers are sets as bits: bit i is the graph's i-th collective, and a node waits for what its operands wait for.
     """
     by_data: list[int] = []
@@ -172,9 +171,8 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each group that MindSpore's C++ code created; only some collectives of a group state these
-    ranks.
-
-    The name of such a group is a hash of its ranks, so it can be checked whether `group_rank_ids` belong to the group.
+    ranks. The name of such a group is a hash of its ranks, so it can be checked whether `group_rank_ids` belong to the
+    group.
     """
     found: dict[str, tuple[int, ...]] = {}
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES):

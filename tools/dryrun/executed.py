@@ -64,10 +64,8 @@ class Comparison:
 
 
 def calls_file(run_dir: str | Path, rank: int) -> Path:
-    """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step.
-
-    The file holds {"step", "calls": `CallRecord`s, "places": {group: the rank's index in the group that MindSpore
-    received}}.
+    """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step. The file holds
+    {"step", "calls": `CallRecord`s, "places": {group: the rank's index in the group that MindSpore received}}.
     """
     return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"
 

@@ -133,7 +133,6 @@ def judge_gradients(
 
 def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[dict[str, Any]]:
     """Return the contribution of a weight to the global norm, with the divisor that MindSpore uses on devices.
-
     MindSpore divides by the size of the group over which an AllReduce sums the weight's gradient. Where the optimizer
     shards the weight over only some of its copies, MindSpore asks the devices for this size, and reads `NO_SIZE` here.
     """
@@ -186,9 +185,8 @@ class _Walk:
                     self.called[called].append((name, listed(inside.rpartition(")")[0])))
 
     def of_weight(self, name: str) -> frozenset[Way]:
-        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient.
-
-        AdamW's moment takes 1 - beta of the gradient. Muon's takes all of it, before the moment is made orthogonal.
+        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient. AdamW's
+        moment takes 1 - beta of the gradient. Muon's takes all of it, before the moment is made orthogonal.
         """
         found: set[Way] = set()
         for prefix in _MOMENTS:
@@ -323,9 +321,8 @@ class _Walk:
 
     def summed(self, name: str, reader: Node | None) -> frozenset[Way]:
         """Return the gradient's paths that end in the sum over micro-batches that `reader` reads; the operator that
-        sets this sum to zero is left out.
-
-        Without a sharded optimizer, its sum over ranks is assigned to it, and read again behind.
+        sets this sum to zero is left out. Without a sharded optimizer, its sum over ranks is assigned to it, and read
+        again behind.
         """
         found: set[Way] = set()
         for graph, node in self.writers[name]:

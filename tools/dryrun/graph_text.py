@@ -223,10 +223,9 @@ class Pass(NamedTuple):
 
 
 def passes_of(graph: GraphText) -> list[Pass]:
-    """Return the forward and backward passes of a stage in the order in which the root graph calls them.
-
-    A chunk has one forward and one backward subgraph (lazy inline), which the root graph calls once for each
-    micro-batch, in the order of the micro-batches; chunks are numbered in the order of their first forward passes.
+    """Return the forward and backward passes of a stage in the order in which the root graph calls them. A chunk has
+    one forward and one backward subgraph (lazy inline), which the root graph calls once for each micro-batch, in the
+    order of the micro-batches; chunks are numbered in the order of their first forward passes.
     """
     chunks = chunks_of(graph)
     place = {name: (kind, chunk) for chunk, pair in enumerate(chunks) for kind, name in zip("FB", pair, strict=True)}
@@ -259,9 +258,7 @@ def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
     """Return for each pass the bytes of activations that are kept for later backward passes at the moment when this
-    pass begins.
-
-    If weight gradients are a separate pass ("W"), the activations are kept until that pass.
+    pass begins. If weight gradients are a separate pass ("W"), the activations are kept until that pass.
     """
     split = {item[1:] for item in passes if item.kind == "W"}
     now, found = 0, []

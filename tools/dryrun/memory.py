@@ -181,7 +181,6 @@ def memory_of(
     held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int, update: int = 0
 ) -> Memory:
     """Return the memory of a stage that has the layers of the compiled `graph` and runs its passes in the given order.
-
     The total of this memory is the peak of `line_of`.
     """
     chunks = graph["activations"]
@@ -192,10 +191,9 @@ def memory_of(
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
     """Return the largest number of bytes of activations at one moment: the activations that wait for their backward
-    pass, and the activations that are alive in the running pass.
-
-    The tensors that the running forward pass itself keeps are counted once. The kept tensors include the tensors that
-    the pass received from the previous stage, although no operator of this stage computes them.
+    pass, and the activations that are alive in the running pass. The tensors that the running forward pass itself keeps
+    are counted once. The kept tensors include the tensors that the pass received from the previous stage, although no
+    operator of this stage computes them.
     """
     backward = [chunk["backward"] for chunk in chunks]  # all that counts where no passes are known
     forward = [max(chunk["forward"], chunk["saved"]) for chunk in chunks]

@@ -201,11 +201,9 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """Return the recipe without the keys that name files of the host.
-
-    The removed keys name the folder for graph dumps, which the dry run sets itself, and the settings file of Ascend
-    hosts, which MindFormers' public recipes name and do not ship; of the settings in this file only the broadcast level
-    of the data affects the graph.
+    """Return the recipe without the keys that name files of the host. The removed keys name the folder for graph dumps,
+    which the dry run sets itself, and the settings file of Ascend hosts, which MindFormers' public recipes name and do
+    not ship; of the settings in this file only the broadcast level of the data affects the graph.
     """
     context = recipe.get("context") or {}
     for key in ("save_graphs", "save_graphs_path"):

@@ -244,11 +244,10 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
 
 
 def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
-    """Return why the global norm does not count each element of a weight once; "" if it does.
-
-    Every rank adds the squares of the gradient elements that it holds. The sum over elements that several ranks hold
-    must be divided by the number of these ranks: the copies that `judge_gradients` has `found`, over the optimizer's
-    shards. `devices` are all ranks of the compiled recipe.
+    """Return why the global norm does not count each element of a weight once; "" if it does. Every rank adds the
+    squares of the gradient elements that it holds. The sum over elements that several ranks hold must be divided by the
+    number of these ranks: the copies that `judge_gradients` has `found`, over the optimizer's shards. `devices` are all
+    ranks of the compiled recipe.
     """
     if "copy_of" in found:
         return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
@@ -388,10 +387,9 @@ def _uneven(found: Sequence[Found], ranks: int) -> list[str]:
 
 
 def _parameters(found: Sequence[Found], stages: int, view: View) -> dict[str, Any]:
-    """Return trained weights of the model, summed over the stages, against the closed form of `tc3 check`.
-
-    A weight that two stages hold (the embedding, which MTP layers use again on the last stage) counts once. None when
-    not every stage was compiled.
+    """Return trained weights of the model, summed over the stages, against the closed form of `tc3 check`. A weight
+    that two stages hold (the embedding, which MTP layers use again on the last stage) counts once. None when not every
+    stage was compiled.
     """
     table = check_recipe(view.recipe).table or {}
     counted = {"compiled": None, "check": table.get("parameters_trained")}
@@ -463,9 +461,8 @@ def _stream(item: Mapping[str, Any]) -> Stream:
 
 
 def _repeats(item: Mapping[str, Any], micros: Mapping[Stream, set[int]], compiled: int) -> bool:
-    """Return whether each micro-batch does it again.
-
-    An embedding that the first and the last stage share goes between them once a step, and carries micro-batch 0.
+    """Return whether each micro-batch does it again. An embedding that the first and the last stage share goes between
+    them once a step, and carries micro-batch 0.
     """
     if item.get("micro") is None:
         return item["role"] != "step"

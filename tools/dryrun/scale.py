@@ -66,9 +66,8 @@ class Numbers:
         self.graph, self.bound_to = graph, bound_to
 
     def factor(self, graph: str, node: Node, whole: str) -> Scale:
-        """Return the factor by which a product or quotient multiplies its argument `whole`.
-
-        The factor of clipping is left out, because it is the same for all weights and depends on their gradients.
+        """Return the factor by which a product or quotient multiplies its argument `whole`. The factor of clipping is
+        left out, because it is the same for all weights and depends on their gradients.
         """
         arguments = arguments_of(node.head)
         first = arguments[0] == whole

@@ -413,11 +413,10 @@ PATTERNS = {
 
 
 def offered(config: Configuration) -> tuple[str, ...]:
-    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows.
-
-    For models outside of MindFormers' training_graph no group is offered. The group of attention needs MLA without
-    context parallelism (which keeps the gathered keys and values), the group of the MLP needs a gated MLP, and the
-    group of the experts is offered only without chunks of `plugins.ep_overlap`.
+    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows. For
+    models outside of MindFormers' training_graph no group is offered. The group of attention needs MLA without context
+    parallelism (which keeps the gathered keys and values), the group of the MLP needs a gated MLP, and the group of the
+    experts is offered only without chunks of `plugins.ep_overlap`.
     """
     model = config.model
     if not config.training_graph:

@@ -210,10 +210,8 @@ def _own(hardware: Hardware) -> Efficiency:
 
 
 def known_error(hardware: Hardware) -> KnownError | None:
-    """Return the known error of predicted step times on a cluster's device type.
-
-    The error is None if the cluster's file states its own efficiencies, or if fewer than two groups of published runs
-    used this device type.
+    """Return the known error of predicted step times on a cluster's device type. The error is None if the cluster's
+    file states its own efficiencies, or if fewer than two groups of published runs used this device type.
     """
     found = [entry for entry in _sets().values() if hardware.name in entry["clusters"]]
     if hardware.efficiency or not found or "step_errors" not in found[0]:
@@ -285,9 +283,8 @@ class DeviceTimes:
         return flops[dtype] if dtype in flops else flops["bf16"]
 
     def _attention(self, config: Configuration, flops: float) -> float:
-        """Return forward seconds of `flops` FLOPs of scores and their products with the values.
-
-        Two unfused matmuls move their scores while they compute, or take as long as moving them does.
+        """Return forward seconds of `flops` FLOPs of scores and their products with the values. Two unfused matmuls
+        move their scores while they compute, or take as long as moving them does.
         """
         dtype, width = self._attention_dtype(config), config.model.qk_dim
         if config.flash:
@@ -351,9 +348,8 @@ class DeviceTimes:
         return self.hardware.launch_s + link.latency_s + size / self._speed(inside)
 
     def _speed(self, inside: bool) -> float:
-        """Return the bytes per second that a large transfer reaches over the links inside a node, or between nodes.
-
-        The place decides which share is reached, not the numbers of the link: both kinds of links may have the same.
+        """Return the bytes per second that a large transfer reaches over the links inside a node, or between nodes. The
+        place decides which share is reached, not the numbers of the link: both kinds of links may have the same.
         """
         link = self.hardware.intra_node if inside else self.hardware.inter_node
         factor = self.reached.link if inside else self.reached.network
@@ -361,9 +357,7 @@ class DeviceTimes:
 
     def _collective(self, size: float, ranks: int, stride: int) -> float:
         """Return seconds of an AllGather or ReduceScatter of a tensor of `size` bytes over ranks that are `stride`
-        apart.
-
-        Across nodes, ranks of the same node send different parts over their own links.
+        apart. Across nodes, ranks of the same node send different parts over their own links.
         """
         if ranks == 1:
             return 0.0

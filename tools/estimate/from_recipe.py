@@ -217,11 +217,9 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
 
 
 def shards_gradients(view: View) -> bool:
-    """Return whether accumulated gradients are sharded.
-
-    With `optimizer_level: level2` the gradients are sharded, whatever `gradient_accumulation_shard` says (MindSpore
-    2.9.0, set_parallel_optimizer_config). With level1 and level3 the gradients are not sharded, and MindSpore refuses
-    `gradient_accumulation_shard` together with these levels.
+    """Return whether accumulated gradients are sharded. With `optimizer_level: level2` the gradients are sharded,
+    whatever `gradient_accumulation_shard` says (MindSpore 2.9.0, set_parallel_optimizer_config). With level1 and level3
+    the gradients are not sharded, and MindSpore refuses `gradient_accumulation_shard` together with these levels.
     """
     level = view.get(LEVEL)
     return view.flag(GRADIENTS) if level is None else level == "level2"
@@ -271,10 +269,9 @@ def reader_of(view: View) -> Reader:
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """Return the number of layers [chunks][stages] in which a value of `select_recompute` saves memory; these are the
-    layers whose norms are recomputed.
-
-    A flag or a number of layers selects MindFormers' default operators: the multiplication and the activation function
-    of an MLP. With a fused SwiGLU these operators do not exist, and `tc3 dryrun` finds that no memory is saved.
+    layers whose norms are recomputed. A flag or a number of layers selects MindFormers' default operators: the
+    multiplication and the activation function of an MLP. With a fused SwiGLU these operators do not exist, and `tc3
+    dryrun` finds that no memory is saved.
     """
     if isinstance(value, dict):
         return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
@@ -283,10 +280,8 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
     """Return the groups of operators of which a value of `select_recompute` names all patterns, with the number of
-    layers for which the value names them.
-
-    A group counts only if all of its patterns are present in the same spelling, because otherwise it may free nothing.
-    A list of patterns applies to all layers.
+    layers for which the value names them. A group counts only if all of its patterns are present in the same spelling,
+    because otherwise it may free nothing. A list of patterns applies to all layers.
     """
     each = value if isinstance(value, dict) else dict.fromkeys(patterns_of(value), True)
     found = []
@@ -333,10 +328,8 @@ def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Tabl
 
 def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
     """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
-    each operator pattern in the key's present value `now`.
-
-    The patterns are written as a mapping, because with swapping MindFormers refuses a list of patterns and the value
-    False.
+    each operator pattern in the key's present value `now`. The patterns are written as a mapping, because with swapping
+    MindFormers refuses a list of patterns and the value False.
     """
     layers = config.layers
     value: Any = True if table == layers else numbers_of(table, layers, config.schedule)

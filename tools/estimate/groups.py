@@ -106,10 +106,9 @@ class Noted(TimeModel):
 
 
 def collectives_of(config: Configuration, hardware: Hardware) -> list[Collective]:
-    """Return the largest call of each kind of group of a run, in the order tp, cp, ep, dp, pp.
-
-    Groups of the same name (such as dp) with different numbers of ranks count as different kinds, because gradients of
-    experts have fewer copies than other gradients.
+    """Return the largest call of each kind of group of a run, in the order tp, cp, ep, dp, pp. Groups of the same name
+    (such as dp) with different numbers of ranks count as different kinds, because gradients of experts have fewer
+    copies than other gradients.
     """
     model = Noted(hardware)
     for kind in sorted({kind for chunk in config.stage_kinds(0) for kind in chunk}):

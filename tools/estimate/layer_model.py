@@ -173,9 +173,7 @@ def turned_bytes(config: Configuration) -> float:
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
     """Return the bytes that casts of activations move in the forward pass; the backward pass casts the gradients of
-    results and moves twice as many.
-
-    Weights are cast once a step, by the optimizer.
+    results and moves twice as many. Weights are cast once a step, by the optimizer.
     """
     each = _CAST_BYTES.get(config.dtype, 0)
     # rows x depth forward, rows x columns backward: a third of their sum, as backward counts twice
@@ -184,10 +182,8 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     """Return the bytes that are moved when one micro-batch's gradient of a matmul's weights is added to the accumulated
-    sum, which is read and written.
-
-    FSDP reduces gradients as they are computed. For MindFormers, the fitted efficiencies of other operators include the
-    time of this addition.
+    sum, which is read and written. FSDP reduces gradients as they are computed. For MindFormers, the fitted
+    efficiencies of other operators include the time of this addition.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
@@ -204,18 +200,16 @@ def score_bytes(config: Configuration) -> float:
 
 def score_passes(config: Configuration) -> float:
     """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by the bytes that
-    it moves in the forward pass.
-
-    The backward passes of dropout and softmax also read the tensors that their forward passes kept.
+    it moves in the forward pass. The backward passes of dropout and softmax also read the tensors that their forward
+    passes kept.
     """
     return (6 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 6 / _SCORE_BYTES
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
     """Return the number of query-key pairs of a device's micro-batch for one head, averaged over layers if every second
-    layer has an attention window.
-
-    Pairs of tokens in different documents are masked, and a causal kernel spends no time on them (`attended`).
+    layer has an attention window. Pairs of tokens in different documents are masked, and a causal kernel spends no time
+    on them (`attended`).
     """
     sequence, window = config.sequence, config.model.window
     whole = sequence / 2 * config.attended if causal else sequence

@@ -137,9 +137,8 @@ class GradientTimes(LayerTimes):
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
         """Return two times in which a stage communicates its weights and gradients: the seconds once in a step, and the
-        seconds for each micro-batch.
-
-        The weights of FSDP, which are sent for each pass, are part of the seconds once in a step.
+        seconds for each micro-batch. The weights of FSDP, which are sent for each pass, are part of the seconds once in
+        a step.
         """
         runs = config.micro_batches if config.shard_weights else 1
         # weights are cast before they are gathered where that makes them narrower
@@ -192,9 +191,8 @@ class GradientTimes(LayerTimes):
         return every + self._orthogonalized(config, counted)
 
     def _orthogonalized(self, config: Configuration, counted: Sequence[tuple[Weight, int]]) -> float:
-        """Return the seconds of Muon's Newton-Schulz steps, and of the AllGathers before them; 0 with AdamW.
-
-        The steps are in bfloat16 whatever the run computes in, and nothing runs beside them.
+        """Return the seconds of Muon's Newton-Schulz steps, and of the AllGathers before them; 0 with AdamW. The steps
+        are in bfloat16 whatever the run computes in, and nothing runs beside them.
         """
         low = replace(config, dtype="bf16")
         return sum(
@@ -341,7 +339,6 @@ class TimeModel(GradientTimes):
 
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
         """Return the seconds [chunks, chunks, stages] that a forward and a backward pass hide when they run as a pair.
-
         Time is hidden only in MoE layers. Half of a layer's computation is assumed to come before dispatch, and the
         other half to be that of the experts; the recomputation of a backward pass hides no communication. `ratios` has
         the same meaning as for `chunks`.

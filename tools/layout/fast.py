@@ -39,9 +39,8 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
     """Return several distributions of the layers over the stages, each as the number of layers of every stage,
     [stages]; the first distribution has the shortest step by the closed form of the pipeline. Each returned
-    distribution may allow a step of less than `beat` ms.
-
-    With several chunks per stage, the layers before a stage are assumed to be distributed equally over the chunks.
+    distribution may allow a step of less than `beat` ms. With several chunks per stage, the layers before a stage are
+    assumed to be distributed equally over the chunks.
     """
     instance, layers = costs.instance, costs.layers
     stages, chunks = instance.stages, instance.chunks

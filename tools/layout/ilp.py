@@ -313,10 +313,9 @@ def work_bound(instance: Instance) -> float:
 
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
     """Return a lower bound on the step time of every plan, and leave in `model` the chains of passes that prove the
-    bound. The bound is infinite if no plan fits even with layers that may be divided.
-
-    The function stops early when `budget` is spent, or when there are far more chains than chunks (each chain makes
-    every later run of the solver slower); the bound is then weaker but still valid.
+    bound. The bound is infinite if no plan fits even with layers that may be divided. The function stops early when
+    `budget` is spent, or when there are far more chains than chunks (each chain makes every later run of the solver
+    slower); the bound is then weaker but still valid.
     """
     bound = work_bound(instance)
     while not budget.over and model.chains < _CHAINS_PER_CHUNK * model.size:

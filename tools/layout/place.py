@@ -321,10 +321,9 @@ def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: fl
 
 def outside_least(config: Configuration, model: TimeModel, instance: Instance, slowest: float, beat: float) -> float:
     """Return the least time in seconds of gradients, weights and the optimizer, in a plan whose slowest stage takes at
-    least `slowest` seconds for a micro-batch and whose pipeline takes at most `beat` seconds.
-
-    The time of gradients, weights and the optimizer is that on the slowest stage. This stage has at least as many
-    layers as take `slowest` seconds when fully recomputed.
+    least `slowest` seconds for a micro-batch and whose pipeline takes at most `beat` seconds. The time of gradients,
+    weights and the optimizer is that on the slowest stage. This stage has at least as many layers as take `slowest`
+    seconds when fully recomputed.
     """
     costs, kinds = StageCosts(instance), [kind.name for kind in instance.types]
     longest = max(base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)) / 1000
@@ -366,10 +365,9 @@ def _outside(config: Configuration, model: TimeModel, instance: Instance) -> Cal
 
 def _after(config: Configuration, model: TimeModel, instance: Instance, rest: float) -> After:
     """Return the time after the pipeline in ms, for plans whose slowest stage takes at least `rest` seconds of it. If
-    layers have uneven loads, any stage may be the slowest, so the slowest stage at even loads counts.
-
-    A stage that recomputes in vain can become the slowest: each that can take as long counts. A slower stage hides
-    more, until the pipeline takes longer by as much or more.
+    layers have uneven loads, any stage may be the slowest, so the slowest stage at even loads counts. A stage that
+    recomputes in vain can become the slowest: each that can take as long counts. A slower stage hides more, until the
+    pipeline takes longer by as much or more.
     """
     seconds, costs = _outside(config, model, instance), StageCosts(instance)
     longest = [base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)]
@@ -394,10 +392,8 @@ class Way(NamedTuple):
 
 def ways(config: Configuration) -> list[Way]:
     """Return the arguments of the instances from which placements of a configuration are computed; return [] if no
-    layer can move.
-
-    In the first instance no layer may be recomputed fully, in the second instance layers may be recomputed fully, and
-    in the third (with MTP only) the last layer and the MTP layers are recomputed fully.
+    layer can move. In the first instance no layer may be recomputed fully, in the second instance layers may be
+    recomputed fully, and in the third (with MTP only) the last layer and the MTP layers are recomputed fully.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []

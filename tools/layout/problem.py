@@ -185,9 +185,8 @@ def _options(
     config: Configuration, kind: str, layer: LayerTime, names: Sequence[str], every: bool
 ) -> tuple[Option, ...]:
     """Return the recompute options of a kind, without those that another beats in time and memory unless all are
-    wanted. No option needs less working memory than one that recomputes less.
-
-    A dense layer has no experts, but where it stands before MoE layers that repeat theirs its option must say so.
+    wanted. No option needs less working memory than one that recomputes less. A dense layer has no experts, but where
+    it stands before MoE layers that repeat theirs its option must say so.
     """
     found: list[Option] = []
     for name in names:

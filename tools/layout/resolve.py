@@ -89,9 +89,8 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 def write_sample_cost(recipe: Recipe) -> None:
     """Write the cost of a sample (`sample_cost`) into `recipe` in place if `plugins.attention_balance` is on and the
-    recipe gives no costs. The function raises the errors of `sample_cost`.
-
-    Call this function after the layout and the recomputation are resolved, because the costs include recomputation.
+    recipe gives no costs. The function raises the errors of `sample_cost`. Call this function after the layout and the
+    recomputation are resolved, because the costs include recomputation.
     """
     section = look(recipe, SECTION)
     if not isinstance(section, dict) or any(name in section for name in COST):
@@ -104,9 +103,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
     """Write the cost of a sample from the recipe `first`, with which the run began, into the present recipe (in place).
-    Return a line of text if this cost differs from the cost that the present recipe would have.
-
-    A recipe that gives measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
+    Return a line of text if this cost differs from the cost that the present recipe would have. A recipe that gives
+    measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
     """
     mine, theirs = look(recipe, SECTION), look(first, SECTION)
     if not isinstance(mine, dict) or not isinstance(theirs, dict) or mine.get("unit") != COMPUTED:

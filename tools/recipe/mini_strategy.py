@@ -49,7 +49,6 @@ class Degrees:
 
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
     """Return degrees whose product is at most `workers`. Each degree is a power of two and no larger than the recipe's.
-
     The function doubles the pipeline, tensor, data and context degrees in turn, if the recipe allows it, until no
     further doubling fits into `workers`. As many data- and tensor-parallel ranks of a stage share the experts as the
     recipe's expert-parallel degree allows.

@@ -35,9 +35,8 @@ WORDS = {
 
 def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
     """Return the allowed types of an argument, such as ``{"types": ["int", "null"]}``; return an empty mapping if any
-    value is allowed.
-
-    If a default value contradicts the annotation, its type is allowed, too (MindFormers writes `x: int = None`).
+    value is allowed. If a default value contradicts the annotation, its type is allowed, too (MindFormers writes `x:
+    int = None`).
     """
     kinds = _kinds(annotation)
     if kinds is None:

@@ -22,9 +22,8 @@ Layers = list[list[int]]
 
 def layers_of(view: View, built: Built) -> Layers | None:
     """Return MindFormers' layer_list [chunk][stage]; None if the offset is not valid for the recipe's layers and
-    stages. Without a pipeline the list is ``[[all layers]]``.
-
-    The list [chunk][stage] does not always show the stages on which layers run: see `stage_layers_of`.
+    stages. Without a pipeline the list is ``[[all layers]]``. The list [chunk][stage] does not always show the stages
+    on which layers run: see `stage_layers_of`.
     """
     require_resolved(view.recipe, OFFSET)
     total = built.number("num_layers")
@@ -44,7 +43,6 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
     """Return the layers [chunk][stage], ordered by the stages that run them; return None if `layers_of` returns None.
-
     In zero_bubble_v the second chunk runs from the last stage to the first: for this chunk, `layers_of` counts stages
     from the last one.
     """

@@ -328,9 +328,7 @@ def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
 
 def _verify(recipe: Recipe, found: Found, full: bool) -> None:
     """Drop what does not compile or fit of the best asked for, and of the next ones until one does: under the loads, if
-    some were asked for.
-
-    Ctrl-C keeps what is not tried yet.
+    some were asked for. Ctrl-C keeps what is not tried yet.
     """
     from tools.search.ranking.run import renumber
     from tools.search.ranking.verify import Verdict, verify

@@ -243,9 +243,8 @@ def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | 
 
 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
-    """Return how certain it is that the first layout is the fastest; None without a result.
-
-    The recipe's own layout is included if it has the requested devices and batch, and fits into memory.
+    """Return how certain it is that the first layout is the fastest; None without a result. The recipe's own layout is
+    included if it has the requested devices and batch, and fits into memory.
     """
     entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
     if not entries:
@@ -276,7 +275,6 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 
 def least_devices(config: Configuration) -> int:
     """Return the devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need.
-
     MindFormers distributes experts over the data- and tensor-parallel ranks, and not over the context-parallel ranks.
     """
     return config.pp * config.cp * math.lcm(config.tp, config.ep)

@@ -112,10 +112,9 @@ def stays_plugged(view: View, config: Configuration, node: int) -> bool:
 
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
-    """Return the keys of a recipe that must change so that `config` runs on `site`.
-
-    Some dispatchers depend on the number of devices of a node. If the size of the memory pool equals the old memory
-    limit, it changes together with the limit.
+    """Return the keys of a recipe that must change so that `config` runs on `site`. Some dispatchers depend on the
+    number of devices of a node. If the size of the memory pool equals the old memory limit, it changes together with
+    the limit.
     """
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)

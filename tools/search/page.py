@@ -23,6 +23,7 @@ from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.rank import Ranking
 from tools.search.ranking.run import PARTS, Entry, Found
 from tools.search.ranking.uneven import HEADS as UNEVEN
+from tools.search.ranking.uneven import TABLES
 from tools.search.report import HEADS, LEFT, STAGES, assumptions, lost, more_stages, reasons, stage_rows, table_rows
 from tools.search.request import PLANNED
 
@@ -150,15 +151,7 @@ def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
     axes.set_title(f"{entry.layout}: the pipeline of a step takes {step.makespan:.2f} s, simulated; drawn: {shown}")
 
 
-_PICTURES = {  # what is drawn -> what it stands for
-    "dot": "a candidate that fits, as ranked, coloured by its pipeline stages",
-    "line": "the frontier: no candidate is faster with as little memory",
-    "diamond": "placed: the strategies of the table, their layers and recomputation chosen by the pipeline optimiser; "
-    "under the line where candidates recompute alike in all layers. Filled, with their numbers: "
-    "those that cannot be told apart from the fastest",
-    "star": "the recipe as it is written",
-    "dashed": "what a device may hold for the job (red), and the same less the margin (orange)",
-}
+_PICTURES = TABLES["picture"]
 _ALIKE = "the layouts that cannot be told apart: each may be the fastest, within the known error of step times"
 
 

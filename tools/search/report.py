@@ -25,26 +25,11 @@ from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.alternatives import BySchedule, Scheduled, swap_words, swapping_json, swapping_words
 from tools.search.ranking.run import Entry, Found, why_faster
 from tools.search.ranking.uneven import HEADS as UNEVEN
+from tools.search.ranking.uneven import TABLES
 from tools.search.ranking.uneven import words as uneven_words
 from tools.search.request import Request
 
-HEADS = {  # column -> what it says
-    "": "number of the strategy by its step time; `mesh` is the recipe's own mesh with its layers placed anew, and "
-    "`recipe` the recipe as it is written",
-    "layout": "dp, tp, pp, cp, ep: devices of data, tensor, pipeline, context and expert parallelism, those above 1 "
-    "(pp8 vpp5: 8 stages of 5 chunks each, MindFormers' pp_interleave_num); then micro-batches of a step x samples of "
-    "each",
-    "dispatch": "how tokens reach their experts (tc3 ep-report compares the modes)",
-    "sharded": "what data-parallel copies share among them: optimizer state, or gradients, too",
-    "recompute": "layers that compute again in backward: all (full), norms (select), operator groups, communication",
-    "step s": "seconds of a step",
-    "MFU": "the model's FLOPs over what the devices could compute",
-    "GiB": "memory of the fullest device",
-    "fits": "how many published runs would have fit, had their memory been predicted as near to the limit",
-    "bubble": "share of the step in which a stage waits for others",
-    "exposed": "share of the step in which communication is waited for",
-    "tokens/s": "of the whole run",
-}
+HEADS = TABLES["layouts"]
 LEFT = ("layout", "dispatch", "sharded", "recompute")
 
 
@@ -80,13 +65,7 @@ def table_rows(found: Found) -> list[list[str]]:
     return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
 
 
-STAGES = {  # column -> what it says
-    "pp x vpp": "stages of the pipeline and chunks of each stage",
-    "strategies": "strategies with these that fit",
-    "step s": "seconds of the fastest one that was placed; none was placed where all of them are proven slower than 1",
-    "not under s": "seconds that none of them can be under, by the estimator's bounds",
-    "fastest": "its layout",
-}
+STAGES = TABLES["stages"]
 _SHOWN = 12  # pairs of pp and vpp
 
 

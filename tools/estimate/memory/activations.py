@@ -151,9 +151,8 @@ def _attention(config: Configuration) -> float:
 
 
 def _halved(config: Configuration) -> float:
-    """Return bytes of a token where every second matmul's result is kept, and the attention's (torchtitan).
-
-    Without a compiler the first, third ... are kept as they come, the layer's last one too, which no gradient needs.
+    """Return bytes of a token where every second matmul's result is kept, and the attention's (torchtitan). Without a
+    compiler the first, third ... are kept as they come, the layer's last one too, which no gradient needs.
     """
     model = config.model
     heads = [model.heads * model.qk_dim, model.kv_heads * model.qk_dim, model.kv_heads * model.v_dim]
@@ -198,9 +197,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 def buffers(config: Configuration, kind: str) -> float:
     """Return two sizes of communication buffers in bytes: the size for a gathered activation, and the size for the
-    token copies of one micro-batch that the device receives for its experts or gets back from other experts.
-
-    The gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
+    token copies of one micro-batch that the device receives for its experts or gets back from other experts. The
+    gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
     """
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
@@ -210,7 +208,6 @@ def buffers(config: Configuration, kind: str) -> float:
 
 def mtp_option(config: Configuration) -> str:
     """Return the recompute option of MTP layers: "full" if the last decoder layer is recomputed fully, else "none".
-
     MindFormers gives MTP layers the setting of the last decoder layer, but partial recomputation does not apply to the
     operators of MTP layers.
     """

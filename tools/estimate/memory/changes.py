@@ -164,9 +164,8 @@ def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
 
 def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
     """Recompute only as many whole layers of each stage (the first of each chunk) as are needed to fit; return None if
-    no layer or every layer would be recomputed.
-
-    Layers are added to the chunks in turn, beginning with the chunk that has the most micro-batches in flight.
+    no layer or every layer would be recomputed. Layers are added to the chunks in turn, beginning with the chunk that
+    has the most micro-batches in flight.
     """
     now = run.recompute.full or tuple((0,) * run.pp for _ in run.layers)
     found: Table = now

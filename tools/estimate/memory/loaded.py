@@ -148,10 +148,8 @@ def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even |
 
 def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | None = None) -> float:
     """Return the largest max/mean, assumed in every layer and micro-batch, at which a stage surely needs at most
-    `limit` bytes.
-
-    The ratio is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits whatever the router
-    does.
+    `limit` bytes. The ratio is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits
+    whatever the router does.
     """
 
     def taken(ratio: float) -> float:

@@ -166,9 +166,8 @@ def stitch(
 
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
     """Return the modelled time line of a stage over a schedule (`simulated`); its peak is `stage_memory(config,
-    stage).peak`.
-
-    The model does not know which pass needs the most bytes beside what is kept, so each pass gets the largest number.
+    stage).peak`. The model does not know which pass needs the most bytes beside what is kept, so each pass gets the
+    largest number.
     """
     memory = stage_memory(config, stage)
     name, _ = working_of(config, stage)
@@ -271,10 +270,8 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
     """Return (label, colour, bytes [moments]) for each band of the picture, from bottom to top: parts that exist for
-    the whole step, kept activations by module, and the bytes of the running pass.
-
-    The modules with the most kept activations have a band each, and the other modules share one band, so that the bands
-    add up to the time line.
+    the whole step, kept activations by module, and the bytes of the running pass. The modules with the most kept
+    activations have a band each, and the other modules share one band, so that the bands add up to the time line.
     """
     found = []
     for part, colour in zip([part for part in PARTS if part not in (KEPT, *_LAST)], _STATIC, strict=True):

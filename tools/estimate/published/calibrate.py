@@ -121,10 +121,8 @@ def _shares(names: Sequence[str]) -> np.ndarray:
 
 def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
     """Return the allowed range of each of the `coordinates`; no link of these clusters may be faster than its nominal
-    figure.
-
-    Above the nominal figure the predicted time does not change (`DeviceTimes._speed`), so a fit that has gone above
-    this figure could not return.
+    figure. Above the nominal figure the predicted time does not change (`DeviceTimes._speed`), so a fit that has gone
+    above this figure could not return.
     """
     bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
     for name, fractions in (

@@ -272,10 +272,8 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
 
 
 def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return Qwen3 235B on H100: All-to-All in every release.
-
-    From 25.11 on it runs beside another micro-batch, and tensor-parallel communication only; 25.09, with token drop,
-    has it the other way round.
+    """Return Qwen3 235B on H100: All-to-All in every release. From 25.11 on it runs beside another micro-batch, and
+    tensor-parallel communication only; 25.09, with token drop, has it the other way round.
     """
     beside = "tokendrop" not in row
     assumed.append(f"All-to-All dispatch, {'' if beside else 'not '}overlapped, as its recipe has it")
@@ -283,10 +281,9 @@ def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Config
 
 
 def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return GPT-OSS on Blackwell, but for what runs in one graph.
-
-    Until 26.02 its recipes have EP 64 everywhere; the table says EP 8 of 25.11 on B200. 26.02.01 has EP 8 in nodes of 8
-    and names HybridEP, but does not apply it; 26.04 does, and 26.04.01 takes it back on B200 and GB200.
+    """Return GPT-OSS on Blackwell, but for what runs in one graph. Until 26.02 its recipes have EP 64 everywhere; the
+    table says EP 8 of 25.11 on B200. 26.02.01 has EP 8 in nodes of 8 and names HybridEP, but does not apply it; 26.04
+    does, and 26.04.01 takes it back on B200 and GB200.
     """
     if cluster == "b200" and "" < version < "26.02.01" and config.ep != 64:
         assumed.append(f"EP 64, as its recipe has it (the table says {config.ep})")

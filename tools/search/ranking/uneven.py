@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.loads import Loads, loads_of
@@ -21,16 +24,11 @@ from tools.estimate.memory.loaded import Judged, judge
 from tools.estimate.memory.room import Room
 from tools.estimate.time_model import TimeModel
 
-HEADS = {  # column -> what it says
-    "": "number of the strategy at even loads, as in the table above; or a schedule, of which it is the fastest layout",
-    "layout": "as above",
-    "even s": "seconds of a step at even loads",
-    "expected s": "mean seconds of a step under the loads",
-    "max/mean": "mean load of the fullest device over the mean of all, at the layout's own expert_parallel",
-    "runs out": "steps that need more memory than the limit, of all steps of the loads",
-    "open": "steps of which the model's known error leaves open if they fit",
-    "fits up to": "max/mean in every layer up to which the layout surely fits",
-}
+# table or picture -> column -> what it says
+TABLES: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).parents[1].joinpath("tables.yaml").read_text(encoding="utf-8")
+)
+HEADS = TABLES["loads"]
 
 
 @dataclass(frozen=True)

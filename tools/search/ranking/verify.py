@@ -124,9 +124,8 @@ Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is 
 
 
 def dry_run(path: Path, full: bool) -> DryRun:
-    """Check and compile a recipe by a dry run.
-
-    Raises KeyboardInterrupt on Ctrl-C; compiles that had ended before are kept in the dry run's cache.
+    """Check and compile a recipe by a dry run. Raises KeyboardInterrupt on Ctrl-C; compiles that had ended before are
+    kept in the dry run's cache.
     """
     recipe = without_files(load_recipe(path))
     refused = [str(finding) for finding in check_recipe(recipe).errors]
