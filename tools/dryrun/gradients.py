@@ -55,17 +55,11 @@ NO_SIZE = 2048
 
 
 class Way(NamedTuple):
-    """A `Way` is one path that a gradient takes in the graph, from the operator that computes it to the optimizer.
+    """A `Way` is one path that a gradient takes in the graph, from the operator that computes it to the optimizer."""
 
-    Args:
-        collectives: (operator, ranks) of each collective, the last collective first. start: the operator that computes
-            the gradient, or the operator at which the walk ends because it has no rule for it. scale: the factor of the
-            gradient on this path, without clipping.
-    """
-
-    collectives: tuple[tuple[str, tuple[int, ...]], ...]
-    start: str
-    scale: Scale = Scale()
+    collectives: tuple[tuple[str, tuple[int, ...]], ...]  # (operator, ranks) of each, the last one first
+    start: str  # the operator that computes the gradient, or at which the walk ends because it has no rule for it
+    scale: Scale = Scale()  # the factor of the gradient on this path, without clipping
 
 
 def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:

@@ -46,30 +46,18 @@ class TensorType(NamedTuple):
 
 @dataclass
 class Node:
-    """A `Node` is one operator of a subgraph.
+    """A `Node` is one operator of a subgraph."""
 
-    Args:
-        op: the operator's name; "" for calls.
-        head: the text of the operator without attributes; `text` includes them.
-        operands: the numbers of the nodes that are its arguments, in their order.
-        calls: the names of the subgraphs that the operator calls (a Partial operator only binds arguments to a
-            subgraph: `binds`).
-        types: (inputs, outputs) as text.
-        scope: the operator's path of cells.
-        source: the innermost line of Python code that made the operator, as "folder/file.py:line".
-        hand_written: whether the operator comes from a hand-written `bprop`.
-    """
-
-    op: str
-    head: str
+    op: str  # name; "" for calls
+    head: str  # text without attributes; `text` includes them
     text: str
-    operands: list[int]
-    calls: list[str] = field(default_factory=list)
-    binds: str = ""
-    types: tuple[str, str] = ("", "")
-    scope: str = ""
-    source: str = ""
-    hand_written: bool = False
+    operands: list[int]  # the numbers of the nodes that are its arguments, in their order
+    calls: list[str] = field(default_factory=list)  # subgraphs that it calls
+    binds: str = ""  # the subgraph to which a Partial operator only binds arguments
+    types: tuple[str, str] = ("", "")  # (inputs, outputs) as text
+    scope: str = ""  # path of cells
+    source: str = ""  # innermost line of Python code that made it, as "folder/file.py:line"
+    hand_written: bool = False  # it comes from a hand-written `bprop`
 
     @property
     def value(self) -> int | None:

@@ -58,27 +58,16 @@ _PREFIXES |= dict.fromkeys((moment.removesuffix(".") for moment in MOMENTS), STA
 
 @dataclass(frozen=True)
 class Held:
-    """A `Held` is one parameter as a rank holds it.
+    """A `Held` is one parameter as a rank holds it."""
 
-    Args:
-        name: MindSpore's name of the parameter. kind: "weight", "state" (the optimizer's moments) or "accumulated"
-            (gradients over micro-batches).
-        dtype: MindSpore's name, such as "Float32".
-        shape: the shape of the whole tensor.
-        slice: the shape on a rank under tensor, expert and context parallelism.
-        shards: the number of ranks over which the optimizer shards the slice.
-        trainable: whether the optimizer updates the parameter.
-        on_host: whether the parameter is kept in the host's memory, as the optimizer's state is with `optimizer.swap`.
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    slice: tuple[int, ...]
-    shards: int
-    trainable: bool = True
-    on_host: bool = False
+    name: str  # MindSpore's
+    kind: str  # "weight", "state" (the optimizer's moments) or "accumulated" (gradients over micro-batches)
+    dtype: str  # MindSpore's name, such as "Float32"
+    shape: tuple[int, ...]  # of the whole tensor
+    slice: tuple[int, ...]  # shape on a rank under tensor, expert and context parallelism
+    shards: int  # ranks over which the optimizer shards the slice
+    trainable: bool = True  # the optimizer updates it
+    on_host: bool = False  # kept in the host's memory, as the optimizer's state is with `optimizer.swap`
 
     @property
     def elements(self) -> int:
@@ -126,29 +115,16 @@ def total(held: Iterable[Held], kind: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """A `Memory` holds the bytes of one device's memory, by owner.
+    """A `Memory` holds the bytes of one device's memory, by owner."""
 
-    Args:
-        weights: parameters in their stored type, and buffers that no optimizer updates.
-        state: the optimizer's state.
-        accumulated: gradients summed over micro-batches.
-        gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
-        saved: activations that are kept for backward passes, at the fullest moment (estimate).
-        working: the memory of the other tensors that exist only inside a pass, at the moment of the largest sum
-            (estimate).
-        update: the memory that clipping and the optimizer need after the last pass, in addition to weights, state and
-            accumulated gradients (`tools.estimate.memory.model.updating`).
-        limit: `context.max_device_memory`; 0 if the recipe does not set it.
-    """
-
-    weights: int
-    state: int
-    accumulated: int
-    gathered: int
-    saved: int
-    working: int
-    update: int
-    limit: int
+    weights: int  # parameters in their stored type, and buffers that no optimizer updates
+    state: int  # of the optimizer
+    accumulated: int  # gradients summed over micro-batches
+    gathered: int  # weights in compute precision, gathered from the optimizer's shards for the whole step
+    saved: int  # activations kept for backward passes, at the fullest moment (estimate)
+    working: int  # other tensors that exist only inside a pass, at the moment of the largest sum (estimate)
+    update: int  # of clipping and the optimizer after the last pass (`tools.estimate.memory.model.updating`)
+    limit: int  # `context.max_device_memory`; 0 if the recipe does not set it
 
     @property
     def exact(self) -> int:

@@ -27,17 +27,12 @@ _KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 @dataclass(frozen=True)
 class Call:
-    """A `Call` is the call of one collective by one rank.
+    """A `Call` is the call of one collective by one rank."""
 
-    Args:
-        op: the operator; "p2p" for a Send and its Receive. members: the ranks of its group, or (source, destination).
-        what: what must be equal in the calls of all members: shape, type, tag. where: a place for error messages.
-    """
-
-    op: str
-    members: tuple[int, ...]
-    what: str
-    where: str
+    op: str  # the operator; "p2p" for a Send and its Receive
+    members: tuple[int, ...]  # the ranks of its group, or (source, destination)
+    what: str  # must be equal in the calls of all members: shape, type, tag
+    where: str  # a place for error messages
 
     @property
     def key(self) -> str:

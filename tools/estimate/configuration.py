@@ -55,24 +55,17 @@ class Cut(NamedTuple):
 class Recompute:
     """A `Recompute` holds the number of layers of each chunk and stage, [chunks][stages], that the backward pass
     recomputes, for each kind of recomputation; None means no layers.
-
-    Args:
-        full: the number of layers that are recomputed as a whole.
-        select: the number of layers that recompute some operators, which `selective` names: "norms" and activation
-            functions (MindFormers' `select_recompute`), the core of "attention" (Megatron's), or half of all
-            "operators" (torchtitan's).
-        communication: the number of layers that repeat tensor-parallel AllGathers in the backward pass
-            (`select_comm_recompute`).
-        replay_tp: whether full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
-        operators: pairs of a group of operators (one of `PATTERNS` other than norms) and the number of layers that
-            recompute this group.
     """
 
-    full: Table | None = None
-    select: Table | None = None
+    full: Table | None = None  # as a whole
+    select: Table | None = None  # some operators, which `selective` names
+    # repeat tensor-parallel AllGathers in the backward pass (`select_comm_recompute`)
     communication: Table | None = None
+    # "norms" and activation functions (MindFormers' `select_recompute`), the core of "attention" (Megatron's), or half
+    # of all "operators" (torchtitan's)
     selective: str = "norms"
-    replay_tp: bool = True
+    replay_tp: bool = True  # full recomputation repeats tensor-parallel communication (`mp_comm_recompute`)
+    # (group of operators of `PATTERNS` other than norms, layers that recompute it)
     operators: tuple[tuple[str, Table], ...] = ()
 
     def layers(self, option: str, chunk: int, stage: int) -> int:

@@ -35,60 +35,32 @@ CLUSTERS = FOLDER / "clusters"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """An `Efficiency` holds the efficiencies of one device type.
+    """An `Efficiency` holds the efficiencies of one device type."""
 
-    Args:
-        matmul: the share of the peak FLOP/s that a large matmul reaches.
-        matmul_fp8: the share of the fp8 peak FLOP/s that a large matmul reaches, including its casts.
-        blocks: the share of the speed `matmul_fp8` that remains if every 32 elements have their own scale (MXFP8).
-        matmul_fp4: the share of the fp4 peak FLOP/s (NVFP4) that a large matmul reaches, including its casts.
-        half_size: the smallest dimension with which a matmul reaches half of `matmul`.
-        attention: the share of the peak FLOP/s that fused attention reaches.
-        memory: the share of the HBM bandwidth that elementwise operators reach.
-        unfused: the factor by which unfused elementwise operators move more bytes.
-        link: a factor on the share of its bandwidth that a link inside a node reaches; the hardware file states the
-            share.
-        network: a factor on the share of its bandwidth that a link between nodes reaches.
-        hidden: the share of tensor-parallel communication that computation hides, in runs that overlap the two.
-        hidden_ep: the share of expert-parallel communication that computation hides in published runs of other
-            software; for a recipe this share follows from the plan of plugins/ep_overlap.
-        layer_s: the seconds that the host and kernel launches add to the forward pass of each layer; the backward pass
-            takes twice as long.
-        moe_s: the seconds that the additional operators of an MoE layer (routing, sorting, many small kernels) add to
-            its forward pass; the backward pass takes twice as long.
-        burst: a factor on `matmul` for benchmarks of a single layer, which are too short for the clocks to fall under
-            load.
-        step_s: the seconds of a step that no other parameter covers.
-        graphed: the share of elementwise traffic that remains with fused operators, if the whole step is one CUDA
-            graph.
-        mesh: whether the devices of a node are connected pair by pair, so that a group uses only the links among its
-            members.
-        update: a factor on `memory` for the optimizer and the gradient norm, if they reach a different share of the HBM
-            bandwidth than elementwise operators.
-        weight_s: the seconds that the host needs in each step to update one weight (tensor); 0 if one kernel updates
-            many weights.
-    """
-
-    matmul: float
-    matmul_fp8: float
-    half_size: float
-    attention: float
-    memory: float
-    unfused: float
-    link: float
-    hidden: float
+    matmul: float  # share of the peak FLOP/s that a large matmul reaches
+    matmul_fp8: float  # the same of the fp8 peak, including its casts
+    half_size: float  # smallest dimension with which a matmul reaches half of `matmul`
+    attention: float  # share of the peak FLOP/s that fused attention reaches
+    memory: float  # share of the HBM bandwidth that elementwise operators reach
+    unfused: float  # factor by which unfused elementwise operators move more bytes
+    link: float  # factor on the share (of the hardware file) of its bandwidth that a link inside a node reaches
+    hidden: float  # share of tensor-parallel communication that computation hides, in runs that overlap the two
+    # the same of expert-parallel communication in other software's runs; a recipe's follows from plugins/ep_overlap
     hidden_ep: float
+    # seconds that the host and kernel launches add to a layer's forward pass; the backward pass takes twice as long
     layer_s: float
-    moe_s: float
-    burst: float
-    step_s: float
-    blocks: float = 0.9
-    matmul_fp4: float = 0.4
+    moe_s: float  # the same of the additional operators of an MoE layer (routing, sorting, many small kernels)
+    burst: float  # factor on `matmul` for benchmarks of a single layer, too short for the clocks to fall under load
+    step_s: float  # seconds of a step that no other parameter covers
+    blocks: float = 0.9  # share of `matmul_fp8` that remains if every 32 elements have their own scale (MXFP8)
+    matmul_fp4: float = 0.4  # share of the fp4 peak FLOP/s (NVFP4) that a large matmul reaches, including its casts
+    # share of elementwise traffic that remains with fused operators, if the whole step is one CUDA graph
     graphed: float = 0.7
-    network: float = 1.0
-    mesh: bool = False
+    network: float = 1.0  # factor on the share of its bandwidth that a link between nodes reaches
+    mesh: bool = False  # a node's devices are connected pair by pair: a group uses only the links among its members
+    # factor on `memory` for the optimizer and the gradient norm, if they reach another share than elementwise operators
     update: float = 1.0
-    weight_s: float = 0.0
+    weight_s: float = 0.0  # seconds of the host to update one weight (tensor) in a step; 0 if one kernel updates many
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,14 @@ GATHER, EXCHANGE, SEND = "AllGather", "AlltoAll", "Send"
 
 @dataclass(frozen=True)
 class Collective:
-    """A `Collective` is the call with the most bytes in one group of the mesh.
+    """A `Collective` is the call with the most bytes in one group of the mesh."""
 
-    Args:
-        group: tp, cp, ep, dp or pp. operator: AllGather (a ReduceScatter takes as long), AlltoAll, or Send.
-        bytes: of the whole tensor (AllGather), or that one rank sends. stride: between neighbouring ranks of a group.
-    """
-
-    group: str
-    operator: str
-    bytes: int
+    group: str  # tp, cp, ep, dp or pp
+    operator: str  # AllGather (a ReduceScatter takes as long), AlltoAll, or Send
+    bytes: int  # of the whole tensor (AllGather), or that one rank sends
     ranks: int
-    stride: int
-    seconds: float
+    stride: int  # between the numbers of neighbouring ranks of a group
+    seconds: float  # predicted
 
     def groups(self, devices: int) -> list[list[int]]:
         """Return the groups of ranks below `devices` in which this collective runs; none shares a device."""

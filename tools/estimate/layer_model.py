@@ -58,29 +58,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """A `Work` is the work of one layer on one device for one micro-batch's forward pass.
-
-    Args:
-        attention: the FLOPs of the attention scores and of their product with the values.
-        elementwise: bytes that operators other than matmuls read and write.
-        gathered: the bytes of the whole activation, which is the output of a tensor-parallel AllGather or the input of
-            a ReduceScatter.
-        collectives: the number of these AllGathers and ReduceScatters in the forward pass.
-        moved_keys: the bytes of keys and values of the device's part of the sequence, which context parallelism sends.
-        turned_heads: the bytes of queries, keys, values and results, which Ulysses sends to the ranks of their heads.
-        sorting: the bytes in `elementwise` that are moved to sort rows by expert and back; the backward pass moves as
-            many bytes for sorting, not twice as many.
-        copies: the number of rows that a device sends to experts; 0 without experts.
-    """
+    """A `Work` is the work of one layer on one device for one micro-batch's forward pass."""
 
     matmuls: tuple[Matmul, ...]
-    attention: float = 0.0
-    elementwise: float = 0.0
+    attention: float = 0.0  # FLOPs of the attention scores and of their product with the values
+    elementwise: float = 0.0  # bytes that operators other than matmuls read and write
+    # bytes of the whole activation, the output of a tensor-parallel AllGather or the input of a ReduceScatter
     gathered: float = 0.0
-    collectives: int = 0
+    collectives: int = 0  # the number of these AllGathers and ReduceScatters
+    # bytes of keys and values of the device's part of the sequence, which context parallelism sends
     moved_keys: float = 0.0
-    copies: float = 0.0
+    copies: float = 0.0  # rows that a device sends to experts
+    # bytes of queries, keys, values and results, which Ulysses sends to the ranks of their heads
     turned_heads: float = 0.0
+    # of `elementwise`, to sort rows by expert and back; the backward pass moves as many, not twice as many
     sorting: float = 0.0
 
     @property

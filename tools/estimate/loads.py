@@ -64,22 +64,16 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean.
-
-    Args:
-        shares: [steps, micro-batches, layers, devices]. The layers are the decoder's MoE layers in their order, then
-            the MTP layers; missing loads of MTP layers are assumed to be those of the last layer. An axis of length 1
-            means: one micro-batch stands for all micro-batches of a step, one layer stands for every layer, and one
-            device stands for the fullest device of a group if the loads of the other devices are unknown.
-        steps: [steps], the numbers of the steps, for reports.
-        source: the source of the loads, in words.
-        counted: the tokens of each expert, if a log has them.
+    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The layers are the
+    decoder's MoE layers in their order, then the MTP layers; missing loads of MTP layers are assumed to be those of the
+    last layer. An axis of length 1 means: one micro-batch stands for all micro-batches of a step, one layer stands for
+    every layer, and one device stands for the fullest device of a group if the loads of the other devices are unknown.
     """
 
-    shares: np.ndarray
-    steps: tuple[int, ...]
-    source: str
-    counted: Counted | None = None
+    shares: np.ndarray  # [steps, micro-batches, layers, devices]
+    steps: tuple[int, ...]  # [steps] numbers, for reports
+    source: str  # in words
+    counted: Counted | None = None  # the tokens of each expert, if a log has them
 
     @property
     def ratios(self) -> np.ndarray:

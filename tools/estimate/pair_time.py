@@ -28,24 +28,13 @@ _SENDS = ("dispatch", "combine")
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """A `LayerSeconds` holds the seconds that the forward pass, or the backward pass, of one micro-batch takes in one
-    MoE layer.
+    """A `LayerSeconds` holds the seconds that the forward or the backward pass of a micro-batch takes in one MoE layer."""
 
-    Args:
-        attention: all computation before dispatch, including the router; for a backward pass, its input gradients.
-        dispatch: the communication that brings tokens to their experts; for a backward pass, the communication that
-            returns their gradients.
-        experts: the computation of the experts; for a backward pass, the input gradients, including recomputation.
-        combine: the communication that returns results; for a backward pass, the communication that brings their
-            gradients to the experts.
-        weights: the weight gradients of attention and experts (only in a backward pass).
-    """
-
-    attention: float
-    dispatch: float
-    experts: float
-    combine: float
-    weights: float = 0.0
+    attention: float  # all computation before dispatch, including the router; of a backward pass, its input gradients
+    dispatch: float  # brings tokens to their experts, or returns their gradients
+    experts: float  # computation; of a backward pass, the input gradients, including recomputation
+    combine: float  # returns results, or brings their gradients to the experts
+    weights: float = 0.0  # gradients of the weights of attention and experts (only in a backward pass)
 
     @property
     def serial(self) -> float:

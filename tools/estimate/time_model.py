@@ -78,25 +78,15 @@ def require_step_time(config: Configuration) -> None:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A `StepTime` holds the predicted seconds of a step, by part.
+    """A `StepTime` holds the predicted seconds of a step, by part."""
 
-    Args:
-        pipeline: the seconds of all micro-batches in the pipeline.
-        bubble: the share of `pipeline` in which the slowest stage waits.
-        data_parallel: the seconds of the communication of gradients and weights that computation does not hide.
-        optimizer: the seconds of the optimizer's update.
-        fixed: the fitted seconds of a step that belong to no other part.
-        parts: the seconds of the slowest stage's work, by kind of work.
-        sending: the seconds in which a stage sends to its neighbours; in a tight schedule the stage would otherwise
-            wait in some of these seconds.
-    """
-
-    pipeline: float
-    bubble: float
-    data_parallel: float
-    optimizer: float
-    fixed: float
-    parts: Mapping[str, float]
+    pipeline: float  # of all micro-batches
+    bubble: float  # share of `pipeline` in which the slowest stage waits
+    data_parallel: float  # communication of gradients and weights that computation does not hide
+    optimizer: float  # of its update
+    fixed: float  # fitted, of no other part
+    parts: Mapping[str, float]  # of the slowest stage's work, by kind of work
+    # in which a stage sends to its neighbours; in a tight schedule it would otherwise wait in some of these
     sending: float = 0.0
 
     @property

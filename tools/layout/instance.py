@@ -72,15 +72,6 @@ class LayerType:
 class Instance:
     """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the file of the instance
     uses.
-
-    static      [stages] the memory of a stage that does not depend on its layers
-    head, tail  (forward, backward) times that are added to the first and the last chunk
-    last_layers the smallest number of layers of the last chunk (0 or 1)
-    last_option the option of all layers of the last chunk whose types have this option; "" if any option is allowed
-    order       the options, the strongest first, in the order in which the layers of a chunk must have them; () if any
-                order is allowed
-    working     [stages] the memory that the passes of work that belongs to no layer need, like `Option.working`
-    kept        [C] the activation memory that a micro-batch in flight keeps for work that belongs to no layer
     """
 
     name: str
@@ -89,15 +80,16 @@ class Instance:
     micro_batches: int
     schedule: str
     cap: float
-    static: np.ndarray
-    head: tuple[float, float]
-    tail: tuple[float, float]
+    static: np.ndarray  # [stages] the memory of a stage that does not depend on its layers
+    head: tuple[float, float]  # (forward, backward) times that are added to the first chunk
+    tail: tuple[float, float]  # the same of the last chunk
     types: tuple[LayerType, ...]
-    last_layers: int = 0
-    last_option: str = ""
+    last_layers: int = 0  # the smallest number of layers of the last chunk (0 or 1)
+    last_option: str = ""  # of all layers of the last chunk whose types have this option; "" if any option is allowed
+    # the options, the strongest first, in the order that the layers of a chunk must have; () if any order is allowed
     order: tuple[str, ...] = ()
-    working: np.ndarray | float = 0.0
-    kept: np.ndarray | float = 0.0
+    working: np.ndarray | float = 0.0  # [stages] what passes of work of no layer need, like `Option.working`
+    kept: np.ndarray | float = 0.0  # [C] activation memory of a micro-batch in flight for work of no layer
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:

@@ -15,25 +15,17 @@ SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one fault of a recipe.
+    """A `Finding` is one fault of a recipe."""
 
-    Args:
-        severity: "error" (the run would fail, or would be another run than the recipe describes), "warning", or "note"
-            (the recipe runs as written, but MindFormers computes something other than a user may expect).
-        file, line: the place of the value; the line is 0 if the value has no place.
-        key: the dotted key path of the value.
-        wrong: a description of the fault of the value.
-        right: a value that would be right; "" if none is known.
-        source: the line of MindFormers that would fail or ignore the value; "" if none is known.
-    """
-
+    # "error" (the run would fail, or would be another run than the recipe describes), "warning", or "note" (it runs as
+    # written, but MindFormers computes something other than a user may expect)
     severity: str
     file: str
-    line: int
-    key: str
-    wrong: str
-    right: str = ""
-    source: str = ""
+    line: int  # 0 if the value has no place
+    key: str  # dotted key path
+    wrong: str  # the fault of the value
+    right: str = ""  # a value that would be right, if one is known
+    source: str = ""  # the line of MindFormers that would fail or ignore the value, if it is known
 
     def __str__(self) -> str:
         return f"{self.place}{self.severity}: {self.words}" + (f" [{self.source}]" if self.source else "")

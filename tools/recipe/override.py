@@ -36,17 +36,11 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass
 class _Given:
-    """A `_Given` holds what overrides have set so far.
+    """A `_Given` holds what overrides have set so far."""
 
-    Attributes:
-        before: the recipe without these overrides, whose anchors tell which places share a value;
-        by: the override that has set a key path, also through an anchor;
-        named: the key paths that an override names itself.
-    """
-
-    before: dict[str, Any]
-    by: dict[KeyPath, str] = field(default_factory=dict)
-    named: set[KeyPath] = field(default_factory=set)
+    before: dict[str, Any]  # the recipe without these overrides, whose anchors tell which places share a value
+    by: dict[KeyPath, str] = field(default_factory=dict)  # the override that has set a key path, also through an anchor
+    named: set[KeyPath] = field(default_factory=set)  # the key paths that an override names itself
 
     def name(self, paths: Sequence[KeyPath], override: str) -> None:
         """Keep that an override names `paths`."""

@@ -26,20 +26,13 @@ _ALONE = ("data_parallel", "model_parallel", "context_parallel", "expert_paralle
 
 @dataclass
 class Built:
-    """A `Built` holds the arguments with which MindFormers would build a TransformerConfig.
+    """A `Built` holds the arguments with which MindFormers would build a TransformerConfig."""
 
-    Args:
-        fields: field -> value, including default values.
-        origin: field -> the key path of the recipe that set the field.
-        conflicts: the pairs (key path, field) in which the key sets a field that another key or setting had already
-            set.
-        unread: the keys of model_config that set no field.
-    """
-
-    fields: dict[str, Any]
-    origin: dict[str, KeyPath] = field(default_factory=dict)
+    fields: dict[str, Any]  # including default values
+    origin: dict[str, KeyPath] = field(default_factory=dict)  # field -> the key path of the recipe that set it
+    # (key path, field) of a field that another key or setting had already set
     conflicts: list[tuple[KeyPath, str]] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)  # keys of model_config that set no field
 
     def number(self, name: str, default: int = 0) -> int:
         """Return the value of an integer field; return `default` if the value is None or has another type."""

@@ -168,27 +168,16 @@ def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | No
 
 @dataclass(frozen=True)
 class Judged:
-    """A `Judged` says how a run fits under uneven loads.
+    """A `Judged` says how a run fits under uneven loads."""
 
-    Args:
-        fits: whether the run surely fits at even loads, given the model's known error.
-        up_to: the largest max/mean, assumed in every layer, with which the run surely fits; 0: the run does not surely
-            fit at even loads.
-        full: the stage that exceeds the limit first if max/mean grows. most: the largest max/mean that a router can
-            cause.
-        loads: the loads that the user gave; None: the user gave no loads. stages: the numbers of the stages that are
-            judged. needs: the memory of each stage under `loads`.
-        room: the memory that the run may use on a device.
-    """
-
-    fits: bool
-    up_to: float
-    full: int
-    most: float
-    loads: Loads | None
-    stages: tuple[int, ...]
-    needs: tuple[Needs, ...]
-    room: Room
+    fits: bool  # at even loads, surely, given the model's known error
+    up_to: float  # the largest max/mean in every layer with which the run surely fits; 0 if it does not at even loads
+    full: int  # the stage that exceeds the limit first if max/mean grows
+    most: float  # the largest max/mean that a router can cause
+    loads: Loads | None  # that the user gave
+    stages: tuple[int, ...]  # that are judged
+    needs: tuple[Needs, ...]  # the memory of each stage under `loads`
+    room: Room  # that the run may use on a device
 
     @property
     def total(self) -> np.ndarray:

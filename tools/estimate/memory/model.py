@@ -38,27 +38,17 @@ _BUCKET = 2  # layers whose weights are gathered at once where computing weights
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A `StageMemory` holds the bytes that one device of a stage needs at its peak, by part.
+    """A `StageMemory` holds the bytes that one device of a stage needs at its peak, by part."""
 
-    Args:
-        weights: the weights that the optimizer updates.
-        state: the optimizer's moments.
-        accumulated: accumulated gradients, and the spare gradients of Transformer Engine.
-        gathered: weights in the compute dtype, if they are kept for the whole step.
-        activations: activations that are kept for the backward pass, at the fullest moment of the schedule.
-        working: the bytes that one pass needs in addition to the kept activations.
-        buffers: communication buffers.
-        update: the bytes that clipping and the optimizer need after the last pass, in addition to weights, state and
-            accumulated gradients. During the update no weights are gathered and no activations are kept.
-    """
-
-    weights: float
-    state: float
-    accumulated: float
-    gathered: float
-    activations: float
-    working: float
-    buffers: float
+    weights: float  # that the optimizer updates
+    state: float  # the optimizer's moments
+    accumulated: float  # gradients, and the spare gradients of Transformer Engine
+    gathered: float  # weights in the compute dtype, if they are kept for the whole step
+    activations: float  # kept for the backward pass, at the fullest moment of the schedule
+    working: float  # what one pass needs in addition to the kept activations
+    buffers: float  # of communication
+    # of clipping and the optimizer after the last pass, beside weights, state and accumulated gradients; then no
+    # weights are gathered and no activations are kept
     update: float = 0.0
 
     @property

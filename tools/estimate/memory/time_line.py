@@ -55,21 +55,14 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeLine:
-    """A `TimeLine` holds the live bytes of one device of a stage.
+    """A `TimeLine` holds the live bytes of one device of a stage."""
 
-    Args:
-        edges: [moments + 1] times: moment i lasts from edges[i] to edges[i + 1].
-        unit: the unit of the times, "seconds" or "passes".
-        labels: [moments] the pass that runs, such as "F 3.0" (micro-batch 3, chunk 0), or "update"; "" if nothing runs.
-        owners: the owners of the columns of `live`.
-        live: [moments, owners] the bytes of each owner at each moment.
-    """
-
-    edges: np.ndarray
-    unit: str
+    edges: np.ndarray  # [moments + 1] times: moment i lasts from edges[i] to edges[i + 1]
+    unit: str  # of the times, "seconds" or "passes"
+    # [moments] the pass that runs, such as "F 3.0" (micro-batch 3, chunk 0), "update", or "" if nothing runs
     labels: tuple[str, ...]
-    owners: tuple[Owner, ...]
-    live: np.ndarray
+    owners: tuple[Owner, ...]  # of the columns of `live`
+    live: np.ndarray  # [moments, owners] bytes
 
     @property
     def total(self) -> np.ndarray:

@@ -50,20 +50,13 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Calibration:
-    """A `Calibration` is the result of fitting a cluster's efficiencies.
+    """A `Calibration` is the result of fitting a cluster's efficiencies."""
 
-    Args:
-        efficiency: the efficiencies: fitted for the parameters in `fitted`, otherwise unchanged.
-        kept: parameter -> the reason why the rows do not determine it.
-        errors: row -> (error before, error after the fit); an error is predicted / measured step time - 1.
-        skipped: row -> the reason why it was not used.
-    """
-
-    efficiency: Efficiency
+    efficiency: Efficiency  # fitted for the parameters in `fitted`, otherwise unchanged
     fitted: tuple[str, ...]
-    kept: dict[str, str]
-    errors: dict[str, tuple[float, float]]
-    skipped: dict[str, str]
+    kept: dict[str, str]  # parameter -> the reason why the rows do not determine it
+    errors: dict[str, tuple[float, float]]  # row -> (before, after the fit) predicted / measured step time - 1
+    skipped: dict[str, str]  # row -> the reason why it was not used
 
 
 def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:

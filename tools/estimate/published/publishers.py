@@ -45,24 +45,12 @@ class Unexpressed(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """A `Settings` holds the settings of the software with which a publisher measured its runs.
-
-    Args:
-        masked: whether published FLOPs include the masked half of attention.
-        recompute, selective: the recomputation if the row does not state it; see `configuration.Recompute`.
-        mindformers: whether the run has the layout of MindFormers' graph mode (replicated shared experts, gathered
-            activations that are kept, fp32 residual).
-        node_limit: see `configuration.Model`.
-        overlap_tp_backward, wide_gradients: see `configuration.Configuration`.
-        interleaved: whether a row without a value of vpp has an interleaved pipeline nevertheless, because its source
-            has no column for vpp.
-        logit_bytes, spare_gradients, cp_exchanges_heads: see `configuration.Configuration`.
-        overlap: whether tensor-, data- and pipeline-parallel communication overlaps with computation (MindFormers: only
-            data-parallel).
+    """A `Settings` holds the settings of the software with which a publisher measured its runs;
+    `tools.estimate.configuration` explains those that a configuration has, too.
     """
 
-    masked: bool = False
-    recompute: str = "none"
+    masked: bool = False  # published FLOPs include the masked half of attention
+    recompute: str = "none"  # if the row does not state it
     selective: str = "attention"
     precision: str = "bf16"
     dropout: bool = False
@@ -73,13 +61,14 @@ class Settings:
     flash: bool = True
     schedule: str = ""
     ep_mode: str = "deepep"
-    overlap: bool = True
+    overlap: bool = True  # of tp, dp and pp communication with computation (MindFormers: only dp)
     overlap_ep: bool = False
+    # the layout of its graph mode: whole shared experts, gathered activations kept, fp32 residual
     mindformers: bool = False
     node_limit: int = 0
     overlap_tp_backward: bool = False
     wide_gradients: bool = True
-    interleaved: bool = True
+    interleaved: bool = True  # also without a value of vpp, because the source has no column for it
     logit_bytes: int = 6
     spare_gradients: bool = False
     cp_exchanges_heads: bool = False
