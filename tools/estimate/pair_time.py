@@ -28,7 +28,7 @@ _SENDS = ("dispatch", "combine")
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """A `LayerSeconds` holds the seconds that the forward or the backward pass of a micro-batch takes in one MoE layer."""
+    """A `LayerSeconds` holds the seconds of a micro-batch's forward or backward pass in one MoE layer."""
 
     attention: float  # all computation before dispatch, including the router; of a backward pass, its input gradients
     dispatch: float  # brings tokens to their experts, or returns their gradients
