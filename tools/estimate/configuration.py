@@ -139,7 +139,7 @@ class Configuration:
     logit_bytes: int = 6
     # Transformer Engine keeps a spare gradient for each shape of a weight (`tools.estimate.memory.activations`)
     spare_gradients: bool = False
-    # context parallelism exchanges heads for parts of the sequence (Transformer Engine's a2a); keys and values stay
+    # cp exchanges heads for parts of the sequence (Transformer Engine's a2a), and does not send keys and values
     cp_exchanges_heads: bool = False
     layer_only: bool = False  # a benchmark that executes only the MLP of one MoE layer, and no other part of a model
     adapters: Adapters | None = None  # that `plugins.lora` trains; None: all weights are trained
