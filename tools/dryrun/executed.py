@@ -37,11 +37,6 @@ class _Call:
         """Return all values in which a reported call and an executed call must agree, except shapes."""
         return self.op, self.ranks, self.dtype, self.tag
 
-    @property
-    def is_message(self) -> bool:
-        """Return whether the call is a Send or a Receive."""
-        return self.op in ("Send", "Receive")
-
     def fits(self, executed: _Call) -> bool:
         """Return whether this reported call and the executed call may be the same call."""
         return self.kind == executed.kind and self.shape in (None, executed.shape)
@@ -149,7 +144,7 @@ def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: 
 def _swapped(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
     """Return the first message of each link and direction that comes in another order."""
     lines = []
-    for op, ranks in dict.fromkeys((call.op, call.ranks) for call in reported if call.is_message):
+    for op, ranks in dict.fromkeys((call.op, call.ranks) for call in reported if call.op in ("Send", "Receive")):
         streams = ([call for call in calls if (call.op, call.ranks) == (op, ranks)] for calls in (reported, done))
         for place, (one, other) in enumerate(zip(*streams, strict=True), 1):
             if not one.fits(other):

@@ -77,7 +77,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """
     recipe = read_recipe(path)
     refuse_sections(recipe)
-    refuse_numbers(recipe)
+    for place, _, wrong, right in bad_numbers(recipe):
+        _refuse(recipe, place, f"{wrong}; {right}")
     return recipe
 
 
@@ -402,16 +403,6 @@ class Refusal(NamedTuple):
         """Return whether other values are computed from the number, so that it should be a whole number."""
         span = recipe_range(_words(self.path))
         return span is None or span.whole
-
-
-def refuse_numbers(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first value that should be a number and is not, or that lies out of range.
-
-    Raises:
-        RecipeError: the message has the file, the line, the key path and a right value.
-    """
-    for path, _, wrong, right in bad_numbers(recipe):
-        _refuse(recipe, path, f"{wrong}; {right}")
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:

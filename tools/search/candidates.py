@@ -55,10 +55,6 @@ class Funnel:
         """Return the number of candidates that no rule has dropped."""
         return self.total - sum(self.dropped.values())
 
-    def excluded_by_limits(self) -> list[str]:
-        """Return the limits of the user that dropped candidates."""
-        return [reason for reason in self.dropped if reason.startswith("--limit")]
-
     def lines(self) -> list[tuple[str, int]]:
         """Return table rows: all candidates, what each rule dropped (negative), and what is left."""
         return [("all", self.total), *((reason, -count) for reason, count in self.dropped.items()), ("left", self.left)]

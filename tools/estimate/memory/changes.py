@@ -88,10 +88,13 @@ def _peaks(config: Configuration) -> tuple[float, ...]:
 
 def _moves(config: Configuration) -> list[tuple[str, Apply]]:
     moves: list[tuple[str, Apply]] = [
-        ("shard the optimizer", lambda run, _: None if run.shard_optimizer else replace(run, shard_optimizer=True)),
-        ("shard accumulated gradients", _shard_gradients),
+        ("shard the optimizer", lambda run, _: replace(run, shard_optimizer=True)),
+        (
+            "shard accumulated gradients",
+            lambda run, _: replace(run, shard_gradients=True) if run.shard_optimizer else None,
+        ),
         ("recompute the fewest layers that fit", fewest_recomputed),
-        ("recompute every layer", _recompute_all),
+        ("recompute every layer", lambda run, _: _recomputed(run, run.layers)),
         ("recompute norms", _recompute_norms),
         ("move a layer from the fullest stage", _move_layer),
         ("halve the micro-batch", _halve_batch),
@@ -113,10 +116,6 @@ def _sharing_experts(apply: Apply) -> Apply:
         return None if changed is None or changed.dp * changed.tp % changed.ep else changed
 
     return applied
-
-
-def _shard_gradients(run: Configuration, _: float) -> Configuration | None:
-    return None if run.shard_gradients or not run.shard_optimizer else replace(run, shard_gradients=True)
 
 
 def _expert_parallel(ep: int) -> Apply:
@@ -150,10 +149,6 @@ def _deeper(run: Configuration) -> Configuration | None:
     recompute = replace(run.recompute, full=full, select=select, communication=communication)
     half, twice = run.dp // 2, 2 * run.micro_batches
     return replace(run, pp=2 * run.pp, layers=layers, recompute=recompute, dp=half, micro_batches=twice)
-
-
-def _recompute_all(run: Configuration, _: float) -> Configuration | None:
-    return None if run.recompute.full == run.layers else replace(run, recompute=replace(run.recompute, full=run.layers))
 
 
 def _recompute_norms(run: Configuration, _: float) -> Configuration | None:

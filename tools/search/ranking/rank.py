@@ -273,7 +273,7 @@ def _less_margin(request: Request, least: Ranked) -> list[str]:
 
 
 def _nothing_legal(ranking: Ranking) -> str:
-    limits = {reason: ranking.funnel.dropped[reason] for reason in ranking.funnel.excluded_by_limits()}
+    limits = {reason: count for reason, count in ranking.funnel.dropped.items() if reason.startswith("--limit")}
     if limits:
         words = "; ".join(f"{reason} drops {count:,}" for reason, count in limits.items())
         return f"no strategy is left: {words} that are legal"
