@@ -207,9 +207,7 @@ def _batches(view: View, found: Findings) -> None:
 
 def _fill(view: View, built: Built, found: Findings) -> None:
     """Check that there are enough micro-batches for the stages; MindSpore's schedulers differ in whether they require
-    it.
-
-    With lazy inline, which MindFormers switches on in a pipeline, MindSpore schedules what is not interleaved as
+    it. With lazy inline, which MindFormers switches on in a pipeline, MindSpore schedules what is not interleaved as
     seqpipe, which takes any number above one; so does gpipe.
     """
     path, micro = (*PARALLEL, "micro_batch_num"), view.micro_batches
@@ -315,11 +313,10 @@ def _endless_compile(view: View, built: Built, found: Findings) -> None:
 
 
 def _lost_gradients(view: View, built: Built, found: Findings) -> None:
-    """Report weights of which no other rank has a copy, whose accumulated gradients nobody reads.
-
-    MindSpore 2.9.0 hands a weight's accumulated gradient on where it reduces it. One that it need not reduce gets
-    zeros, and with optimizer sharding MindFormers takes what is handed on instead of what was accumulated. A pipeline
-    is another pass of MindSpore, and right.
+    """Report weights of which no other rank has a copy, whose accumulated gradients nobody reads. MindSpore 2.9.0 hands
+    a weight's accumulated gradient on where it reduces it. One that it need not reduce gets zeros, and with optimizer
+    sharding MindFormers takes what is handed on instead of what was accumulated. A pipeline is another pass of
+    MindSpore, and right.
     """
     if view.accumulation == 1 or not view.flag(("parallel", "enable_parallel_optimizer"), False):
         return
@@ -339,9 +336,7 @@ def _lost_gradients(view: View, built: Built, found: Findings) -> None:
 
 
 def without_copies(dp: int, tp: int, cp: int, ep: Any, experts: int) -> tuple[bool, Any]:
-    """Return two booleans: whether no weight has a copy on another rank, and whether no expert has one; `ep` is a
-    number or an array, and so is the second result.
-    """
+    """Return whether no weight, and whether no expert has a copy on another rank; `ep` may be an array."""
     return dp * cp == 1, (ep == dp * tp * cp) & (experts > 0)
 
 
@@ -350,9 +345,7 @@ def _whole(row: Any) -> bool:
 
 
 def _optimizer_shard(view: View, found: Findings) -> None:
-    """Check that optimizer_weight_shard_size divides the ranks that hold a weight's copies; the level settles the
-    gradients.
-    """
+    """Check that optimizer_weight_shard_size divides a weight's copies, and how the level settles the gradients."""
     section = ("parallel", "parallel_optimizer_config")
     gradients, level = (*section, "gradient_accumulation_shard"), view.get((*section, "optimizer_level"))
     if view.has(gradients) and level in ("level1", "level3"):

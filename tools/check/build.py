@@ -135,9 +135,7 @@ def _training_model(model: str, view: View, schema: Schema, built: Built, found:
 
 
 def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
-    """Report keys that ask for something, and arrive in a field of which nothing becomes: no code that trains reads
-    it.
-    """
+    """Report keys that ask for something, and arrive in a field that no training code reads."""
     transformer = schema.data["transformer"]
     defaults = {**transformer["fields"], **transformer["mla_fields"]}
     for name in transformer["unread"]:
@@ -148,9 +146,7 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
 
 
 def _tied(view: View, schema: Schema, found: Findings) -> None:
-    """Warn of keys that ask to tie the output layer to the embedding, and that the training model does not read:
-    Qwen3's reads only tie_word_embeddings, all others never tie.
-    """
+    """Warn of keys that ask to tie the output layer to the embedding, which only some models read."""
     ties = schema.models[schema.model_type(view.recipe)]["ties"]
     how = "ties these weights only by tie_word_embeddings" if ties else "never ties these weights"
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
@@ -206,9 +202,7 @@ def _not_computed(view: View, schema: Schema, found: Findings) -> None:
 
 
 def same(written: Any, arrived: Any) -> bool:
-    """Return whether two values mean the same in a recipe: 1 equals 1.0, bf16 equals bfloat16, a tuple equals a
-    list.
-    """
+    """Return whether two values mean the same in a recipe: 1 is 1.0, bf16 is bfloat16, a tuple is a list."""
     if isinstance(written, (list, tuple)) and isinstance(arrived, (list, tuple)):
         return len(written) == len(arrived) and all(same(*pair) for pair in zip(written, arrived, strict=True))
     if isinstance(written, str) and isinstance(arrived, str):
@@ -224,9 +218,7 @@ _DERIVED = {
 
 
 def check_built(reports: list[Report]) -> str:
-    """Add the findings about the configuration that MindFormers builds to each report; return a note if MindFormers
-    could not be started.
-    """
+    """Add to each report what MindFormers builds otherwise; return a note if it could not be started."""
     if not reports:
         return ""
     results = built_by_mindformers([report.recipe for report in reports])
@@ -269,9 +261,7 @@ _OF_A_JOB = ("RANK_ID", "RANK_SIZE", "DEVICE_ID")  # MindFormers reads them on i
 
 
 def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return for each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; return None if MindFormers is
-    not installed.
-    """
+    """Return for each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
     command = [sys.executable, "-m", "tools.check.build"]
     environ = {key: value for key, value in os.environ.items() if key not in _OF_A_JOB}
     with tempfile.TemporaryDirectory() as folder:
@@ -296,9 +286,7 @@ def main() -> None:
 
 
 def build(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the TransformerConfig that MindFormers builds, and its layers [chunk][stage]. The function
-    imports mindformers.
-    """
+    """Return the fields of MindFormers' own TransformerConfig, and its layers [chunk][stage]; imports mindformers."""
     import copy
     import dataclasses
 

@@ -52,10 +52,9 @@ _MODEL: KeyPath = ("model", "model_config")
 def check_recipe(
     recipe: str | os.PathLike[str] | dict[str, Any], token_budget: int | None = None, here: bool = False
 ) -> Report:
-    """Check a recipe (a file, or a recipe that is already loaded) without MindFormers and without a device.
+    """Check a recipe (a file, or one that is loaded) without MindFormers and without a device.
 
     Args:
-        recipe: path, `Recipe`, or a plain dict (whose findings then have no line).
         token_budget: tokens to train, for the table's number of steps; the recipe's own by default.
         here: the run starts on this machine: missing data is an error, not a warning.
 
@@ -93,10 +92,7 @@ def check_recipe(
 
 def require_sound(recipe: Recipe, own_data: bool = True) -> None:
     """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong.
-
-    Args:
-        own_data: whether the files of the recipe's data are looked at, too; a command that trains on made-up data does
-            not read them.
+    Without `own_data` the files of its data are not looked at, because a command trains on made-up data.
 
     Raises:
         RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.
@@ -148,9 +144,7 @@ def _is_no_size(recipe: Recipe, path: list[str]) -> bool:
 
 
 def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
-    """Say why values stay open. Of a dispatch only where nothing else is wrong: the same is then said of its own
-    keys.
-    """
+    """Say why values stay open; of a dispatch only where nothing else is wrong, which has the same cause."""
     for error in failed:
         if error.path == OFFSET:
             found.error(error.path, f"{error.why}; everything else is checked with an even layout")
@@ -159,9 +153,7 @@ def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
 
 
 def is_fragment(source: str) -> bool:
-    """Return whether a file holds only a part of a recipe (recipes/base/), of which nothing but the keys can be
-    checked.
-    """
+    """Return whether a file holds only a part of a recipe (recipes/base/), of which only keys can be checked."""
     return Path(source).parent.name == "base"
 
 
@@ -179,9 +171,8 @@ def _sections(view: View, schema: Schema, found: Findings) -> None:
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
     """Return the sizes of the recipe as a table; return None if its model is invalid, and a table without stages if its
-    pipeline offset is invalid.
-
-    The keys are in units (parameters, layers, tokens, FLOPs); lists have one value for each pipeline stage.
+    pipeline offset is invalid. The keys are in units (parameters, layers, tokens, FLOPs); lists have one value for each
+    pipeline stage.
     """
     if view.get((*_MODEL, "model_type")) not in load_schema().trained:
         return None  # its sizes are those of another model

@@ -152,7 +152,6 @@ def _masks(view: View, built: Built, found: Findings) -> None:
 
 
 def _positions(view: View, built: Built, found: Findings) -> None:
-    """Check RoPE and YaRN."""
     fields = built.fields
     scaling = view.get(_m("rope_scaling"))
     if isinstance(scaling, dict):
@@ -186,9 +185,7 @@ def _positions(view: View, built: Built, found: Findings) -> None:
 
 
 def _rope_scaling(scaling: dict[str, Any], fields: dict[str, Any], found: Findings) -> None:
-    """Check the mapping `rope_scaling`, in which MindFormers needs every key for which the model's fields have no
-    default.
-    """
+    """Check the mapping `rope_scaling`, which needs every key for which the model's fields have no default."""
     kind = scaling.get("type") or scaling.get("rope_type")
     more = [key for key in yarn.NUMBERS if key.startswith(("beta", "mscale")) and kind == "yarn"]
     missing = [key for key in ("factor", *more) if key not in scaling and fields.get(key) is None]
@@ -267,9 +264,7 @@ def _sequence(view: View, built: Built, found: Findings) -> None:
 
 
 def _callbacks(view: View, built: Built, found: Findings) -> None:
-    """Check that TopkBiasBalanceCallback has the same numbers as the model; with other numbers the router is trained
-    differently.
-    """
+    """Check that TopkBiasBalanceCallback has the model's numbers; others would train the router differently."""
     callbacks = view.get(("callbacks",), [])
     if not isinstance(callbacks, list):
         return
@@ -304,7 +299,6 @@ def _callbacks(view: View, built: Built, found: Findings) -> None:
 
 
 def _trainer(view: View, found: Findings) -> None:
-    """Check settings of the trainer's own."""
     for key, owner in _REPLACED.items():
         value = view.get(("train_dataset", key))
         if value is not None and value != view.get(tuple(owner.split("."))):
@@ -349,9 +343,7 @@ def _trainer(view: View, found: Findings) -> None:
 
 
 def _background_save(view: View, found: Findings) -> None:
-    """Check `async_save`: MindFormers adds up a flag of each rank that still writes, as int8, so that 256 writing
-    ranks add up to 0.
-    """
+    """Check `async_save`: MindFormers counts the ranks that still write in an int8, where 256 of them are 0."""
     path = ("checkpoint", "async_save")
     if not view.flag(path) or view.flag(("use_legacy_format",), True):
         return
@@ -404,12 +396,7 @@ def _data_parallel(view: View, built: Built) -> list[Rule]:
     fields, wrapper = built.fields, ("runner_wrapper", "type")
     mode = view.get(("parallel", "parallel_mode"), 1)
     return [
-        (
-            not (why := refused_dtype(fields.get("compute_dtype"))),
-            (*MODEL, "compute_dtype"),
-            "float32",
-            why,
-        ),
+        (not (why := refused_dtype(fields.get("compute_dtype"))), (*MODEL, "compute_dtype"), "float32", why),
         (fields.get("fused_norm") is False, (*MODEL, "fused_norm"), "False", "there is no RmsNorm kernel"),
         (
             fields.get("hidden_act") == "swiglu",
@@ -450,9 +437,8 @@ _MISPLACED = (
 
 
 def _relocation(view: View, built: Built, found: Findings) -> None:
-    """Check rules of `print_expert_load` and `enable_expert_relocation`; the trainer stops at some of them.
-
-    Without checkpoints it starts, and what it trains is lost.
+    """Check rules of `print_expert_load` and `enable_expert_relocation`; the trainer stops at some of them. Without
+    checkpoints it starts, and what it trains is lost.
     """
     on = [(*MODEL, key) for key in KEYS if built.fields.get(key)]
     if not on:

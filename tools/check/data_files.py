@@ -57,9 +57,7 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
 
 
 def _speed_up(view: View, found: Findings) -> None:
-    """Check `parallel_speed_up_json_path`: if the file is missing, MindFormers reads nothing, and MindSpore then
-    refuses the key.
-    """
+    """Check `parallel_speed_up_json_path`: without its file MindSpore refuses the key."""
     name = view.get(_SPEED_UP)
     if not isinstance(name, str) or not name:
         return
@@ -148,10 +146,9 @@ def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
 
 
 def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:
-    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample.
-
-    With one more MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end
-    inside a document: it holds parts of two beside the whole ones. Context parallelism needs the last entry as padding.
+    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample. With one more
+    MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end inside a
+    document: it holds parts of two beside the whole ones. Context parallelism needs the last entry as padding.
     """
     if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(index):
         return

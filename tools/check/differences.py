@@ -21,9 +21,7 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return the reason that the `card.yaml` of a recipe, or of one of its bases, gives against training the recipe; ""
-    if no card gives a reason.
-    """
+    """Return why a `card.yaml` of the recipe or a base says not to train it; "" if none does."""
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""
 
@@ -43,9 +41,7 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:
     """Note that MTP's share of the embedding's gradient counts twice in the global norm if both are on different
-    stages.
-
-    Where the optimizer is sharded over copies of the embedding, the last stage's own copy gets no gradient.
+    stages. Where the optimizer is sharded over copies of the embedding, the last stage's own copy gets no gradient.
     """
     clips = view.flag(("runner_wrapper", "use_clip_grad"), True)
     sharded = view.flag(("parallel", "enable_parallel_optimizer")) and view.dp * view.cp > 1
@@ -59,9 +55,7 @@ def _shared_embedding(view: View, built: Built, found: Findings) -> None:
 
 
 def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
-    """Note that MindFormers computes the auxiliary loss over a rank's tokens, whatever sequences
-    they belong to.
-    """
+    """Note that MindFormers computes the auxiliary loss over a rank's tokens, whatever their sequences are."""
     if not built.number("num_moe_experts") or not built.fields.get("moe_aux_loss_coeff"):
         return
     if view.on_cpu and not view.parallel:
@@ -148,9 +142,7 @@ def _documents_of_mtp(view: View, built: Built, found: Findings) -> None:
 
 
 def _groups_of_experts(view: View, built: Built, found: Findings) -> None:
-    """Note that a masked group of experts has the score 0, which is higher than the scores of
-    experts with a low bias.
-    """
+    """Note that a masked group of experts has the score 0, which is above those of experts with a low bias."""
     groups, chosen = built.number("moe_router_num_groups"), built.number("moe_router_group_topk")
     limits = bool(built.number("num_moe_experts")) and groups > 1 and chosen < groups
     if limits and built.fields.get("moe_router_enable_expert_bias"):

@@ -30,9 +30,8 @@ def splits_over(devices: int) -> bool:
 def refused_group(dp: int, cp: int, tp: int, ep: int = 1) -> Group | None:
     """Return a group of a pipeline stage's ranks that MindSpore refuses on a host without an NPU, or None if it makes
     all groups of these parallel degrees: of the ranks that divide a tensor, and of those that have copies of a weight
-    or of an expert.
-
-    Tensor-parallel ranks are neighbours; an EP group is `ep` neighbours, and its experts' copies are `ep` ranks apart.
+    or of an expert. Tensor-parallel ranks are neighbours; an EP group is `ep` neighbours, and its experts' copies are
+    `ep` ranks apart.
     """
     groups = [
         Group("model_parallel", tp, 1),

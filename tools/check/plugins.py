@@ -139,9 +139,7 @@ def _has_experts(section: KeyPath, built: Built, found: Findings) -> bool:
 
 
 def _packed_labels(view: View, on: bool, found: Findings) -> None:
-    """Check the packing of conversations: MindFormers shifts labels once too often; for streams it packs in another
-    way.
-    """
+    """Check packed conversations: MindFormers shifts labels once too often, and packs streams in another way."""
     if on:
         loader = view.get(LOADER)
         with _refusals(_PACKED, found):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -36,18 +36,14 @@ _FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
 
 
 class Moment(NamedTuple):
-    """A `Moment` holds the bytes of memory in use while an operator runs, and the bytes in use after the tensors are
-    freed that no later operator reads.
-    """
+    """A `Moment` holds the bytes in use while an operator runs, and after tensors that nobody reads later go."""
 
     most: int
     left: int
 
 
 def name_of(place: int) -> str:
-    """Return the key under which a report lists a part of a pass (a layer, the part before the first layer, or the part
-    after the last one).
-    """
+    """Return the key under which a report lists a part of a pass: a layer, `FRONT` or `BACK`."""
     return {_FIRST: FRONT, _LAST: BACK}.get(place, str(place))
 
 
@@ -77,12 +73,8 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the name of the part of the model to which a tensor belongs that is kept for the backward pass. A tensor
-    that only one later layer reads belongs to that layer, because it is the layer's input.
-
-    Args:
-        own: the part of the operator that computes the tensor. readers: the parts of the operators that read the tensor
-            in the forward pass.
+    """Return the part of the model to which a tensor belongs that is kept for the backward pass: the part of its
+    operator (`own`), or the only later part among its `readers` in the forward pass, whose input it is.
     """
     others = set(readers)
     later = {place for place in others if place > own}
@@ -92,9 +84,7 @@ def owner_place(own: int, readers: Iterable[int]) -> str:
 
 
 def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return a pair (part, position after the part's last operator) for each part of a forward pass, in the order in
-    which the pass runs the parts.
-    """
+    """Return a pair (part, position after its last operator) for each part of a forward pass, in order."""
     found: list[tuple[str, int]] = []
     current = _FIRST
     for number, node in enumerate(nodes):
@@ -121,20 +111,19 @@ def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 
 def parts_of(
-    saved: Mapping[str, int], forward: list[Node], backward: list[Node], moments: Callable[[list[Node]], list[Moment]]
+    saved: Mapping[str, int], forward: list[Node], backward: list[Node], seen: tuple[list[Moment], list[Moment]]
 ) -> dict[str, dict[str, int]]:
     """Return for each part of a pass the bytes that the part keeps for its backward ("saved"), and the most bytes in
-    memory during the part's "forward" (beyond the bytes at its start) and during its "backward".
+    memory during the part's "forward" (beyond the bytes at its start) and during its "backward". `seen` has the moments
+    of both passes.
     """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
-    for key, segments, seen in (
-        ("forward", forward_segments(forward), moments(forward)),
-        ("backward", backward_segments(backward), moments(backward)),
-    ):
+    segments = forward_segments(forward), backward_segments(backward)
+    for key, parts, moments in zip(("forward", "backward"), segments, seen, strict=True):
         first, start = 0, 0
-        for name, end in segments:
+        for name, end in parts:
             if end > first:
-                inside = seen[first:end]
+                inside = moments[first:end]
                 part = found.setdefault(name, {"saved": 0, "forward": 0, "backward": 0})
                 part[key] = max(item.most for item in inside) - (start if key == "forward" else 0)
                 first, start = end, inside[-1].left
@@ -142,9 +131,7 @@ def parts_of(
 
 
 def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the largest number of bytes in memory in each part of a forward pass ("F"), or of a backward pass ("B"),
-    whose parts run from the last to the first.
-    """
+    """Return the most bytes in each part of a forward ("F") or backward pass ("B", from the last part on)."""
     alive, forward = 0, []
     for part in parts:
         forward.append(alive + part["forward"])
@@ -154,10 +141,8 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the bytes "saved", "forward" and "backward" of a chunk that consists of the given parts, which are in the
-    order of the chunk's forward pass.
-
-    A forward pass accumulates the tensors that its parts keep. A backward pass frees these tensors and accumulates its
-    gradients as it proceeds, so its fullest part counts.
+    order of the chunk's forward pass. A forward pass accumulates the tensors that its parts keep. A backward pass frees
+    these tensors and accumulates its gradients as it proceeds, so its fullest part counts.
     """
     most = alive = 0
     for part in parts:
@@ -173,14 +158,12 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
     """Return for each chunk the bytes "saved" for the backward pass of a micro-batch, and the largest numbers of bytes
-    in memory in the "forward" and in the "backward" pass.
+    in memory in the "forward" and in the "backward" pass; dimensions that are unknown before routing count as `rows`
+    (`routed_rows`).
 
     The key "parts" holds the same bytes by layer (see `FRONT`), "modules" holds the saved bytes by module, and "curves"
     holds the largest number of bytes alive in each of at most `POINTS` sections of a pass. Without pipeline parallelism
     the whole step counts as one "backward" pass.
-
-    Args:
-        rows: the size that is used for dimensions that are unknown before routing (see `routed_rows`).
     """
     found = []
     for name, behind in chunks_of(graph):
@@ -189,21 +172,22 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
         for place, size in received_bytes(graph, name, behind, rows).items():
             modules.setdefault(place, Counter())[LAYER_INPUT] += size
         saved = {place: sum(own.values()) for place, own in modules.items()}
-        parts = parts_of(saved, forward, backward, lambda nodes: moments_of(nodes, rows))
+        seen = moments_of(forward, rows), moments_of(backward, rows)
+        parts = parts_of(saved, forward, backward, seen)
         found.append(
             {
                 "saved": sum(saved.values()),
-                "forward": peak_bytes(forward, rows),
-                "backward": peak_bytes(backward, rows),
+                "forward": peak_bytes(seen[0]),
+                "backward": peak_bytes(seen[1]),
                 "parts": {place: part | {"modules": modules.get(place, {})} for place, part in parts.items()},
                 "modules": added(modules.values()),
-                "curves": {"F": curve_of(forward, rows), "B": curve_of(backward, rows)},
+                "curves": dict(zip("FB", map(curve_of, seen), strict=True)),
             }
         )
     if not found:  # without a pipeline MindSpore leaves no passes in subgraphs of their own
-        root = graph.graphs[graph.root]
-        whole = {"saved": 0, "forward": 0, "backward": peak_bytes(root, rows), "parts": {}, "modules": {}}
-        found.append(whole | {"curves": {"F": [], "B": curve_of(root, rows)}})
+        step = moments_of(graph.graphs[graph.root], rows)
+        whole = {"saved": 0, "forward": 0, "backward": peak_bytes(step), "parts": {}, "modules": {}}
+        found.append(whole | {"curves": {"F": [], "B": curve_of(step)}})
     return found
 
 
@@ -215,21 +199,17 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(found)
 
 
-def curve_of(nodes: list[Node], rows: int) -> list[int]:
-    """Return the largest number of bytes in memory in each of at most `POINTS` sections with about equally many
-    operators, in the order of the graph's text.
-    """
-    most = [moment.most for moment in moments_of(nodes, rows)]
+def curve_of(moments: Sequence[Moment]) -> list[int]:
+    """Return the most bytes in each of at most `POINTS` sections of equally many operators, in text order."""
+    most = [moment.most for moment in moments]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
     return [max(most[first:end]) for first, end in pairwise(ends) if end > first]
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
     """Return the number of token rows that a rank dispatches to experts: the padded number of rows if the graph has
-    such a number, otherwise `even`.
-
-    The argument `even` is a rank's number of tokens x top-k, which is the number of rows of each rank if routing is
-    even.
+    such a number, otherwise `even`. The argument `even` is a rank's number of tokens x top-k, which is the number of
+    rows of each rank if routing is even.
     """
     rows = even
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in ("AlltoAllV", "AllToAllV")):
@@ -241,9 +221,7 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
-    """Return a nested dictionary part -> module -> bytes of the tensors, without parameters, that the part keeps from
-    the forward pass to the backward pass.
-    """
+    """Return part -> module -> bytes of the tensors, without parameters, kept for the backward pass."""
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -267,10 +245,8 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Coun
 
 def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
     """Return a dictionary part -> bytes that a chunk receives from the previous stage and keeps unchanged for its
-    backward.
-
-    The received tensors are parameters of the forward subgraph, with separate tensors for each micro-batch; the
-    recomputation of a layer starts from them.
+    backward. The received tensors are parameters of the forward subgraph, with separate tensors for each micro-batch;
+    the recomputation of a layer starts from them.
     """
     nodes, root = graph.graphs[forward], graph.graphs[graph.root]
     bound = next((node for node in nodes if node.binds == backward), None)
@@ -296,10 +272,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
     """Return for each weight the bytes of the tensors that the root graph computes once from this weight, and that the
-    passes of all micro-batches share.
-
-    The counted tensors are the weights in compute precision, gathered from the optimizer's shards; they stay in memory
-    for the whole step.
+    passes of all micro-batches share. The counted tensors are the weights in compute precision, gathered from the
+    optimizer's shards; they stay in memory for the whole step.
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}
@@ -319,17 +293,13 @@ def _weight(node: Node, nodes: list[Node]) -> str:
     return match[1] if match else ""
 
 
-def peak_bytes(nodes: list[Node], rows: int) -> int:
-    """Return the largest number of bytes in memory at one moment if the operators run in the order of the graph's text;
-    views need no memory.
-    """
-    return max((moment.most for moment in moments_of(nodes, rows)), default=0)
+def peak_bytes(moments: Sequence[Moment]) -> int:
+    """Return the most bytes at one moment."""
+    return max((moment.most for moment in moments), default=0)
 
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
-    """Return for each operator the bytes in memory while it runs and after it has run, in the order of the graph's
-    text; views need no memory.
-    """
+    """Return each operator's bytes while it runs and after it, in the text's order; views need no memory."""
     last = {
         owner: place
         for place, node in enumerate(nodes)

@@ -41,9 +41,7 @@ _WIDTH = 130  # of tables in a file or pipe
 
 
 class Ranks(click.ParamType):
-    """A `Ranks` is the type of the option `--ranks`: its value is `all-stages`, or ranks such as `0,512` as a tuple of
-    integers.
-    """
+    """A `Ranks` is the type of the option `--ranks`: `all-stages`, or ranks such as `0,512` as integers."""
 
     name = f"{ALL}|R,R"
 
@@ -133,7 +131,11 @@ def dryrun(
     it is unknown whether it fits (also because --ranks leaves out a stage), or --prove finds a violation; 2 a wrong
     input; 130 interrupted.
     """
-    _check_outputs(picture, time_line)
+    if picture:
+        check_ending(picture)
+        check_writable(picture)
+    if time_line:
+        check_form(time_line)
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses ranks and micro-batches itself: leave out --ranks and --micro-batches")
     require_verified()
@@ -167,14 +169,6 @@ def dryrun(
     sys.exit(1 if _tell(report, proof, as_json) else 0)
 
 
-def _check_outputs(picture: Path | None, time_line: Path | None) -> None:
-    if picture:
-        check_ending(picture)
-        check_writable(picture)
-    if time_line:
-        check_form(time_line)
-
-
 def _tell(report: dict[str, Any], proof: Callable[[], dict[str, Any]] | None, as_json: bool) -> bool:
     """Print the report, and the proof that is made then; return whether there is a problem."""
     if not as_json:
@@ -194,7 +188,6 @@ def _print(render_it: Callable[[Mapping[str, Any], Console], None], report: Mapp
 
 
 def _refuse(lines: Sequence[str], as_json: bool) -> None:
-    """Say why nothing was compiled, and end."""
     if as_json:
         click.echo(json.dumps({"problems": list(lines)}))
     else:

@@ -58,13 +58,8 @@ class Collective:
 
 
 def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Collective]:
-    """Return the collectives of a graph, in program order; a subgraph called twice counts twice.
-
-    Args:
-        ranks_of: a function from a group to its global ranks, or None if they are unknown: `VirtualCluster.ranks_of`.
-
-    The list contains the collectives of both branches of a condition (in training steps, only the branch that updates
-    the weights has collectives).
+    """Return the collectives of a graph in program order, with both branches of a condition (in training steps only one
+    has any); a subgraph called twice counts twice. `ranks_of` is that of a `VirtualCluster`.
 
     Raises:
         ClusterError: a collective's group is unknown.
@@ -91,9 +86,7 @@ def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attr
 
 
 def role_of(node: Node, graph: str) -> str:
-    """Return the role of an operator (see `Collective`): MindSpore marks the graphs that its automatic differentiation
-    makes, and the gradient operators in these graphs.
-    """
+    """Return an operator's role (see `Collective`), which MindSpore marks in its graphs and gradient operators."""
     if "▸" in graph:
         return "forward"
     if "◂" in graph:
@@ -102,7 +95,6 @@ def role_of(node: Node, graph: str) -> str:
 
 
 def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str, tuple[int, ...]]) -> Collective:
-    """Return a collective operator with its group's ranks."""
     attributes = attributes_of(node.text)
     group = str(attributes.get("group", ""))
     ranks = ranks_of(group) or generated.get(group)
@@ -120,7 +112,6 @@ def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str,
 
 def _ordered(nodes: list[Node], graph: str, ranks_of: Callable, generated: dict) -> list[Collective | list[str]]:
     """Return the graph's collectives and (as lists of names) its calls, in order; `after` counts its collectives.
-
     Numbers are sets as bits: bit i is the graph's i-th collective, and a node waits for what its operands wait for.
     """
     by_data: list[int] = []
@@ -158,12 +149,10 @@ def _operands(node: Node, nodes: list[Node]) -> tuple[list[int], list[int]]:
 
 
 def _union(waits: list[int], nodes: list[int]) -> int:
-    """Return the bits of several nodes together."""
     return reduce(or_, (waits[node] for node in nodes), 0)
 
 
 def _bits(number: int) -> tuple[int, ...]:
-    """Return places of the bits that are set."""
     return tuple(place for place in range(number.bit_length()) if number >> place & 1)
 
 
@@ -182,9 +171,8 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each group that MindSpore's C++ code created; only some collectives of a group state these
-    ranks.
-
-    The name of such a group is a hash of its ranks, so it can be checked whether `group_rank_ids` belong to the group.
+    ranks. The name of such a group is a hash of its ranks, so it can be checked whether `group_rank_ids` belong to the
+    group.
     """
     found: dict[str, tuple[int, ...]] = {}
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES):
@@ -209,10 +197,8 @@ _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # MindSpore's numbers of them
 
 
 def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
-    """Return for each chunk the FLOPs of one micro-batch on this rank: "forward", "recompute" and "gradient".
-
-    Args:
-        rows: the size that is used for dimensions that are unknown before routing.
+    """Return each chunk's "forward", "recompute" and "gradient" FLOPs of a micro-batch; unknown dimensions count as
+    `rows`.
     """
     found = []
     for names in chunks_of(graph):
@@ -226,9 +212,7 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
 
 
 def node_flops(node: Node, rows: int) -> int:
-    """Return the FLOPs of one operator; a multiply-add counts as 2 FLOPs, and attention counts as causal attention over
-    the whole sample, because the documents of the sample are unknown.
-    """
+    """Return an operator's FLOPs, 2 for a multiply-add; attention counts as causal over the whole sample."""
     if node.op in _PRODUCTS:
         taken, given = node.inputs[0], node.outputs[0]
         return 2 * _size(taken, rows) * _size(TensorType("", given.shape[-1:]), rows)

@@ -59,10 +59,8 @@ Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Return the results of the plan's jobs in the order of the jobs, from the cache if the cache has them.
-
-    Args:
-        texts: whether the texts of the final graphs are also kept, in the files that `text_of` names.
+    """Return the results of the plan's jobs in their order, from the cache if it has them; `texts` also keeps the texts
+    of the final graphs, in the files that `text_of` names.
     """
     known = {
         place: {**found, "cached": True}
@@ -152,7 +150,6 @@ def run_jobs(
 
 
 def _room(running: int, at_once: int | None) -> bool:
-    """Return whether one more compile fits."""
     if not running:
         return True
     if at_once is not None:

@@ -37,11 +37,6 @@ class _Call:
         """Return all values in which a reported call and an executed call must agree, except shapes."""
         return self.op, self.ranks, self.dtype, self.tag
 
-    @property
-    def is_message(self) -> bool:
-        """Return whether the call is a Send or a Receive."""
-        return self.op in ("Send", "Receive")
-
     def fits(self, executed: _Call) -> bool:
         """Return whether this reported call and the executed call may be the same call."""
         return self.kind == executed.kind and self.shape in (None, executed.shape)
@@ -54,12 +49,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds one line for each difference between the reported and the executed collectives.
-
-    Args:
-        calls: one line for each collective that only one of the two sides calls, or calls more often. order: one line
-            for each collective that was executed before a collective whose result it needs, and for messages of a link
-            in another order. The order is compared only if `calls` is empty.
+    """A `Comparison` holds one line for each difference between the reported and the executed collectives: for calls of
+    only one side, or of one side more often; and, only without any such call, for calls before another one whose result
+    they need, and messages of a link in another order.
     """
 
     calls: list[str]
@@ -67,20 +59,15 @@ class Comparison:
 
 
 def calls_file(run_dir: str | Path, rank: int) -> Path:
-    """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step.
-
-    The file holds {"step", "calls": `CallRecord`s, "places": {group: the rank's index in the group that MindSpore
-    received}}.
+    """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step. The file holds
+    {"step", "calls": `CallRecord`s, "places": {group: the rank's index in the group that MindSpore received}}.
     """
     return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Return a line of text for each group in which MindSpore used a wrong index of a rank; such a rank sliced weights
-    wrongly.
-
-    Args:
-        graph: "graph" of a compile's result, which has the ranks of each group. places: the result of `calls_file`.
+    """Return a line for each group (of a compile's "graph") in which MindSpore used a wrong index of a rank (`places`
+    of `calls_file`); such a rank sliced weights wrongly.
     """
     told = [(ranks, places.get(made_up_name(tuple(ranks)))) for ranks in graph["groups"]]
     return [
@@ -139,9 +126,7 @@ def _differences(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
 
 
 def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: Sequence[_Call]) -> list[str]:
-    """Return executed calls that stand before one that they need: each is taken for the first that fits and may
-    start.
-    """
+    """Return executed calls that stand before one that they need; each is the first that fits and may start."""
     lines: list[str] = []
     left, over = dict(enumerate(reported)), set[int]()
     for call in done:
@@ -159,7 +144,7 @@ def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: 
 def _swapped(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
     """Return the first message of each link and direction that comes in another order."""
     lines = []
-    for op, ranks in dict.fromkeys((call.op, call.ranks) for call in reported if call.is_message):
+    for op, ranks in dict.fromkeys((call.op, call.ranks) for call in reported if call.op in ("Send", "Receive")):
         streams = ([call for call in calls if (call.op, call.ranks) == (op, ranks)] for calls in (reported, done))
         for place, (one, other) in enumerate(zip(*streams, strict=True), 1):
             if not one.fits(other):

@@ -55,17 +55,11 @@ NO_SIZE = 2048
 
 
 class Way(NamedTuple):
-    """A `Way` is one path that a gradient takes in the graph, from the operator that computes it to the optimizer.
+    """A `Way` is one path that a gradient takes in the graph, from the operator that computes it to the optimizer."""
 
-    Args:
-        collectives: (operator, ranks) of each collective, the last collective first. start: the operator that computes
-            the gradient, or the operator at which the walk ends because it has no rule for it. scale: the factor of the
-            gradient on this path, without clipping.
-    """
-
-    collectives: tuple[tuple[str, tuple[int, ...]], ...]
-    start: str
-    scale: Scale = Scale()
+    collectives: tuple[tuple[str, tuple[int, ...]], ...]  # (operator, ranks) of each, the last one first
+    start: str  # the operator that computes the gradient, or at which the walk ends because it has no rule for it
+    scale: Scale = Scale()  # the factor of the gradient on this path, without clipping
 
 
 def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
@@ -84,10 +78,7 @@ def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
 
 
 def judge_gradients(
-    graph: GraphText,
-    ranks_of: Callable[[str], tuple[int, ...] | None],
-    copies: Mapping[str, Sequence[int]],
-    rank: int,
+    graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], copies: Mapping[str, Sequence[int]], rank: int
 ) -> dict[str, dict[str, Any]]:
     """Return for each weight that the optimizer of `rank` updates: {"verdict", "why", "copies", "scales", "norm"}, or
     {"copy_of": another rank, "summed", "norm"}. `tools.dryrun.scale.judge_scale` judges the field "scales".
@@ -136,7 +127,6 @@ def judge_gradients(
 
 def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[dict[str, Any]]:
     """Return the contribution of a weight to the global norm, with the divisor that MindSpore uses on devices.
-
     MindSpore divides by the size of the group over which an AllReduce sums the weight's gradient. Where the optimizer
     shards the weight over only some of its copies, MindSpore asks the devices for this size, and reads `NO_SIZE` here.
     """
@@ -189,9 +179,8 @@ class _Walk:
                     self.called[called].append((name, listed(inside.rpartition(")")[0])))
 
     def of_weight(self, name: str) -> frozenset[Way]:
-        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient.
-
-        AdamW's moment takes 1 - beta of the gradient. Muon's takes all of it, before the moment is made orthogonal.
+        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient. AdamW's
+        moment takes 1 - beta of the gradient. Muon's takes all of it, before the moment is made orthogonal.
         """
         found: set[Way] = set()
         for prefix in _MOMENTS:
@@ -307,9 +296,7 @@ class _Walk:
         return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """Return the gradient's paths that end in a parameter of a subgraph; these paths go through the callers of the
-        subgraph.
-        """
+        """Return the gradient's paths that end in a parameter of a subgraph, through the subgraph's callers."""
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)
         found = frozenset(way for at, text in bound for way in self.value(at, text, members))
         return found or frozenset((Way((), f"parameter {name}"),))
@@ -328,9 +315,8 @@ class _Walk:
 
     def summed(self, name: str, reader: Node | None) -> frozenset[Way]:
         """Return the gradient's paths that end in the sum over micro-batches that `reader` reads; the operator that
-        sets this sum to zero is left out.
-
-        Without a sharded optimizer, its sum over ranks is assigned to it, and read again behind.
+        sets this sum to zero is left out. Without a sharded optimizer, its sum over ranks is assigned to it, and read
+        again behind.
         """
         found: set[Way] = set()
         for graph, node in self.writers[name]:
@@ -402,9 +388,7 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the gradient's paths through a sum, or through a product with a constant, that end in arguments with
-        as many elements as the result.
-        """
+        """Return the gradient's paths through a sum or a product, by arguments as large as the result."""
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
         whole = self.as_large(node, arguments)
@@ -419,9 +403,7 @@ class _Walk:
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
-        """Return the arguments that have as many elements as the result; if there are several such arguments, leave out
-        constants.
-        """
+        """Return the arguments with as many elements as the result; of several such ones not the constants."""
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
         sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]
@@ -462,7 +444,6 @@ def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequ
 
 
 def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[int]) -> tuple[str, str]:
-    """Return one way of a gradient."""
     if way.start == _CONSTANT:
         return WRONG, "its gradient is a constant in the graph"
     received = way.start.startswith(_RECEIVED)
@@ -488,11 +469,8 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
 
 
 def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
-    """Return the ranks whose parts `rank` holds after sums over several groups; a rank is listed twice if its part was
-    added twice.
-
-    Args:
-        groups: the groups of `rank`. Other ranks are assumed to have groups of the same form, as on a mesh.
+    """Return the ranks whose parts `rank` holds after sums over its groups, twice if a part was added twice. Other
+    ranks are assumed to have groups of the same form, as on a mesh.
     """
     reached = [rank]
     for ranks in groups:

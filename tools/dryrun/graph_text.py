@@ -38,9 +38,7 @@ _GROUP = re.compile(r"\(([-\d, ]*)\)")
 
 
 class TensorType(NamedTuple):
-    """A `TensorType` holds MindSpore's name of a tensor's data type, and the tensor's shape on one rank (-1 for a
-    dimension that is known only at run time).
-    """
+    """A `TensorType` holds MindSpore's name of a dtype, and the shape on one rank (-1: known at run time)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,36 +46,22 @@ class TensorType(NamedTuple):
 
 @dataclass
 class Node:
-    """A `Node` is one operator of a subgraph.
+    """A `Node` is one operator of a subgraph."""
 
-    Args:
-        op: the operator's name; "" for calls.
-        head: the text of the operator without attributes; `text` includes them.
-        operands: the numbers of the nodes that are its arguments, in their order.
-        calls: the names of the subgraphs that the operator calls (a Partial operator only binds arguments to a
-            subgraph: `binds`).
-        types: (inputs, outputs) as text.
-        scope: the operator's path of cells.
-        source: the innermost line of Python code that made the operator, as "folder/file.py:line".
-        hand_written: whether the operator comes from a hand-written `bprop`.
-    """
-
-    op: str
-    head: str
+    op: str  # name; "" for calls
+    head: str  # text without attributes; `text` includes them
     text: str
-    operands: list[int]
-    calls: list[str] = field(default_factory=list)
-    binds: str = ""
-    types: tuple[str, str] = ("", "")
-    scope: str = ""
-    source: str = ""
-    hand_written: bool = False
+    operands: list[int]  # the numbers of the nodes that are its arguments, in their order
+    calls: list[str] = field(default_factory=list)  # subgraphs that it calls
+    binds: str = ""  # the subgraph to which a Partial operator only binds arguments
+    types: tuple[str, str] = ("", "")  # (inputs, outputs) as text
+    scope: str = ""  # path of cells
+    source: str = ""  # innermost line of Python code that made it, as "folder/file.py:line"
+    hand_written: bool = False  # it comes from a hand-written `bprop`
 
     @property
     def value(self) -> int | None:
-        """Return the node that computes the operator's first argument; None if this argument is a parameter or a
-        constant.
-        """
+        """Return the node that computes the first argument; None if that is a parameter or a constant."""
         first = _FIRST.match(self.head)
         return int(first[1]) if first else None
 
@@ -122,9 +106,7 @@ def read_graph(file: Path) -> GraphText:
 
 
 def tensors(text: str) -> tuple[TensorType, ...]:
-    """Return the tensor types that a text of the form `<Tensor[BFloat16], (256, -1)>, ...` lists, including members of
-    tuples.
-    """
+    """Return the tensor types in a text such as `<Tensor[BFloat16], (256, -1)>, ...`, also members of tuples."""
     found = [(match.start(), TensorType(match[1], _shape(match[2]))) for match in _TENSOR.finditer(text)]
     for match in _TUPLE.finditer(text):
         dtypes = [dtype for dtype, count in re.findall(_MEMBER, match[1]) for _ in range(int(count or 1))]
@@ -155,9 +137,7 @@ def listed(text: str, opening: str = "([{", closing: str = ")]}") -> list[str]:
 
 
 def whole_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a graph's text with their numbers; lines over which one constant is written out are joined
-    into one.
-    """
+    """Yield the lines of a graph's text with their numbers; the lines of one long constant are joined."""
     begun: list[str] = []
     for number, line in enumerate(lines, 1):
         if begun and line.startswith("      "):
@@ -231,10 +211,9 @@ class Pass(NamedTuple):
 
 
 def passes_of(graph: GraphText) -> list[Pass]:
-    """Return the forward and backward passes of a stage in the order in which the root graph calls them.
-
-    A chunk has one forward and one backward subgraph (lazy inline), which the root graph calls once for each
-    micro-batch, in the order of the micro-batches; chunks are numbered in the order of their first forward passes.
+    """Return the forward and backward passes of a stage in the order in which the root graph calls them. A chunk has
+    one forward and one backward subgraph (lazy inline), which the root graph calls once for each micro-batch, in the
+    order of the micro-batches; chunks are numbered in the order of their first forward passes.
     """
     chunks = chunks_of(graph)
     place = {name: (kind, chunk) for chunk, pair in enumerate(chunks) for kind, name in zip("FB", pair, strict=True)}
@@ -250,9 +229,7 @@ def passes_of(graph: GraphText) -> list[Pass]:
 
 
 def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
-    """Return the names of the forward and backward subgraph of each chunk, in the order of the chunks' first forward
-    passes.
-    """
+    """Return the forward and backward subgraph of each chunk, in the order of their first forward passes."""
     backward = {}
     for name, nodes in graph.graphs.items():
         if "▸" in name:
@@ -262,18 +239,14 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the largest number of bytes of activations that are kept for backward passes at one moment, if each
-    micro-batch keeps `sizes[chunk]` bytes in a chunk.
-    """
+    """Return the most bytes kept for backward passes at one moment; a micro-batch keeps `sizes[chunk]`."""
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
     """Return for each pass the bytes of activations that are kept for later backward passes at the moment when this
-    pass begins.
-
-    If weight gradients are a separate pass ("W"), the activations are kept until that pass.
+    pass begins. If weight gradients are a separate pass ("W"), the activations are kept until that pass.
     """
     split = {item[1:] for item in passes if item.kind == "W"}
     now, found = 0, []

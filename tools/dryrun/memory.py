@@ -58,27 +58,16 @@ _PREFIXES |= dict.fromkeys((moment.removesuffix(".") for moment in MOMENTS), STA
 
 @dataclass(frozen=True)
 class Held:
-    """A `Held` is one parameter as a rank holds it.
+    """A `Held` is one parameter as a rank holds it."""
 
-    Args:
-        name: MindSpore's name of the parameter. kind: "weight", "state" (the optimizer's moments) or "accumulated"
-            (gradients over micro-batches).
-        dtype: MindSpore's name, such as "Float32".
-        shape: the shape of the whole tensor.
-        slice: the shape on a rank under tensor, expert and context parallelism.
-        shards: the number of ranks over which the optimizer shards the slice.
-        trainable: whether the optimizer updates the parameter.
-        on_host: whether the parameter is kept in the host's memory, as the optimizer's state is with `optimizer.swap`.
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    slice: tuple[int, ...]
-    shards: int
-    trainable: bool = True
-    on_host: bool = False
+    name: str  # MindSpore's
+    kind: str  # "weight", "state" (the optimizer's moments) or "accumulated" (gradients over micro-batches)
+    dtype: str  # MindSpore's name, such as "Float32"
+    shape: tuple[int, ...]  # of the whole tensor
+    slice: tuple[int, ...]  # shape on a rank under tensor, expert and context parallelism
+    shards: int  # ranks over which the optimizer shards the slice
+    trainable: bool = True  # the optimizer updates it
+    on_host: bool = False  # kept in the host's memory, as the optimizer's state is with `optimizer.swap`
 
     @property
     def elements(self) -> int:
@@ -101,9 +90,7 @@ class Held:
 
 
 def kinds_of(step: Any) -> dict[str, str]:
-    """Return the kind of each parameter of a training step, by its name; parameters of the optimizer that are not
-    trained weights count as the optimizer's state.
-    """
+    """Return each parameter's kind, by name; what only the optimizer has is the optimizer's state."""
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
 
@@ -128,29 +115,16 @@ def total(held: Iterable[Held], kind: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """A `Memory` holds the bytes of one device's memory, by owner.
+    """A `Memory` holds the bytes of one device's memory, by owner."""
 
-    Args:
-        weights: parameters in their stored type, and buffers that no optimizer updates.
-        state: the optimizer's state.
-        accumulated: gradients summed over micro-batches.
-        gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
-        saved: activations that are kept for backward passes, at the fullest moment (estimate).
-        working: the memory of the other tensors that exist only inside a pass, at the moment of the largest sum
-            (estimate).
-        update: the memory that clipping and the optimizer need after the last pass, in addition to weights, state and
-            accumulated gradients (`tools.estimate.memory.model.updating`).
-        limit: `context.max_device_memory`; 0 if the recipe does not set it.
-    """
-
-    weights: int
-    state: int
-    accumulated: int
-    gathered: int
-    saved: int
-    working: int
-    update: int
-    limit: int
+    weights: int  # parameters in their stored type, and buffers that no optimizer updates
+    state: int  # of the optimizer
+    accumulated: int  # gradients summed over micro-batches
+    gathered: int  # weights in compute precision, gathered from the optimizer's shards for the whole step
+    saved: int  # activations kept for backward passes, at the fullest moment (estimate)
+    working: int  # other tensors that exist only inside a pass, at the moment of the largest sum (estimate)
+    update: int  # of clipping and the optimizer after the last pass (`tools.estimate.memory.model.updating`)
+    limit: int  # `context.max_device_memory`; 0 if the recipe does not set it
 
     @property
     def exact(self) -> int:
@@ -169,11 +143,8 @@ class Memory:
 
 
 def update_of(held: Iterable[Held], sharded: bool) -> int:
-    """Return the bytes that a rank needs after the last pass for clipping and the optimizer (`updating`); 0 if
-    gradients are not accumulated over micro-batches.
-
-    Args:
-        sharded: `parallel.enable_parallel_optimizer`, without which MindFormers divides gradients in fp32.
+    """Return the bytes that a rank needs after the last pass for clipping and the optimizer (`updating`); 0 without
+    accumulated gradients. Unless the optimizer is `sharded`, MindFormers divides gradients in fp32.
     """
     items = list(held)
     sums = {item.name.partition(".")[2]: item for item in items if item.kind == ACCUMULATED}
@@ -186,7 +157,6 @@ def memory_of(
     held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int, update: int = 0
 ) -> Memory:
     """Return the memory of a stage that has the layers of the compiled `graph` and runs its passes in the given order.
-
     The total of this memory is the peak of `line_of`.
     """
     chunks = graph["activations"]
@@ -197,10 +167,9 @@ def memory_of(
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
     """Return the largest number of bytes of activations at one moment: the activations that wait for their backward
-    pass, and the activations that are alive in the running pass.
-
-    The tensors that the running forward pass itself keeps are counted once. The kept tensors include the tensors that
-    the pass received from the previous stage, although no operator of this stage computes them.
+    pass, and the activations that are alive in the running pass. The tensors that the running forward pass itself keeps
+    are counted once. The kept tensors include the tensors that the pass received from the previous stage, although no
+    operator of this stage computes them.
     """
     backward = [chunk["backward"] for chunk in chunks]  # all that counts where no passes are known
     forward = [max(chunk["forward"], chunk["saved"]) for chunk in chunks]
@@ -210,10 +179,8 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
 
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
-    """Return whether the memory of a stage fits its limit: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
-
-    Args:
-        error: the largest relative error of the total; the total is never below the exact bytes.
+    """Return whether a stage's memory fits its limit: `FITS`, `UNKNOWN`, `DOES_NOT_FIT` or `NO_LIMIT`. The total may be
+    off by the relative `error`, but is never below the exact bytes.
     """
     if not limit:
         return NO_LIMIT
@@ -229,12 +196,8 @@ def _even(stage: int, memory: Mapping[str, int], error: float) -> Even:
 def under_loads(
     stages: Sequence[Mapping[str, Any]], config: Configuration, loads: Loads | None, limit: int, error: float
 ) -> Judged:
-    """Return how a report's stages, compiled for an even routing, fit under uneven loads.
-
+    """Return how a report's stages, compiled for an even routing, fit under uneven loads, with the `error` of `fit_of`.
     The loads add the same bytes as in `tc3 memory --loads`, and the error of these bytes is that of modelled memory.
-
-    Args:
-        error: the error of the estimate, as in `fit_of`.
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])
@@ -255,14 +218,8 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
-    """Return the stage that needs the most memory while experts move between two steps.
-
-    Args:
-        stages: for each stage, its number and its memory. limit: as in `memory_of`.
-
-    Returns:
-        the stage, the bytes of the exchange, the bytes including all that a device keeps, and the fit; None without
-        experts.
+    """Return of the stages (number, memory) the one that needs most while experts move between two steps: its number,
+    the bytes of the exchange, these with all that a device keeps, and the fit; None without experts.
     """
     found = []
     for number, held in stages:
@@ -278,9 +235,7 @@ def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[s
 
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
-    """Return a line for each pipeline stage whose memory is so close to the limit that the known error of the
-    prediction decides whether the stage fits.
-    """
+    """Return a line for each stage that is so near to the limit that the known error decides if it fits."""
     where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
     return [
         f"context.max_device_memory: stage {stage['stage']}: unknown whether it fits: "
@@ -291,9 +246,7 @@ def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> lis
 
 
 def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0.0) -> list[str]:
-    """Return the stages of a report that do not fit, with the keys that would reduce their memory; stages with the same
-    advice share a line.
-    """
+    """Return the stages that do not fit, with keys that reduce their memory; stages of one advice share a line."""
     needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():
         memory = stage["memory"]
@@ -335,18 +288,13 @@ def is_update(memory: Mapping[str, int]) -> bool:
 
 
 def at_fullest(memory: Mapping[str, int], part: str) -> int:
-    """Return the bytes of a part at a stage's fullest moment: the update has no gathered weights and activations, and
-    the passes have no divided gradients.
-    """
+    """Return a part's bytes at the fullest moment; the update and the passes do not have all parts."""
     return memory[part] if part in UPDATED or (part == "update") == is_update(memory) else 0
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], update: int = 0) -> TimeLine:
-    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`.
-
-    Args:
-        held, graph, passes, update: as in `memory_of`; if the order of the passes is unknown, the line has one backward
-            pass of each chunk, without kept activations.
+    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`; without a known order of
+    the passes, it has one backward pass of each chunk, without kept activations.
     """
     constant: dict[Owner, float] = defaultdict(float)
     for part, name, size in (
@@ -369,9 +317,7 @@ def _kept(chunk: Mapping[str, Any]) -> Bytes:
 
 
 def _inside(op: Op, chunk: Mapping[str, Any]) -> list[Bytes]:
-    """Return what is alive in a pass beside what is kept, of which a forward's own part is among what is alive in
-    it.
-    """
+    """Return what is alive in a pass beside what is kept, which a forward's own part already contains."""
     kind, name, own = ("F", "forward", chunk["saved"]) if op.kind == "F" else ("B", "backward", 0)
     curve = chunk.get("curves", {}).get(kind) or [chunk[name]]
     return [{Owner(WORKING, f"alive in a {name}"): float(max(0, size - own))} for size in curve]

@@ -21,15 +21,11 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps
 
 
 def one_stage(recipe: Recipe, devices: int) -> Recipe:
-    """Return the recipe of one stage, for at most `devices` devices; with fewer devices than a stage has, the new
-    recipe has fewer data-parallel ranks.
-
-    Args:
-        recipe: a resolved recipe for Ascend.
+    """Return the recipe of one stage of a resolved recipe for Ascend, on at most `devices` devices; with fewer than a
+    stage has, there are fewer data-parallel ranks.
 
     Raises:
-        RecipeError: the recipe swaps layers by their numbers, or `devices` are fewer than its tensor, context and
-            expert parallelism needs.
+        RecipeError: layers are swapped by their numbers, or tp, cp and ep need more devices.
     """
     view = View(recipe)
     if swaps(view):

@@ -27,25 +27,16 @@ _KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 @dataclass(frozen=True)
 class Call:
-    """A `Call` describes the call of one collective by one rank.
+    """A `Call` is the call of one collective by one rank."""
 
-    Args:
-        op: the operator, such as "AllGather"; "p2p" for a Send and its Receive.
-        members: the ranks of the group; (source rank, destination rank) for a Send and its Receive.
-        what: the values that must be equal in the calls of all members: shape, type, tag. where: a text that says where
-            the call is, for error messages.
-    """
-
-    op: str
-    members: tuple[int, ...]
-    what: str
-    where: str
+    op: str  # the operator; "p2p" for a Send and its Receive
+    members: tuple[int, ...]  # the ranks of its group, or (source, destination)
+    what: str  # must be equal in the calls of all members: shape, type, tag
+    where: str  # a place for error messages
 
     @property
     def key(self) -> str:
-        """Return the key of the recipe that put the call into the graph; this is a key of a plugin if the plugin made
-        the call.
-        """
+        """Return the key of the recipe, or of its plugin, that put the call into the graph."""
         return _KEY if self.op == "p2p" else source_key(self.where) or "parallel"
 
     def __str__(self) -> str:
@@ -70,9 +61,7 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return one line for each error that would hang or mix up messages; the list is empty if the compiled ranks can
-    run together.
-    """
+    """Return one line for each error that would hang or mix up messages; [] if the ranks can run together."""
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
     for rank, program in programs.items():
@@ -88,9 +77,7 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
-    """Return the groups that the compiled ranks call ("all"), and the groups of which several compiled ranks are
-    members ("compared").
-    """
+    """Return how many groups the compiled ranks call ("all"), and how many they share ("compared")."""
     groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
     return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
 
@@ -147,12 +134,8 @@ def _name(members: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """A `Links` holds the result of comparing the pairs of stages that send to each other.
-
-    Args:
-        exact: the pairs of stages of which both stages were compiled. alike: the pairs of stages that other stages
-            represent. unknown: the pairs of stages that no compile covers. problems: one line for each Send or Receive
-            without a match.
+    """A `Links` holds the pairs of stages that send to each other, both compiled (`exact`), represented by other stages
+    (`alike`) or covered by no compile, and one line for each Send or Receive without a match.
     """
 
     exact: list[tuple[int, int]]
@@ -186,13 +169,8 @@ class _Rank:
 
 def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int, alike: bool) -> Links:
     """Compare the Sends and Receives at both ends of each pipeline link, in the compiled ranks of the link's two
-    stages. If a stage was not compiled, a rank of a stage with the same layers represents it (`alike`).
-
-    Args:
-        results: the results of the plan's jobs; for a quick plan no link is compared, because its stages are not the
-            stages of the pipeline.
-        per_stage: the number of devices of a stage.
-        alike: whether a stage may represent another one.
+    stages. If a stage was not compiled and may be represented (`alike`), a rank of a stage with the same layers
+    represents it. Of a quick plan no link is compared, because its stages are not those of the pipeline.
     """
     ranks = [_Rank(result, per_stage) for result in results] if plan.job_of else []
     links = Links([], [], [], [])
@@ -214,9 +192,7 @@ def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int
 
 
 def _links(stages: int, ranks: Sequence[_Rank]) -> list[tuple[int, int]]:
-    """Return the pairs of stages that send to each other: neighbours, and pairs further apart that a compiled rank
-    names (the first and the last stage).
-    """
+    """Return the pairs of stages that send to each other: neighbours, and the first and last where a rank says so."""
     ends = (sorted((rank.stage, rank.stage + distance)) for rank in ranks for _, distance in rank.calls)
     far = {(first, last) for first, last in ends if last - first > 1}
     return [(stage, stage + 1) for stage in range(stages - 1)] + sorted(far)
@@ -229,9 +205,7 @@ def _own(ends: tuple[int, int], ranks: Sequence[_Rank]) -> tuple[_Rank, _Rank] |
 
 
 def _differences(one: _Rank, other: _Rank, stood: Sequence[tuple[int, int]], stages: int) -> list[str]:
-    """Return a line for each difference between the two ends of a link, or of several links whose ends the same ranks
-    represent.
-    """
+    """Return a line for each difference between the ends of a link, or of links that the same ranks represent."""
     distance = stood[0][1] - stood[0][0]
     # between the last stage and the first, which are neighbours in a pipeline of two, a Send's chunk is not its
     # Receive's: activations go on to the next chunk

@@ -26,12 +26,8 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` is one compile, which runs in a process of its own: a recipe and a rank.
-
-    Args:
-        recipe: the flat recipe, with the number of micro-batches (and in a quick run the layers) to compile.
-        rank: global rank.
-        stage: the pipeline stage of the rank.
+    """A `Job` is one compile in a process of its own: a flat recipe, with the number of micro-batches (and in a quick
+    run the layers) to compile, a global rank, and the rank's pipeline stage.
     """
 
     recipe: Recipe
@@ -44,12 +40,8 @@ SWAP = tuple((*MODEL, key) for key in ("layer_swap", "op_swap"))
 
 @dataclass(frozen=True)
 class Stage:
-    """A `Stage` describes one pipeline stage.
-
-    Args:
-        number: the stage's position in the pipeline. chunks: for each chunk (first layer, kinds of its layers). ends:
-            the stage's parts other than layers: "embedding", "head" (with the MTP layers). recompute: the recipe's
-            settings of recomputation and swapping for this stage.
+    """A `Stage` is one pipeline stage: its number, for each chunk (first layer, kinds of its layers), its other parts
+    ("embedding", "head" with the MTP layers), and the recipe's recomputation and swapping for it.
     """
 
     number: int
@@ -59,9 +51,7 @@ class Stage:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Return the stage's signature: stages with equal signatures compile to the same graph, except for layer
-        numbers, ranks and order of passes.
-        """
+        """Return what a stage's graph depends on, except for layer numbers, ranks and order of passes."""
         return tuple(kinds for _, kinds in self.chunks), self.ends, self.recompute
 
     @property
@@ -143,12 +133,8 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` holds the ranks that a dry run compiles, and the pipeline stages that each rank represents.
-
-    Args:
-        stages: the stages of the pipeline.
-        jobs: the compiles, ordered by stage and rank. job_of: stage -> the job whose rank represents the stage.
-            micro_batches: the number of micro-batches that are compiled.
+    """A `Plan` holds the compiles of a dry run, ordered by stage and rank, with this number of micro-batches; `job_of`
+    has for each stage the job that represents it.
     """
 
     stages: list[Stage]
@@ -215,11 +201,9 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """Return the recipe without the keys that name files of the host.
-
-    The removed keys name the folder for graph dumps, which the dry run sets itself, and the settings file of Ascend
-    hosts, which MindFormers' public recipes name and do not ship; of the settings in this file only the broadcast level
-    of the data affects the graph.
+    """Return the recipe without the keys that name files of the host. The removed keys name the folder for graph dumps,
+    which the dry run sets itself, and the settings file of Ascend hosts, which MindFormers' public recipes name and do
+    not ship; of the settings in this file only the broadcast level of the data affects the graph.
     """
     context = recipe.get("context") or {}
     for key in ("save_graphs", "save_graphs_path"):

@@ -34,12 +34,8 @@ _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` is a key of the recipe whose value differs between layers.
-
-    Args:
-        path: the keys, and the indices in lists, that lead to the value.
-        layers: the numbers of the layers for which the setting is on. numbered: whether the recipe lists the numbers of
-            layers (with swapping) instead of counting layers for each stage.
+    """A `Setting` is a key of the recipe whose value differs between layers: the path to the value, the layers for
+    which it is on, and whether the recipe lists the numbers of layers (with swapping) instead of counting them.
     """
 
     path: tuple[str | int, ...]
@@ -49,12 +45,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """A `Kind` describes layers that compile to the same graph.
-
-    Args:
-        block: "dense" or "moe".
-        on: for each of the recipe's settings, whether the setting is on for this layer.
-        whole: whether the layer is recomputed as a whole.
+    """A `Kind` describes layers that compile to the same graph: "dense" or "moe", which of the recipe's settings are
+    on, and whether the layer is recomputed as a whole.
     """
 
     block: str
@@ -86,9 +78,7 @@ def kinds_of(view: View, stages: Sequence[Stage], settings: Sequence[Setting]) -
 
 
 def _kind(view: View, block: str, layer: int, settings: Sequence[Setting]) -> Kind:
-    """Return the kind of a layer; for a layer that is recomputed as a whole, the other recompute settings have no
-    effect.
-    """
+    """Return the kind of a layer; if it is recomputed as a whole, its other recompute settings do nothing."""
     whole = view.get(_FULL) is True or any(layer in each.layers for each in settings if each.path == _FULL)
     return Kind(block, tuple(layer in each.layers or (whole and each.path[1] in RECOMPUTE) for each in settings), whole)
 
@@ -123,10 +113,8 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
     """Distribute one layer of each kind to as few stages as a recipe can express, and return these stages. On each
-    stage dense layers come first, and if a setting is off for a layer, the setting is off for all later layers.
-
-    Args:
-        numbered: whether settings list the numbers of layers, so that one stage can hold any of them.
+    stage dense layers come first, and if a setting is off for a layer, it is off for all later layers. If settings are
+    `numbered`, one stage can hold any of them.
     """
     groups: list[list[Kind]] = [[]]
     for kind in sorted(dict.fromkeys(kinds), key=_order):
@@ -168,12 +156,8 @@ _LEAST = 2  # layers of a stage in front: what two of them share belongs to none
 
 
 class Small(NamedTuple):
-    """A `Small` describes the small model that is compiled instead of the real model.
-
-    Args:
-        groups: kinds of layers by stage.
-        kinds: the kinds of the real layers [stage][chunk][layer].
-        recipe: the recipe of the small model.
+    """A `Small` is the small model that is compiled instead of the real one: kinds of layers by stage, the real layers'
+    kinds [stage][chunk][layer], and the recipe.
     """
 
     groups: list[list[Kind]]
@@ -182,9 +166,7 @@ class Small(NamedTuple):
 
 
 def quick_plan(recipe: Recipe) -> Plan:
-    """Return the few compiles from whose results `compose` builds all stages. A pipeline of one stage is compiled
-    unchanged.
-    """
+    """Return the few compiles from which `compose` builds all stages; one stage is compiled unchanged."""
     view = View(recipe)
     if view.pp == 1:
         return plan_jobs(recipe)
@@ -195,9 +177,7 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """Return a recipe with fewer layers: one layer of each kind, and at the end a layer of the kind of the last layer,
-    with the head. MTP layers are not changed.
-    """
+    """Return a recipe with one layer of each kind, and at the end one of the last kind, with head and MTP."""
     view = View(recipe)
     stages = stages_of(view)
     settings = settings_of(view, stages)
@@ -238,11 +218,8 @@ def _set_layers(small: Recipe, groups: Sequence[Sequence[Kind]]) -> None:
 def compose(
     recipe: Recipe, stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[Held], dict[str, Any]]]:
-    """Return for each stage of the real pipeline its memory, and a summary of its graph without the traffic.
-
-    Args:
-        recipe: the real recipe.
-        results: the results of `quick_plan`'s jobs.
+    """Return for each stage of a real recipe its memory, and its graph's summary without traffic, from `quick_plan`'s
+    results.
     """
     small = small_of(recipe)
     layers = _Compiled(small.groups, results)
@@ -303,9 +280,7 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """Return the passes of a micro-batch through a chunk of these layers, with embedding and head if the chunk has
-        them.
-        """
+        """Return the passes of a micro-batch through a chunk of these layers, with embedding and head if asked."""
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []

@@ -106,9 +106,7 @@ def keep_text(graph: Path, text: Path) -> None:
 
 
 def of_the_host(error: Exception) -> bool:
-    """Return whether an error may be caused by the machine at this moment: a full disk, too little memory, a broken
-    package.
-    """
+    """Return whether the machine may have caused an error: a full disk, too little memory, a broken package."""
     return isinstance(error, (OSError, MemoryError, ImportError)) or _HOST.search(str(error)) is not None
 
 
@@ -122,9 +120,7 @@ def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
 
 
 def _updates(parameters: Mapping[str, tuple[str, str, bool]], name: str) -> bool:
-    """Return whether a name of a layout is that of a weight that the optimizer updates; others are of inputs and
-    moments.
-    """
+    """Return whether a layout is that of a weight that the optimizer updates, and not of an input or a moment."""
     kind, _, trained = parameters.get(name, ("", "", False))
     return kind == WEIGHT and trained
 
@@ -140,9 +136,7 @@ def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
 
 
 def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: VirtualCluster, view: View) -> list[Held]:
-    """Return what the rank keeps, by MindSpore's layouts: [2] is the slice, [5] the optimizer's group, [6] the
-    whole.
-    """
+    """Return what the rank keeps, by MindSpore's layouts: [2] the slice, [5] the optimizer's group, [6] the whole."""
     held, away = [], on_host(cell)
     for name, layout in cell.parameter_layout_dict.items():
         if name in parameters:  # and no input
@@ -164,9 +158,7 @@ def _built(cell: Any, view: View) -> list[Held]:
 
 
 def _layout(layout: Sequence[Any]) -> dict[str, Any]:
-    """Return how MindSpore lays a parameter or input of the step on the devices of a stage, as `tools.prove` reads
-    it.
-    """
+    """Return how MindSpore lays a parameter or input on the devices of a stage, as `tools.prove` reads it."""
     names = {"mesh": layout[0], "map": layout[1], "slice": layout[2], "group": layout[5], "whole": layout[6]}
     return {name: value if isinstance(value, str) else list(value) for name, value in names.items()}
 
@@ -179,9 +171,7 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 
 def even_rows(view: View) -> int:
-    """Return the number of token copies of a rank in one micro-batch: its tokens times the number of experts to which
-    each token goes.
-    """
+    """Return a rank's token copies in a micro-batch: its tokens times the experts to which each token goes."""
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
 
@@ -240,7 +230,8 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     enable_plugins(config)
     _set_data_strategy(config, View(recipe).packs)
     columns = list(shapes_of(View(recipe)))
-    data = GeneratorDataset(_NoData(_samples(recipe)), column_names=columns, shuffle=False)
+    samples = max(int((recipe["train_dataset"]["data_loader"].get("sizes") or [1])[0]), 1)
+    data = GeneratorDataset(_NoData(samples), column_names=columns, shuffle=False)
     # asked to, MindSpore also writes every rank's strategy for checkpoints: 14 of 16 GB and 40 % of the time at 8,192
     # devices, and nothing of it is in the graph
     online = "enable_save_strategy_online"
@@ -276,11 +267,6 @@ def _without_files(recipe: Recipe, folder: Path) -> Recipe:
     for name in _DATA_PLUGINS:
         (plain.get("plugins") or {}).pop(name, None)
     return plain
-
-
-def _samples(recipe: Recipe) -> int:
-    """Return samples of the stand-in for the data."""
-    return max(int((recipe["train_dataset"]["data_loader"].get("sizes") or [1])[0]), 1)
 
 
 @contextmanager

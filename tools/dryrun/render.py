@@ -100,9 +100,7 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
 
 
 def _gradients(found: Mapping[str, Any]) -> list[str]:
-    """Return which gradients are summed over the right ranks and scaled to the mean, and why it is not known of the
-    others.
-    """
+    """Return which gradients are summed over the right ranks and scaled to the mean, and what is unknown."""
     scale, norm = found["scale"], found["norm"]
     said = (
         f"gradients: {found['right']} of {found['weights']} weights of the compiled ranks have theirs summed once over "
@@ -227,9 +225,7 @@ _PARTS = {
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw each stage's memory, and below it the traffic if the report has any, to a file (.svg, .png); return
-    `path`.
-    """
+    """Draw each stage's memory, and below it the traffic if there is any, to an .svg or .png; return `path`."""
     sent = any(stage["traffic"] for stage in report["stages"])  # --quick gives none
     figure = new_figure(11, 6 if sent else 4)
     axes = figure.subplots(1 + sent, 1, sharex=True, squeeze=False)[:, 0]

@@ -54,11 +54,8 @@ NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not co
 
 
 class Found(NamedTuple):
-    """A `Found` holds the results of a dry run for one stage.
-
-    Args:
-        rank: the rank that was compiled for the stage; None if the stage is put together from layers.
-        compiled: whether `rank` is a rank of this stage, and not of another stage that represents it.
+    """A `Found` holds the results of a dry run for one stage, of the compiled rank (None if the stage is put together
+    from layers); `compiled` says that the rank is one of this stage, and not of another one like it.
     """
 
     stage: Stage
@@ -175,9 +172,7 @@ def loads_asked(text: str, recipe: Recipe) -> Loads:
 def _judged(
     recipe: Recipe, stages: Sequence[Mapping[str, Any]], loads: Loads | None, limit: int, error: float
 ) -> Judged | None:
-    """Return how the stages fit under uneven loads; None without experts, or where the model does not know the
-    recipe.
-    """
+    """Return how the stages fit under uneven loads; None without experts or a model of the recipe."""
     try:
         config = from_recipe(recipe)
     except RecipeError:
@@ -229,12 +224,9 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
-    """Return {"weights", "once", "otherwise"}: the number of weights, the number of weights of which the global norm
-    counts each element once, and a sentence for each other weight. If a rank's graph computes no global norm, its
-    weights are not counted.
-
-    Args:
-        devices: all ranks of the compiled recipe.
+    """Return {"weights", "once", "otherwise"}: the number of weights, of those whose elements the global norm counts
+    once, and a sentence for each other weight. Weights of a rank whose graph computes no global norm are left out.
+    `devices` are all ranks of the compiled recipe.
     """
     once, otherwise = 0, []
     for result in results:
@@ -252,15 +244,10 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
 
 
 def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
-    """Return a sentence that says why the global norm does not count each element of a weight once; "" if it does.
-
-    Every rank adds the squares of the gradient elements that it holds. The sum over elements that several ranks hold
-    must be divided by the number of these ranks.
-
-    Args:
-        found: the result for the weight, as `judge_gradients` returns it.
-        shards: the number of ranks over which the optimizer shards the weight's slice.
-        devices: all ranks of the compiled recipe.
+    """Return why the global norm does not count each element of a weight once; "" if it does. Every rank adds the
+    squares of the gradient elements that it holds. The sum over elements that several ranks hold must be divided by the
+    number of these ranks: the copies that `judge_gradients` has `found`, over the optimizer's shards. `devices` are all
+    ranks of the compiled recipe.
     """
     if "copy_of" in found:
         return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
@@ -280,12 +267,9 @@ def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -
 
 
 def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[str, Any]:
-    """Return {"weights", "right", "wrong", "unknown"}: the number of weights, the number of weights whose gradient is
-    the mean over micro-batches without the loss scale, and a sentence for each other weight.
-
-    Args:
-        micro_batches: the number of micro-batches of a step of the compiled recipe.
-        devices: the number of devices of one stage.
+    """Return {"weights", "right", "wrong", "unknown"}: the number of weights, of those whose gradient is the mean over
+    a step's micro-batches without the loss scale, and a sentence for each other weight. `devices` are those of one
+    stage.
     """
     seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
     right = 0
@@ -403,10 +387,9 @@ def _uneven(found: Sequence[Found], ranks: int) -> list[str]:
 
 
 def _parameters(found: Sequence[Found], stages: int, view: View) -> dict[str, Any]:
-    """Return trained weights of the model, summed over the stages, against the closed form of `tc3 check`.
-
-    A weight that two stages hold (the embedding, which MTP layers use again on the last stage) counts once. None when
-    not every stage was compiled.
+    """Return trained weights of the model, summed over the stages, against the closed form of `tc3 check`. A weight
+    that two stages hold (the embedding, which MTP layers use again on the last stage) counts once. None when not every
+    stage was compiled.
     """
     table = check_recipe(view.recipe).table or {}
     counted = {"compiled": None, "check": table.get("parameters_trained")}
@@ -478,9 +461,8 @@ def _stream(item: Mapping[str, Any]) -> Stream:
 
 
 def _repeats(item: Mapping[str, Any], micros: Mapping[Stream, set[int]], compiled: int) -> bool:
-    """Return whether each micro-batch does it again.
-
-    An embedding that the first and the last stage share goes between them once a step, and carries micro-batch 0.
+    """Return whether each micro-batch does it again. An embedding that the first and the last stage share goes between
+    them once a step, and carries micro-batch 0.
     """
     if item.get("micro") is None:
         return item["role"] != "step"

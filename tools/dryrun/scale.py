@@ -33,12 +33,8 @@ _CLOSE = 1e-5  # numbers are float32 in the graph
 
 
 class Scale(NamedTuple):
-    """A `Scale` is a factor of a gradient: a number, multiplied by a power of the loss scale.
-
-    Args:
-        by: the number that is multiplied by a power of the loss scale.
-        senses: the exponent of the loss scale.
-        unread: the first operator whose factor is unknown; "" if all factors are known.
+    """A `Scale` is a factor of a gradient: a number `by`, times the loss scale to the power of `senses`; `unread` is
+    the first operator whose factor is unknown, if there is one.
     """
 
     by: float = 1.0
@@ -62,20 +58,16 @@ def number_of(text: str) -> float | None:
 
 
 class Numbers:
-    """A `Numbers` reads the factors of gradients from one graph.
-
-    Args:
-        bound_to: a dictionary from a parameter, such as (subgraph, "para7"), to the arguments that are passed for it,
-            each with the subgraph of the argument.
+    """A `Numbers` reads the factors of gradients from one graph; `bound_to` returns what is passed for a parameter,
+    such as (subgraph, "para7"), each argument with its subgraph.
     """
 
     def __init__(self, graph: GraphText, bound_to: Callable[[str, str], list[tuple[str, str]]]):
         self.graph, self.bound_to = graph, bound_to
 
     def factor(self, graph: str, node: Node, whole: str) -> Scale:
-        """Return the factor by which a product or quotient multiplies its argument `whole`.
-
-        The factor of clipping is left out, because it is the same for all weights and depends on their gradients.
+        """Return the factor by which a product or quotient multiplies its argument `whole`. The factor of clipping is
+        left out, because it is the same for all weights and depends on their gradients.
         """
         arguments = arguments_of(node.head)
         first = arguments[0] == whole
@@ -143,17 +135,9 @@ def _named(node: Node) -> str:
 
 
 def judge_scale(ways: Iterable[Scale], seeds: Iterable[Scale], micro_batches: int, devices: int) -> tuple[bool, str]:
-    """Return whether a gradient is the mean over micro-batches of the sum over the devices of a stage, and the reason
-    if not.
-
-    Args:
-        ways: the factors of the gradient between the backward pass and the optimizer, one for each path.
-        seeds: the seeds of the stage that has the losses.
-        devices: the number of devices of one stage.
-
-    Returns:
-        (True, "") if the gradient's factor is right, (False, reason) if it is wrong, and (True, reason) if it is
-            unknown.
+    """Return (True, "") if a gradient is the mean over micro-batches of the sum over the devices of a stage, (False,
+    why) if it is not, and (True, why) if that is unknown. `ways` are the factors on the paths from the backward pass to
+    the optimizer, `seeds` those of the stage that has the losses.
     """
     wanted = 1 / (micro_batches * devices)
     pairs = [(way, seed) for way in dict.fromkeys(ways) for seed in dict.fromkeys(seeds)]

@@ -35,9 +35,7 @@ class VirtualCluster(Ranks):
     """A `VirtualCluster` holds the virtual cluster of `devices` devices in which this process is one rank."""
 
     def target_ascend(self) -> None:
-        """Make MindSpore compile for Ascend from now on; call this method after the model is built, just before
-        compiling.
-        """
+        """Make MindSpore compile for Ascend from now on; call this after the model is built."""
         target_ascend()
 
 
@@ -137,9 +135,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def _forget_groups() -> None:
-    """Empty MindFormers' own caches of group names, which would hide the creation of a group from
-    the next cluster.
-    """
+    """Empty MindFormers' caches of group names, which would hide new groups from the next cluster."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("mindformers."):
             for name, value in vars(module).items():

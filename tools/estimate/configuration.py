@@ -42,13 +42,9 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """A `Cut` holds the number of chunks into which `plugins.ep_overlap` cuts a micro-batch, and the order in which it
-    issues their steps.
-
-    Args:
-        chunks: the number of parts into which the batch is cut, and the number of parts into which a sequence is cut;
-            None: the fastest numbers that divide batch and sequence, as with `chunks: auto`.
-        stride: the order in which the steps of chunks are issued; None: the fastest order.
+    """A `Cut` says how `plugins.ep_overlap` cuts a micro-batch: `chunks` are the parts of the batch and of a sequence
+    (None: the fastest numbers that divide them, as with `chunks: auto`), `stride` is the order of their steps (None:
+    the fastest).
     """
 
     chunks: tuple[int, int] | None = None
@@ -59,24 +55,17 @@ class Cut(NamedTuple):
 class Recompute:
     """A `Recompute` holds the number of layers of each chunk and stage, [chunks][stages], that the backward pass
     recomputes, for each kind of recomputation; None means no layers.
-
-    Args:
-        full: the number of layers that are recomputed as a whole.
-        select: the number of layers that recompute some operators, which `selective` names: "norms" and activation
-            functions (MindFormers' `select_recompute`), the core of "attention" (Megatron's), or half of all
-            "operators" (torchtitan's).
-        communication: the number of layers that repeat tensor-parallel AllGathers in the backward pass
-            (`select_comm_recompute`).
-        replay_tp: whether full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
-        operators: pairs of a group of operators (one of `PATTERNS` other than norms) and the number of layers that
-            recompute this group.
     """
 
-    full: Table | None = None
-    select: Table | None = None
+    full: Table | None = None  # as a whole
+    select: Table | None = None  # some operators, which `selective` names
+    # repeat tensor-parallel AllGathers in the backward pass (`select_comm_recompute`)
     communication: Table | None = None
+    # "norms" and activation functions (MindFormers' `select_recompute`), the core of "attention" (Megatron's), or half
+    # of all "operators" (torchtitan's)
     selective: str = "norms"
-    replay_tp: bool = True
+    replay_tp: bool = True  # full recomputation repeats tensor-parallel communication (`mp_comm_recompute`)
+    # (group of operators of `PATTERNS` other than norms, layers that recompute it)
     operators: tuple[tuple[str, Table], ...] = ()
 
     def layers(self, option: str, chunk: int, stage: int) -> int:
@@ -87,71 +76,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A `Configuration` is one training run; RecipeError is raised if its degrees or layers do not fit together.
-
-    Args:
-        layers: [chunks][stages] the number of layers of each chunk on each stage.
-        batch: the number of samples in a micro-batch of one data-parallel rank.
-        micro_batches: the number of micro-batches in a step of one data-parallel rank (with pipeline parallelism or
-            gradient accumulation).
-        dtype: the dtype of the matmuls: "bf16", "fp16", "fp32", "fp8", or "mxfp8" and "nvfp4" (blocks that have a scale
-            each).
-        weight_item: the bytes of an element of the weight that the optimizer updates (MindFormers' params_dtype); the
-            accumulated gradients of a MindFormers recipe have the same type.
-        state_item: the bytes of optimizer state for each element of a weight; matrix_state_item: the bytes of optimizer
-            state for each element of a matrix of a layer, if they differ (Muon).
-        ep_mode: a mode of `plugins.hierarchical_ep`; or "deepep" (tokens are also deduplicated inside nodes); or
-            "hybridep" (as "deepep", and the kernels of dispatch also sort the rows by expert).
-        expert_tp: whether tensor parallelism also cuts expert weights; if not, an EP group includes the ranks of a
-            tensor-parallel group.
-        shard_optimizer: whether fp32 weights and moments are sharded over the ranks that hold copies (ZeRO-1,
-            MindFormers' enable_parallel_optimizer); shard_gradients: whether accumulated gradients are sharded, too;
-            shard_weights: whether the weights in the computing type are sharded, too (FSDP).
-        shard_threshold: the size in bytes below which a weight is not sharded.
-        shard_size: the number of ranks over which one weight is sharded (optimizer_weight_shard_size); 0: all ranks
-            that hold a copy.
-        wide_gradients: whether gradients are reduced and summed in fp32.
-        flash: whether attention is one fused kernel; fused: whether elementwise operators are fused (by a compiler or
-            by fused kernels).
-        keeps_scores: whether each layer of a MindFormers graph keeps the softmax of all scores, in fp32, for its
-            backward pass (`CoreAttention` of plugins/cpu_backend).
-        ep_cut: the chunks of `plugins.ep_overlap` and their order; None: tokens are not cut into chunks.
-        shared_beside: whether the shared expert runs during the communication of experts, without chunks
-            (moe_shared_expert_overlap).
-        skew: the load of the busiest rank of an EP group, divided by the mean.
-        overlap_tp, overlap_dp, overlap_pp, overlap_ep: whether the communication of tp, dp, pp or ep overlaps with
-            computation; a fitted share of expert-parallel communication overlaps, unless the chunks are known
-            (`ep_cut`).
-        overlap_tp_backward: whether the computation of weight gradients hides the tensor-parallel reduction of input
-            gradients (Megatron).
-        shared_whole: whether router, shared experts and MTP projection are replicated on every tp rank (MindFormers'
-            graph mode).
-        keep_gathered: whether the results of tensor-parallel AllGathers are kept for the backward pass and not gathered
-            again (MindFormers).
-        training_graph: whether a layer keeps the activations of MindFormers' training_graph models
-            (`tools.estimate.memory.training_graph`).
-        fp32_residual: whether the residual stream is kept in fp32.
-        ulysses: the number of parts into which MindFormers' ulysses_degree_in_cp cuts the heads. MindFormers 1.9.0
-            exchanges heads for this setting, but does not pass the setting to flash attention (flash_attention.py:384),
-            which still gathers keys and values over all ranks of cp. Compiled graphs therefore need exactly as much
-            memory as without the setting.
-        contiguous: whether each rank of context parallelism has one contiguous part of the sequence; all ranks then
-            wait for the last rank, whose tokens attend to all earlier tokens. Otherwise each rank has one part from the
-            start and one part from the end of the sequence.
-        graphs: which operators run as captured graphs: "" none, "layers" for the attention and the router of each layer
-            (CUDA graphs by scope), "step" for all operators in one graph of fused operators.
-        logit_bytes: the bytes for each logit while the loss is computed: a copy in the compute precision, and a copy in
-            fp32, in which Megatron's cross entropy computes the softmax and its gradient in place.
-        spare_gradients: whether Transformer Engine keeps a spare gradient for each shape of a weight
-            (`tools.estimate.memory.activations`).
-        cp_exchanges_heads: whether context parallelism exchanges heads for parts of the sequence (Transformer Engine's
-            a2a), and does not send keys and values.
-        layer_only: whether the run is a benchmark that executes only the MLP of one MoE layer, and no other part of a
-            model.
-        adapters: the adapters that `plugins.lora` trains; None: all weights are trained.
-        attended: the number of token pairs that attend to each other, divided by that number for samples that consist
-            of one document each.
-    """
+    """A `Configuration` is one training run; RecipeError is raised if its degrees or layers do not fit together."""
 
     model: Model
     dp: int = 1
@@ -159,48 +84,75 @@ class Configuration:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    layers: Table = ()
+    layers: Table = ()  # of each chunk on each stage
     schedule: str = "1f1b"
     sequence: int = 4096
-    batch: int = 1
-    micro_batches: int = 1
+    batch: int = 1  # samples in a micro-batch of one data-parallel rank
+    micro_batches: int = 1  # in a step of one data-parallel rank (with pipeline parallelism or gradient accumulation)
+    # of the matmuls: "bf16", "fp16", "fp32", "fp8", or "mxfp8" and "nvfp4" (blocks that have a scale each)
     dtype: str = "bf16"
+    # bytes of an element of the weight that the optimizer updates (MindFormers' params_dtype); the accumulated
+    # gradients of a MindFormers recipe have the same type
     weight_item: int = 4
-    state_item: int = 8
-    matrix_state_item: int | None = None
+    state_item: int = 8  # bytes of optimizer state for each element of a weight
+    matrix_state_item: int | None = None  # the same for a matrix of a layer, if it differs (Muon)
     recompute: Recompute = field(default_factory=Recompute)
     sequence_parallel: bool = True
+    # tensor parallelism also cuts expert weights; if not, an EP group includes the ranks of a tensor-parallel group
     expert_tp: bool = False
+    # a mode of `plugins.hierarchical_ep`; or "deepep" (tokens are also deduplicated inside nodes); or "hybridep" (as
+    # "deepep", and the kernels of dispatch also sort the rows by expert)
     ep_mode: str = "global"
+    # fp32 weights and moments, over the ranks that hold copies (ZeRO-1, MindFormers' enable_parallel_optimizer)
     shard_optimizer: bool = True
-    shard_gradients: bool = False
-    shard_weights: bool = False
-    shard_threshold: int = 0
-    shard_size: int = 0
-    wide_gradients: bool = True
-    flash: bool = True
+    shard_gradients: bool = False  # accumulated gradients, too
+    shard_weights: bool = False  # the weights in the computing type, too (FSDP)
+    shard_threshold: int = 0  # bytes below which a weight is not sharded
+    shard_size: int = 0  # ranks over which one weight is sharded (optimizer_weight_shard_size); 0: all that hold a copy
+    wide_gradients: bool = True  # gradients are reduced and summed in fp32
+    flash: bool = True  # attention is one fused kernel
+    # each layer of a MindFormers graph keeps the softmax of all scores, in fp32, for its backward pass (`CoreAttention`
+    # of plugins/cpu_backend)
     keeps_scores: bool = False
-    fused: bool = True
+    fused: bool = True  # elementwise operators are fused (by a compiler or by fused kernels)
+    # communication of tp, dp, pp or ep overlaps with computation; of that of ep, a fitted share does, unless the chunks
+    # are known (`ep_cut`)
     overlap_tp: bool = False
+    # computing weight gradients hides the tensor-parallel reduction of input gradients (Megatron)
     overlap_tp_backward: bool = False
     overlap_dp: bool = False
     overlap_pp: bool = False
     overlap_ep: bool = False
-    ep_cut: Cut | None = None
+    ep_cut: Cut | None = None  # the chunks of `plugins.ep_overlap` and their order; None: tokens are not cut
+    # the shared expert runs during the communication of experts, without chunks (moe_shared_expert_overlap)
     shared_beside: bool = False
-    skew: float = DEFAULT_SKEW
+    skew: float = DEFAULT_SKEW  # load of the busiest rank of an EP group over the mean
+    # router, shared experts and MTP projection are replicated on every tp rank (MindFormers' graph mode)
     shared_whole: bool = False
+    # results of tensor-parallel AllGathers are kept for the backward pass and not gathered again (MindFormers)
     keep_gathered: bool = False
+    # layers keep the activations of MindFormers' models (`tools.estimate.memory.training_graph`)
     training_graph: bool = False
     fp32_residual: bool = False
+    # for each logit in the loss: a copy in the compute precision, and one in fp32, in which Megatron's cross entropy
+    # computes the softmax and its gradient in place
     logit_bytes: int = 6
+    # Transformer Engine keeps a spare gradient for each shape of a weight (`tools.estimate.memory.activations`)
     spare_gradients: bool = False
+    # cp exchanges heads for parts of the sequence (Transformer Engine's a2a), and does not send keys and values
     cp_exchanges_heads: bool = False
-    layer_only: bool = False
-    adapters: Adapters | None = None
-    attended: float = 1.0
+    layer_only: bool = False  # a benchmark that executes only the MLP of one MoE layer, and no other part of a model
+    adapters: Adapters | None = None  # that `plugins.lora` trains; None: all weights are trained
+    attended: float = 1.0  # token pairs that attend to each other, over that number for samples of one document each
+    # parts into which MindFormers' ulysses_degree_in_cp cuts the heads. MindFormers 1.9.0 exchanges heads for it, but
+    # does not pass it to flash attention (flash_attention.py:384), which still gathers keys and values over all ranks
+    # of cp. Compiled graphs therefore need exactly as much memory as without it.
     ulysses: int = 1
+    # each rank of context parallelism has one part of the sequence, and all wait for the last rank, whose tokens attend
+    # to all earlier ones; otherwise each rank has one part from the start and one from the end
     contiguous: bool = False
+    # operators that run as captured graphs: "" none, "layers" attention and router of each layer (CUDA graphs by
+    # scope), "step" all operators in one graph of fused operators
     graphs: str = ""
 
     def __post_init__(self) -> None:
@@ -217,9 +169,7 @@ class Configuration:
             )
 
     def stage_kinds(self, stage: int) -> list[list[str]]:
-        """Return for each chunk of a stage the kinds of its layers (see `tools.model.KINDS`), in the order of the
-        model.
-        """
+        """Return for each chunk of a stage the kinds of its layers (`tools.model.KINDS`), in model order."""
         if self.layer_only:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
@@ -232,9 +182,7 @@ class Configuration:
 
     @property
     def head_parts(self) -> int:
-        """Return the number of parts into which context parallelism cuts the heads; 1 if context parallelism does not
-        cut the heads.
-        """
+        """Return into how many parts context parallelism cuts the heads; 1 if it does not cut them."""
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
@@ -244,9 +192,7 @@ class Configuration:
 
     @property
     def item(self) -> int:
-        """Return the bytes of an element in the compute dtype; for fp8 and fp4 these are the bytes of bf16, because
-        such values are converted from bf16 values.
-        """
+        """Return the bytes of an element in the compute dtype; fp8 and fp4 are converted from bf16, and count as it."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -388,9 +334,7 @@ def _at_most(want: int | bool, have: int) -> int:
 
 
 def _dealt(want: int | bool, own: Sequence[int]) -> list[int]:
-    """Return `want` layers of a stage whose chunks have `own`: one to each chunk in turn, as long as it has one
-    left.
-    """
+    """Return `want` layers of a stage with chunks `own`: one to each chunk in turn, while it has one left."""
     taken, left = [0] * len(own), _at_most(want, sum(own))
     while left:
         for chunk in [chunk for chunk, have in enumerate(own) if taken[chunk] < have][:left]:
@@ -425,11 +369,10 @@ PATTERNS = {
 
 
 def offered(config: Configuration) -> tuple[str, ...]:
-    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows.
-
-    For models outside of MindFormers' training_graph no group is offered. The group of attention needs MLA without
-    context parallelism (which keeps the gathered keys and values), the group of the MLP needs a gated MLP, and the
-    group of the experts is offered only without chunks of `plugins.ep_overlap`.
+    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows. For
+    models outside of MindFormers' training_graph no group is offered. The group of attention needs MLA without context
+    parallelism (which keeps the gathered keys and values), the group of the MLP needs a gated MLP, and the group of the
+    experts is offered only without chunks of `plugins.ep_overlap`.
     """
     model = config.model
     if not config.training_graph:
@@ -443,9 +386,7 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the name of a layer's recompute option that joins several options, such as "select+attention"; "none"
-    without any option.
-    """
+    """Return the name that joins recompute options of a layer, such as "select+attention", or "none"."""
     return "+".join(names) or "none"
 
 
@@ -481,9 +422,7 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the optimizer really shards a weight: the size of `shard_group`, or 1 if
-    this size does not divide the weight or the weight is small.
-    """
+    """Return over how many ranks a weight is really sharded: 1 if it is small, or not divisible by `shard_group`."""
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))
     small = 4 * weight.size // weight_cut(weight, config) < config.shard_threshold

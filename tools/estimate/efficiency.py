@@ -35,71 +35,38 @@ CLUSTERS = FOLDER / "clusters"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """An `Efficiency` holds the efficiencies of one device type.
+    """An `Efficiency` holds the efficiencies of one device type."""
 
-    Args:
-        matmul: the share of the peak FLOP/s that a large matmul reaches.
-        matmul_fp8: the share of the fp8 peak FLOP/s that a large matmul reaches, including its casts.
-        blocks: the share of the speed `matmul_fp8` that remains if every 32 elements have their own scale (MXFP8).
-        matmul_fp4: the share of the fp4 peak FLOP/s (NVFP4) that a large matmul reaches, including its casts.
-        half_size: the smallest dimension with which a matmul reaches half of `matmul`.
-        attention: the share of the peak FLOP/s that fused attention reaches.
-        memory: the share of the HBM bandwidth that elementwise operators reach.
-        unfused: the factor by which unfused elementwise operators move more bytes.
-        link: a factor on the share of its bandwidth that a link inside a node reaches; the hardware file states the
-            share.
-        network: a factor on the share of its bandwidth that a link between nodes reaches.
-        hidden: the share of tensor-parallel communication that computation hides, in runs that overlap the two.
-        hidden_ep: the share of expert-parallel communication that computation hides in published runs of other
-            software; for a recipe this share follows from the plan of plugins/ep_overlap.
-        layer_s: the seconds that the host and kernel launches add to the forward pass of each layer; the backward pass
-            takes twice as long.
-        moe_s: the seconds that the additional operators of an MoE layer (routing, sorting, many small kernels) add to
-            its forward pass; the backward pass takes twice as long.
-        burst: a factor on `matmul` for benchmarks of a single layer, which are too short for the clocks to fall under
-            load.
-        step_s: the seconds of a step that no other parameter covers.
-        graphed: the share of elementwise traffic that remains with fused operators, if the whole step is one CUDA
-            graph.
-        mesh: whether the devices of a node are connected pair by pair, so that a group uses only the links among its
-            members.
-        update: a factor on `memory` for the optimizer and the gradient norm, if they reach a different share of the HBM
-            bandwidth than elementwise operators.
-        weight_s: the seconds that the host needs in each step to update one weight (tensor); 0 if one kernel updates
-            many weights.
-    """
-
-    matmul: float
-    matmul_fp8: float
-    half_size: float
-    attention: float
-    memory: float
-    unfused: float
-    link: float
-    hidden: float
+    matmul: float  # share of the peak FLOP/s that a large matmul reaches
+    matmul_fp8: float  # the same of the fp8 peak, including its casts
+    half_size: float  # smallest dimension with which a matmul reaches half of `matmul`
+    attention: float  # share of the peak FLOP/s that fused attention reaches
+    memory: float  # share of the HBM bandwidth that elementwise operators reach
+    unfused: float  # factor by which unfused elementwise operators move more bytes
+    link: float  # factor on the share (of the hardware file) of its bandwidth that a link inside a node reaches
+    hidden: float  # share of tensor-parallel communication that computation hides, in runs that overlap the two
+    # the same of expert-parallel communication in other software's runs; a recipe's follows from plugins/ep_overlap
     hidden_ep: float
+    # seconds that the host and kernel launches add to a layer's forward pass; the backward pass takes twice as long
     layer_s: float
-    moe_s: float
-    burst: float
-    step_s: float
-    blocks: float = 0.9
-    matmul_fp4: float = 0.4
+    moe_s: float  # the same of the additional operators of an MoE layer (routing, sorting, many small kernels)
+    burst: float  # factor on `matmul` for benchmarks of a single layer, too short for the clocks to fall under load
+    step_s: float  # seconds of a step that no other parameter covers
+    blocks: float = 0.9  # share of `matmul_fp8` that remains if every 32 elements have their own scale (MXFP8)
+    matmul_fp4: float = 0.4  # share of the fp4 peak FLOP/s (NVFP4) that a large matmul reaches, including its casts
+    # share of elementwise traffic that remains with fused operators, if the whole step is one CUDA graph
     graphed: float = 0.7
-    network: float = 1.0
-    mesh: bool = False
+    network: float = 1.0  # factor on the share of its bandwidth that a link between nodes reaches
+    mesh: bool = False  # a node's devices are connected pair by pair: a group uses only the links among its members
+    # factor on `memory` for the optimizer and the gradient norm, if they reach another share than elementwise operators
     update: float = 1.0
-    weight_s: float = 0.0
+    weight_s: float = 0.0  # seconds of the host to update one weight (tensor) in a step; 0 if one kernel updates many
 
 
 @dataclass(frozen=True)
 class KnownError:
-    """A `KnownError` holds the errors of predicted step times on published runs; each run was predicted by a fit that
-    left out the run's whole group.
-
-    Args:
-        groups: the number of groups of runs (a group is one model on one cluster); each group was predicted by a fit to
-            all other groups.
-        mean, worst: the mean and the largest |predicted / measured - 1|.
+    """A `KnownError` holds the errors of predicted step times on published runs: the mean and the worst |predicted /
+    measured - 1|. A group is one model on one cluster, and was predicted by a fit to all other groups.
     """
 
     rows: int
@@ -122,11 +89,8 @@ class KnownError:
 
 @dataclass(frozen=True)
 class Newer:
-    """A `Newer` holds the errors of predicted step times, over all device types, on runs whose software is newer than
-    that of the fitted runs.
-
-    Args:
-        mean, worst: the mean and the largest |predicted / measured - 1|.
+    """A `Newer` holds the mean and the worst |predicted / measured - 1| of step times, over all device types, on runs
+    whose software is newer than that of the fitted runs.
     """
 
     rows: int
@@ -174,9 +138,7 @@ def newer_error(hardware: Hardware) -> Newer | None:
 
 
 def cluster_file(name: str) -> Path:
-    """Return the hardware file of a cluster; `name` is the name of a cluster or device of this repository, or otherwise
-    the path of a file.
-    """
+    """Return the hardware file of a cluster or device of this repository; other names are paths of files."""
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
     return next((place for place in places if place.is_file()), Path(name))
@@ -207,7 +169,6 @@ _YOUNG = {"blocks", "matmul_fp4", "graphed", "network", *PROFILED}  # files made
 
 
 def _own(hardware: Hardware) -> Efficiency:
-    """Return the efficiencies of a cluster file."""
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
     if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content):
         raise RecipeError(f"{hardware.file}: efficiency: the section must be a mapping of {', '.join(wanted)}")
@@ -221,10 +182,8 @@ def _own(hardware: Hardware) -> Efficiency:
 
 
 def known_error(hardware: Hardware) -> KnownError | None:
-    """Return the known error of predicted step times on a cluster's device type.
-
-    The error is None if the cluster's file states its own efficiencies, or if fewer than two groups of published runs
-    used this device type.
+    """Return the known error of predicted step times on a cluster's device type. The error is None if the cluster's
+    file states its own efficiencies, or if fewer than two groups of published runs used this device type.
     """
     found = [entry for entry in _sets().values() if hardware.name in entry["clusters"]]
     if hardware.efficiency or not found or "step_errors" not in found[0]:
@@ -247,14 +206,11 @@ def _say_other_version(file: str, version: str) -> None:
 
 
 def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
-    """Return the efficiencies that a cluster's file states, or else those of its device type.
-
-    Args:
-        any_version: the efficiencies are only the start of a fit, so they may belong to another version of the model.
+    """Return the efficiencies that a cluster's file states (of `any_version` of the model, if a fit only starts there),
+    or else those of its device type.
 
     Raises:
-        RecipeError: the efficiencies of the device type are not known, or the cluster's file states only some of the
-            efficiencies.
+        RecipeError: they are not known, or the cluster's file states only some of them.
     """
     if hardware.efficiency:
         own = _own(hardware)
@@ -299,9 +255,8 @@ class DeviceTimes:
         return flops[dtype] if dtype in flops else flops["bf16"]
 
     def _attention(self, config: Configuration, flops: float) -> float:
-        """Return forward seconds of `flops` FLOPs of scores and their products with the values.
-
-        Two unfused matmuls move their scores while they compute, or take as long as moving them does.
+        """Return forward seconds of `flops` FLOPs of scores and their products with the values. Two unfused matmuls
+        move their scores while they compute, or take as long as moving them does.
         """
         dtype, width = self._attention_dtype(config), config.model.qk_dim
         if config.flash:
@@ -319,8 +274,8 @@ class DeviceTimes:
             return config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
         return "fp16" if config.training_graph and config.flash and config.model.latent is None else "fp32"
 
-    def _matmul(self, config: Configuration, matmul: Matmul) -> float:
-        """Return forward seconds."""
+    def multiplying(self, config: Configuration, matmul: Matmul) -> float:
+        """Return the seconds of the matrix products `matmul` in the run's precision."""
         size = min(matmul.rows, matmul.columns, matmul.depth)
         if not size:
             return 0.0
@@ -354,9 +309,7 @@ class DeviceTimes:
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:
-        """Return the seconds to copy `size` bytes from a device to the host's memory over an idle link; None if this is
-        unknown.
-        """
+        """Return the seconds to copy `size` bytes to the host over an idle link; None if this is unknown."""
         host = self.hardware.host_link
         return None if host is None else size / host.bytes_per_s
 
@@ -366,14 +319,9 @@ class DeviceTimes:
         link = self.hardware.intra_node if inside else self.hardware.inter_node
         return self.hardware.launch_s + link.latency_s + size / self._speed(inside)
 
-    def multiplying(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the seconds of the matrix products `matmul` in the run's precision."""
-        return self._matmul(config, matmul)
-
     def _speed(self, inside: bool) -> float:
-        """Return the bytes per second that a large transfer reaches over the links inside a node, or between nodes.
-
-        The place decides which share is reached, not the numbers of the link: both kinds of links may have the same.
+        """Return the bytes per second that a large transfer reaches over the links inside a node, or between nodes. The
+        place decides which share is reached, not the numbers of the link: both kinds of links may have the same.
         """
         link = self.hardware.intra_node if inside else self.hardware.inter_node
         factor = self.reached.link if inside else self.reached.network
@@ -381,9 +329,7 @@ class DeviceTimes:
 
     def _collective(self, size: float, ranks: int, stride: int) -> float:
         """Return seconds of an AllGather or ReduceScatter of a tensor of `size` bytes over ranks that are `stride`
-        apart.
-
-        Across nodes, ranks of the same node send different parts over their own links.
+        apart. Across nodes, ranks of the same node send different parts over their own links.
         """
         if ranks == 1:
             return 0.0

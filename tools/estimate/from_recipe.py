@@ -37,9 +37,7 @@ from tools.schema.stages import check_recompute, stage_layers_of, swaps
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """Return the numbers of the layers that a table [chunks][stages] of counts selects: as many of the first layers of
-    each chunk and stage as its count says.
-    """
+    """Return the numbers of the layers that a table [chunks][stages] selects, each chunk's first ones."""
     if table is None:
         return []
     where = places(layers, schedule)
@@ -134,7 +132,6 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
 def _configuration(
     view: View, built: Built, model: Model, layers: Table, recompute: Recompute, dispatch: tuple[str, Cut | None]
 ) -> Configuration:
-    """Return the run of a recipe whose model, layers and dispatch are known."""
     fields = built.fields
     stored = _stored(view, fields)
     return Configuration(
@@ -220,11 +217,9 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
 
 
 def shards_gradients(view: View) -> bool:
-    """Return whether accumulated gradients are sharded.
-
-    With `optimizer_level: level2` the gradients are sharded, whatever `gradient_accumulation_shard` says (MindSpore
-    2.9.0, set_parallel_optimizer_config). With level1 and level3 the gradients are not sharded, and MindSpore refuses
-    `gradient_accumulation_shard` together with these levels.
+    """Return whether accumulated gradients are sharded. With `optimizer_level: level2` the gradients are sharded,
+    whatever `gradient_accumulation_shard` says (MindSpore 2.9.0, set_parallel_optimizer_config). With level1 and level3
+    the gradients are not sharded, and MindSpore refuses `gradient_accumulation_shard` together with these levels.
     """
     level = view.get(LEVEL)
     return view.flag(GRADIENTS) if level is None else level == "level2"
@@ -242,9 +237,7 @@ def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
 
 
 def _shard_size(view: View) -> int:
-    """Return `optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1
-    (set_optimizer_weight_shard_size).
-    """
+    """Return `optimizer_weight_shard_size`, or 0; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
     size = view.number((*_SHARD, "optimizer_weight_shard_size"), 0)
     return 0 if size == 1 else size
 
@@ -256,9 +249,7 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return the recomputation of a recipe's `recompute_config`, with the number of layers [chunks][stages] of each
-    kind. A table of zeros recomputes nothing, as False does.
-    """
+    """Return the recomputation of a recipe, as layers [chunks][stages]; zeros recompute nothing, as False does."""
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
         full=not_empty(read(view.get((*section, "recompute")), layers)),
@@ -270,9 +261,7 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return the function that reads the recompute keys of a recipe: the function reads counts of layers, or the
-    numbers of single layers if activations are swapped.
-    """
+    """Return the function that reads a recipe's recompute keys: counts of layers, or numbers with swapping."""
     if not swaps(view):
         return spread
     return lambda value, layers: table_by_numbers(value, layers, view.schedule)
@@ -280,10 +269,9 @@ def reader_of(view: View) -> Reader:
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """Return the number of layers [chunks][stages] in which a value of `select_recompute` saves memory; these are the
-    layers whose norms are recomputed.
-
-    A flag or a number of layers selects MindFormers' default operators: the multiplication and the activation function
-    of an MLP. With a fused SwiGLU these operators do not exist, and `tc3 dryrun` finds that no memory is saved.
+    layers whose norms are recomputed. A flag or a number of layers selects MindFormers' default operators: the
+    multiplication and the activation function of an MLP. With a fused SwiGLU these operators do not exist, and `tc3
+    dryrun` finds that no memory is saved.
     """
     if isinstance(value, dict):
         return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
@@ -292,10 +280,8 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
     """Return the groups of operators of which a value of `select_recompute` names all patterns, with the number of
-    layers for which the value names them.
-
-    A group counts only if all of its patterns are present in the same spelling, because otherwise it may free nothing.
-    A list of patterns applies to all layers.
+    layers for which the value names them. A group counts only if all of its patterns are present in the same spelling,
+    because otherwise it may free nothing. A list of patterns applies to all layers.
     """
     each = value if isinstance(value, dict) else dict.fromkeys(patterns_of(value), True)
     found = []
@@ -308,17 +294,13 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 
 def patterns_of(value: Any) -> list[str]:
-    """Return the operator patterns of a recompute key; the list is empty if the key leaves the choice of operators to
-    MindFormers.
-    """
+    """Return the operator patterns of a recompute key; [] if MindFormers chooses the operators."""
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
 
 def of_norms(pattern: str) -> bool:
-    """Return whether an operator pattern matches a layer's norms; each part of the pattern must match a whole part of
-    the path of cells below the layer.
-    """
+    """Return whether an operator pattern matches a layer's norms, part by part of the path of cells."""
     parts = pattern.split(r"\.")
     return any(
         len(path) == len(parts) and all(map(re.fullmatch, parts, path))
@@ -346,10 +328,8 @@ def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Tabl
 
 def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
     """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
-    each operator pattern in the key's present value `now`.
-
-    The patterns are written as a mapping, because with swapping MindFormers refuses a list of patterns and the value
-    False.
+    each operator pattern in the key's present value `now`. The patterns are written as a mapping, because with swapping
+    MindFormers refuses a list of patterns and the value False.
     """
     layers = config.layers
     value: Any = True if table == layers else numbers_of(table, layers, config.schedule)
@@ -372,18 +352,14 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether a recompute key holds numbers of layers, which are valid only for one number of stages and
-    chunks.
-    """
+    """Return whether a recompute key holds numbers of layers, which fit only one number of stages and chunks."""
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)
 
 
 def plain_value(table: Table | None, layers: Table) -> Any:
-    """Return the value of a recompute key that a table [chunks][stages] of counts stands for: a flag, or numbers of
-    layers in the shape of `offset`.
-    """
+    """Return a table [chunks][stages] as a recompute key says it: a flag, or counts in the shape of `offset`."""
     if table == layers:
         return True
     return [list(row) for row in table] if table and len(table) > 1 else list(table[0]) if table else False
@@ -441,11 +417,8 @@ def with_groups(
 
 
 def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> Any:
-    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`;
-    this is the key's present value `now` if `now` already says so.
-
-    Args:
-        kept: whether the numbers of layers in `now` apply to the layers of `config`; if not, these numbers are ignored.
+    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`:
+    `now` if it says so. Unless numbers of layers are `kept`, those in `now` are for other layers, and ignored.
     """
 
     def read(value: Any, layers: Table) -> Table | None:
@@ -470,9 +443,7 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
-    """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the rule that cites
-    MindFormers' line; return None if the model compiles with it.
-    """
+    """Return why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the rule; None if it does."""
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
     if model.qk_dim != model.v_dim:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.hierarchical_ep.traffic import Step
 from tools.estimate.configuration import Configuration
 from tools.estimate.time_model import TimeModel
 from tools.hardware.load import Hardware
@@ -23,26 +22,17 @@ GATHER, EXCHANGE, SEND = "AllGather", "AlltoAll", "Send"
 
 @dataclass(frozen=True)
 class Collective:
-    """A `Collective` describes the collective call with the most bytes in one group of the mesh.
+    """A `Collective` is the call with the most bytes in one group of the mesh."""
 
-    Args:
-        group: tp, cp, ep, dp or pp. operator: AllGather (a ReduceScatter takes as long), AlltoAll, or Send.
-        bytes: the bytes of the whole tensor (AllGather), or the bytes that one rank sends (AlltoAll, Send).
-        ranks: the number of ranks of a group. stride: the distance between the numbers of two neighbouring ranks of the
-            group. seconds: the predicted time of the call.
-    """
-
-    group: str
-    operator: str
-    bytes: int
+    group: str  # tp, cp, ep, dp or pp
+    operator: str  # AllGather (a ReduceScatter takes as long), AlltoAll, or Send
+    bytes: int  # of the whole tensor (AllGather), or that one rank sends
     ranks: int
-    stride: int
-    seconds: float
+    stride: int  # between the numbers of neighbouring ranks of a group
+    seconds: float  # predicted
 
     def groups(self, devices: int) -> list[list[int]]:
-        """Return the groups of ranks in which this collective runs, if all of their ranks are below `devices`; each
-        device is in at most one of these groups.
-        """
+        """Return the groups of ranks below `devices` in which this collective runs; none shares a device."""
         span = self.ranks * self.stride
         return [
             [start + first + self.stride * number for number in range(self.ranks)]
@@ -85,49 +75,35 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds in which a stage communicates weights and gradients, as `TimeModel` does, and add these
-        calls to the list of calls as those of the group dp (data parallelism).
-        """
+        """Return the seconds of `TimeModel.once_and_each`, and list these calls as those of the group dp."""
         with self._of("dp"):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """Add the exchange of the experts' tokens to the list of calls, with the bytes that a rank sends in the slowest
-        part of the exchange.
-        """
+        """Add the exchange of the experts' tokens to the list, with the bytes of its slowest step."""
         if config.ep == 1 or not config.model.experts:
             return
         step = max(self.exchanges(self.dispatched(config)), key=lambda one: self._step(one, 1.0))
         ranks = config.ep * (config.tp if config.expert_tp else 1)
         with self._of("ep"):
-            self._note(EXCHANGE, _sent(step), ranks, 1, self._step(step, 1.0))
+            self._note(EXCHANGE, step.inter_bytes + step.intra_bytes, ranks, 1, self._step(step, 1.0))
 
     def sending(self, size: float, span: int) -> float:
-        """Return the seconds to send `size` bytes inside `span` ranks, as `TimeModel` does, and add the call to the
-        list of calls.
-        """
+        """Return the seconds of `TimeModel.sending`, and add the call to the list of calls."""
         stride = span // self.stages if self.group == "pp" else 1
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return the seconds of a transfer between stages, as `TimeModel` does, and add the call to the list of calls
-        as one of the pipeline (the group pp).
-        """
+        """Return the seconds of `TimeModel.transfer`, and list the call as one of the group pp."""
         self.stages = config.pp
         with self._of("pp"):
             return super().transfer(config)
 
 
-def _sent(step: Step) -> float:
-    """Return the bytes that one rank sends in a step."""
-    return step.inter_bytes + step.intra_bytes
-
-
 def collectives_of(config: Configuration, hardware: Hardware) -> list[Collective]:
-    """Return the largest call of each kind of group of a run, in the order tp, cp, ep, dp, pp.
-
-    Groups of the same name (such as dp) with different numbers of ranks count as different kinds, because gradients of
-    experts have fewer copies than other gradients.
+    """Return the largest call of each kind of group of a run, in the order tp, cp, ep, dp, pp. Groups of the same name
+    (such as dp) with different numbers of ranks count as different kinds, because gradients of experts have fewer
+    copies than other gradients.
     """
     model = Noted(hardware)
     for kind in sorted({kind for chunk in config.stage_kinds(0) for kind in chunk}):

@@ -58,29 +58,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """A `Work` is the work of one layer on one device for one micro-batch's forward pass.
-
-    Args:
-        attention: the FLOPs of the attention scores and of their product with the values.
-        elementwise: bytes that operators other than matmuls read and write.
-        gathered: the bytes of the whole activation, which is the output of a tensor-parallel AllGather or the input of
-            a ReduceScatter.
-        collectives: the number of these AllGathers and ReduceScatters in the forward pass.
-        moved_keys: the bytes of keys and values of the device's part of the sequence, which context parallelism sends.
-        turned_heads: the bytes of queries, keys, values and results, which Ulysses sends to the ranks of their heads.
-        sorting: the bytes in `elementwise` that are moved to sort rows by expert and back; the backward pass moves as
-            many bytes for sorting, not twice as many.
-        copies: the number of rows that a device sends to experts; 0 without experts.
-    """
+    """A `Work` is the work of one layer on one device for one micro-batch's forward pass."""
 
     matmuls: tuple[Matmul, ...]
-    attention: float = 0.0
-    elementwise: float = 0.0
+    attention: float = 0.0  # FLOPs of the attention scores and of their product with the values
+    elementwise: float = 0.0  # bytes that operators other than matmuls read and write
+    # bytes of the whole activation, the output of a tensor-parallel AllGather or the input of a ReduceScatter
     gathered: float = 0.0
-    collectives: int = 0
+    collectives: int = 0  # the number of these AllGathers and ReduceScatters
+    # bytes of keys and values of the device's part of the sequence, which context parallelism sends
     moved_keys: float = 0.0
-    copies: float = 0.0
+    copies: float = 0.0  # rows that a device sends to experts
+    # bytes of queries, keys, values and results, which Ulysses sends to the ranks of their heads
     turned_heads: float = 0.0
+    # of `elementwise`, to sort rows by expert and back; the backward pass moves as many, not twice as many
     sorting: float = 0.0
 
     @property
@@ -155,9 +146,7 @@ def mixing_part(config: Configuration, held: float) -> Part:
 
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """Return for each group of operators (`tools.estimate.configuration.PATTERNS`) the matmuls and the bytes that are
-    repeated if a layer of this kind recomputes the group.
-    """
+    """Return for each group of operators (`PATTERNS`) what a layer repeats if it recomputes the group."""
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
     products = tuple(Matmul(tokens, weight.rows / config.tp, weight.columns) for weight in up)
@@ -175,9 +164,7 @@ def turned_bytes(config: Configuration) -> float:
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
     """Return the bytes that casts of activations move in the forward pass; the backward pass casts the gradients of
-    results and moves twice as many.
-
-    Weights are cast once a step, by the optimizer.
+    results and moves twice as many. Weights are cast once a step, by the optimizer.
     """
     each = _CAST_BYTES.get(config.dtype, 0)
     # rows x depth forward, rows x columns backward: a third of their sum, as backward counts twice
@@ -186,29 +173,16 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     """Return the bytes that are moved when one micro-batch's gradient of a matmul's weights is added to the accumulated
-    sum, which is read and written.
-
-    FSDP reduces gradients as they are computed. For MindFormers, the fitted efficiencies of other operators include the
-    time of this addition.
+    sum, which is read and written. FSDP reduces gradients as they are computed. For MindFormers, the fitted
+    efficiencies of other operators include the time of this addition.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
     return (8 if config.wide_gradients else 4) * matmul.times * matmul.depth * matmul.columns
 
 
-def sorted_once(config: Configuration, done: Work) -> float:
-    """Return the difference in bytes between twice the traffic of the forward pass and the traffic of the backward
-    pass, which is smaller because the backward pass sorts gradients only once.
-
-    For MindFormers the fitted efficiencies of other operators include this difference.
-    """
-    return 0.0 if config.keep_gathered else done.sorting
-
-
 def score_bytes(config: Configuration) -> float:
-    """Return the bytes that operators other than matmuls read and write for the attention scores in the forward pass,
-    if attention is not fused.
-    """
+    """Return the bytes that an attention that is not fused moves for its scores in the forward pass."""
     if config.flash:
         return 0.0
     each = _SCORE_BYTES + (_DROPPED_SCORE_BYTES if config.model.dropout else 0)
@@ -217,18 +191,16 @@ def score_bytes(config: Configuration) -> float:
 
 def score_passes(config: Configuration) -> float:
     """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by the bytes that
-    it moves in the forward pass.
-
-    The backward passes of dropout and softmax also read the tensors that their forward passes kept.
+    it moves in the forward pass. The backward passes of dropout and softmax also read the tensors that their forward
+    passes kept.
     """
     return (6 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 6 / _SCORE_BYTES
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
     """Return the number of query-key pairs of a device's micro-batch for one head, averaged over layers if every second
-    layer has an attention window.
-
-    Pairs of tokens in different documents are masked, and a causal kernel spends no time on them (`attended`).
+    layer has an attention window. Pairs of tokens in different documents are masked, and a causal kernel spends no time
+    on them (`attended`).
     """
     sequence, window = config.sequence, config.model.window
     whole = sequence / 2 * config.attended if causal else sequence
@@ -266,10 +238,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
     """Return the work of the routed experts on the busiest device, including sorting the token copies by expert and
-    sorting them back.
-
-    Args:
-        share: the share of a micro-batch's tokens for which the work is counted, such as that of one chunk.
+    back, for a `share` of a micro-batch's tokens, such as one chunk.
     """
     model, h = config.model, config.model.hidden
     # without expert_tp a rank routes its own part of the sequence, whether norms are cut along it or not

@@ -50,7 +50,6 @@ from tools.estimate.layer_model import (
     score_bytes,
     score_passes,
     shared_part,
-    sorted_once,
     work,
 )
 from tools.estimate.memory.training_graph import logit_exchanges
@@ -61,11 +60,8 @@ _BACKWARD = 2  # gradients of inputs and of weights
 
 @dataclass(frozen=True)
 class Exposed:
-    """An `Exposed` holds the seconds that expert-parallel communication costs one MoE layer and micro-batch.
-
-    Args:
-        waited: the seconds in which the device waits for communication and computes nothing.
-        cutting: the seconds by which the computation becomes longer because it runs in chunks.
+    """An `Exposed` holds the seconds that expert-parallel communication costs one MoE layer and micro-batch: those in
+    which the device computes nothing (`waited`), and those by which computing in chunks takes longer (`cutting`).
     """
 
     waited: Passes[float]
@@ -86,9 +82,7 @@ class ExpertTimes(DeviceTimes):
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
 
     def exchanges(self, config: Configuration) -> tuple[Step, ...]:
-        """Return the communication steps of dispatch and combine in the forward pass, with the bytes of the busiest
-        rank.
-        """
+        """Return the steps of dispatch and combine in the forward pass, with the bytes of the busiest rank."""
         node, model = self.hardware.devices_per_node, config.model
         span = config.ep * (config.tp if config.expert_tp else 1)
         nodes = max(1, -(-span // node))
@@ -123,13 +117,9 @@ class ExpertTimes(DeviceTimes):
         return Exposed(Passes(forward, back, back + recomputed), NOTHING.cutting)
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-        """Return two schedules of an MoE layer as `plugins.ep_overlap` runs it: without chunks, and with the fastest
-        number of chunks.
-
-        Args:
-            cuts: the pairs (parts of the batch, parts of a sequence) among which to choose; if empty, all pairs that
-                divide batch and sequence. stride: the stride with which the steps of chunks are issued; None: the
-                fastest stride.
+        """Return two schedules of an MoE layer as `plugins.ep_overlap` runs it: without chunks, and with the fastest of
+        `cuts` (pairs of parts of the batch and of a sequence; all that divide them if empty) and the fastest `stride`,
+        or this one.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.
@@ -137,9 +127,7 @@ class ExpertTimes(DeviceTimes):
         return choose(self.expert_layer(config), config.batch, config.rank_sequence, cuts, stride)
 
     def expert_layer(self, config: Configuration) -> Layer:
-        """Return an MoE layer as the steps through which each chunk of its tokens passes, with the seconds of each
-        step.
-        """
+        """Return an MoE layer as the steps of each chunk of its tokens, with the seconds of each step."""
         config = self.dispatched(config)
         forward, back, recomputed = self._sent(config)
         shared = self._part(config, shared_part(config)) + self.hardware.launch_s if config.model.shared_ffn else 0.0
@@ -158,27 +146,24 @@ class ExpertTimes(DeviceTimes):
         return (*first, Stage(name, "compute", partial(self._routed, config, times)), *rest)
 
     def _routed(self, config: Configuration, times: int, share: float) -> float:
-        """Return seconds of the routed experts on a chunk: matmuls, no faster than their weights are read, and
-        sorting.
-        """
+        """Return seconds of a chunk's routed experts: matmuls, at least as long as reading weights; sorting."""
         return self.hardware.launch_s + times * self._part(config, routed_part(config, share))
 
     def _part(self, config: Configuration, part: Part) -> float:
-        return sum(self._matmul(config, matmul) for matmul in part.matmuls) + self._moved(config, part.elementwise)
+        return sum(self.multiplying(config, matmul) for matmul in part.matmuls) + self._moved(config, part.elementwise)
 
     def _sent(self, config: Configuration) -> tuple[list[Stage], list[Stage], list[Stage]]:
         """Return communication forward, backward, and what a recomputed layer repeats."""
         forward = self.exchanges(config)
-        sent = [self._stages(steps) for steps in (forward, _back(forward), self.repeated(config))]
-        return sent[0], sent[1], sent[2]
-
-    def _stages(self, steps: Sequence[Step]) -> list[Stage]:
-        """Return steps in which a rank has a peer."""
-        return [
-            Stage(step.name, step.stream, partial(self._step, step))
-            for step in steps
-            if step.inter_peers or step.intra_peers
+        sent = [
+            [
+                Stage(step.name, step.stream, partial(self._step, step))
+                for step in steps
+                if step.inter_peers or step.intra_peers
+            ]
+            for steps in (forward, _back(forward), self.repeated(config))
         ]
+        return sent[0], sent[1], sent[2]
 
     def _step(self, step: Step, share: float) -> float:
         """Return seconds of a step for a chunk; what goes to one rank leaves through one port."""
@@ -256,8 +241,7 @@ class Parts:
     @property
     def total(self) -> float:
         """Return the sum of the seconds of all parts."""
-        parts = (self.matmul, self.attention, self.elementwise, self.tp, self.cp, self.ep, self.fixed, self.cut)
-        return sum(parts)
+        return sum(getattr(self, name) for name in Parts.__dataclass_fields__)
 
     def less(self, other: Parts) -> Parts:
         """Return the seconds of this layer minus the seconds of another layer, part by part."""
@@ -266,18 +250,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """A `LayerTime` holds the times of a layer's forward and backward pass without recomputation, and the time that
-    each recompute option adds to the backward pass.
-    """
+    """A `LayerTime` holds a layer's forward, its backward, and what each recompute option adds to it."""
 
     forward: Parts
     backward: Parts
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """Return the time that a recompute option adds to the backward pass of a layer; the option is one of
-        `recomputed`, or several of them joined by `+`.
-        """
+        """Return the time that an option of `recomputed`, or several joined by `+`, adds to the backward pass."""
         if option in self.recomputed:
             return self.recomputed[option]
         every = [self.recomputed[name] for name in parts_of(option)]
@@ -297,7 +277,8 @@ class LayerTimes(ExpertTimes):
             matmul=2 * forward.matmul,
             attention=(2.5 if config.flash else 2) * forward.attention,
             elementwise=2 * forward.elementwise
-            - self._moved(config, sorted_once(config, done))
+            # gradients are sorted only once; the efficiencies fitted to MindFormers include this difference
+            - self._moved(config, 0.0 if config.keep_gathered else done.sorting)
             + (score_passes(config) - 2) * (self._scores(config) if done.attention else 0.0)
             + sum(self._accumulating(config, matmul) for matmul in done.matmuls),
             tp=forward.tp * self._backward_tp(config),
@@ -311,7 +292,7 @@ class LayerTimes(ExpertTimes):
     def _forward(self, config: Configuration, kind: str, done: Work, exposed: Exposed) -> Parts:
         moved = done.elementwise + cast_bytes(config, done.matmuls)
         return Parts(
-            matmul=sum(self._matmul(config, matmul) for matmul in done.matmuls),
+            matmul=sum(self.multiplying(config, matmul) for matmul in done.matmuls),
             attention=self._attention(config, done.attention),
             elementwise=self._moved(config, moved) + (self._scores(config) if done.attention else 0.0),
             tp=done.collectives * self._tensor(config, done.gathered),
@@ -322,11 +303,8 @@ class LayerTimes(ExpertTimes):
         )
 
     def _accumulating(self, config: Configuration, matmul: Matmul) -> float:
-        """Return seconds by which reading and writing summed gradients outlasts the matmul that makes them (it adds
-        them).
-        """
-        moving = accumulated_bytes(config, matmul) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
-        return max(0.0, moving - self._matmul(config, matmul))
+        """Return seconds by which moving summed gradients outlasts the matmul that makes and adds them."""
+        return max(0.0, self.moving(accumulated_bytes(config, matmul)) - self.multiplying(config, matmul))
 
     def _recomputed(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:
         """Return what each recompute option adds to a layer's backward; an MTP layer's head does not run again."""
@@ -348,18 +326,14 @@ class LayerTimes(ExpertTimes):
             else Parts(attention=forward.attention, elementwise=self._scores(config)),
             "operators": Parts(elementwise=forward.elementwise, matmul=forward.matmul / 2),
         }[config.recompute.selective]
-        groups = self._operators(config, kind, full.ep) if config.training_graph else {}
-        return {**recomputed, "select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full, **groups}
-
-    def _operators(self, config: Configuration, kind: str, ep: float) -> dict[str, Parts]:
-        """Return what each group of operators adds when it runs again; experts send as in a whole layer."""
-        found = {}
-        for group, part in repeated_parts(config, kind).items():
+        recomputed |= {"select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full}
+        for group, part in repeated_parts(config, kind).items() if config.training_graph else ():
             moved = self._moved(config, part.elementwise + cast_bytes(config, part.matmuls))
             fixed = self._fixed(config, kind, work(config, kind)) - self._fixed(config, kind, Work(()))
-            experts = {"ep": ep, "fixed": fixed} if part.copies else {}
-            found[group] = Parts(sum(self._matmul(config, one) for one in part.matmuls), elementwise=moved, **experts)
-        return found
+            experts = {"ep": full.ep, "fixed": fixed} if part.copies else {}  # they send as in a whole layer
+            matmul = sum(self.multiplying(config, one) for one in part.matmuls)
+            recomputed[group] = Parts(matmul, elementwise=moved, **experts)
+        return recomputed
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
         """Return forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""
@@ -369,16 +343,14 @@ class LayerTimes(ExpertTimes):
         return launched * (self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0))
 
     def _backward_tp(self, config: Configuration) -> float:
-        """Return share of forward's tensor-parallel time that backward shows: gradients of weights can hide that of
-        inputs.
-        """
+        """Return the share of forward's tp time that backward shows: gradients of weights can hide that of inputs."""
         if not config.overlap_tp_backward:
             return 1.0
         return 0.5 if config.sequence_parallel else 0.0
 
     def _scores(self, config: Configuration) -> float:
         """Return forward seconds of what an unfused attention moves."""
-        return score_bytes(config) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+        return self.moving(score_bytes(config))
 
     def _exposed(self, overlap: bool) -> float:
         return 1 - self.reached.hidden if overlap else 1.0

@@ -54,11 +54,8 @@ _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert
 
 
 class Counted(NamedTuple):
-    """A `Counted` holds the tokens of each expert in a log of expert loads.
-
-    Args:
-        tokens: [steps, layers, experts], the tokens of each logical expert, summed over the micro-batches.
-        slots: [steps, layers, experts], the placement during each step, in the form of `plugins.expert_balance.plan`.
+    """A `Counted` holds a log's tokens of each logical expert, summed over the micro-batches, and the placement during
+    each step, as `plugins.expert_balance.plan` has it: both [steps, layers, experts].
     """
 
     tokens: np.ndarray
@@ -67,35 +64,25 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean.
-
-    Args:
-        shares: [steps, micro-batches, layers, devices]. The layers are the decoder's MoE layers in their order, then
-            the MTP layers; missing loads of MTP layers are assumed to be those of the last layer. An axis of length 1
-            means: one micro-batch stands for all micro-batches of a step, one layer stands for every layer, and one
-            device stands for the fullest device of a group if the loads of the other devices are unknown.
-        steps: [steps], the numbers of the steps, for reports.
-        source: the source of the loads, in words.
-        counted: the tokens of each expert, if a log has them.
+    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The layers are the
+    decoder's MoE layers in their order, then the MTP layers; missing loads of MTP layers are assumed to be those of the
+    last layer. An axis of length 1 means: one micro-batch stands for all micro-batches of a step, one layer stands for
+    every layer, and one device stands for the fullest device of a group if the loads of the other devices are unknown.
     """
 
-    shares: np.ndarray
-    steps: tuple[int, ...]
-    source: str
-    counted: Counted | None = None
+    shares: np.ndarray  # [steps, micro-batches, layers, devices]
+    steps: tuple[int, ...]  # [steps] numbers, for reports
+    source: str  # in words
+    counted: Counted | None = None  # the tokens of each expert, if a log has them
 
     @property
     def ratios(self) -> np.ndarray:
-        """Return the load of the fullest device divided by the mean load of all devices, at least 1, as [steps,
-        micro-batches, layers].
-        """
+        """Return the fullest device's load over the mean, at least 1, [steps, micro-batches, layers]."""
         return np.maximum(self.shares.max(axis=-1), 1.0)
 
     @property
     def typical(self) -> float:
-        """Return the load of the fullest device divided by the mean load of all devices, averaged over steps,
-        micro-batches and layers.
-        """
+        """Return the mean of `ratios` over steps, micro-batches and layers."""
         return float(self.ratios.mean())
 
     @property
@@ -142,15 +129,10 @@ def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
 
 @lru_cache(maxsize=64)
 def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loads:
-    """Return loads of `DRAWN` steps that are drawn log-normally, with the same result in each call; the devices of each
-    layer have a mean load of 1.
-
-    All micro-batches of a step have the same loads, because the experts that a router prefers stay the same for many
-    steps.
-
-    Args:
-        deviation: the standard deviation of the logarithm of a device's load. layers, devices: the number of layers and
-            devices for which loads are drawn. source: the source of the deviation, in words.
+    """Return loads of `DRAWN` steps that are drawn log-normally, with this standard deviation of the logarithm and the
+    same result in each call; the devices of each layer have a mean load of 1. All micro-batches of a step have the same
+    loads, because the experts that a router prefers stay the same for many steps. `source` says in words where the
+    deviation comes from.
     """
     drawn = np.exp(deviation * np.random.default_rng(0).standard_normal((DRAWN, 1, layers, devices)))
     shares = drawn / drawn.mean(axis=-1, keepdims=True)
@@ -166,12 +148,8 @@ def family_of(config: Configuration) -> str:
 @lru_cache(maxsize=64)
 def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
     """Return `DRAWN` steps of a trained router's loads. The loads of experts are drawn log-normally with the Gini
-    coefficient that was published for the model family, with the same result in each call; each device gets consecutive
-    experts.
-
-    Args:
-        family: the kind of attention, as `family_of` returns it. layers, experts, devices: the numbers of layers,
-            experts and devices.
+    coefficient that was published for the model family (`family_of`), with the same result in each call; each device
+    gets consecutive experts.
     """
     found = yaml.safe_load(TRAINED.read_text("utf-8"))["families"][family]
     # of a log-normal distribution Gini = 2 Phi(deviation / sqrt 2) - 1
@@ -188,10 +166,7 @@ def moe_layers(config: Configuration) -> tuple[int, ...]:
 
 
 def loads_of(text: str, config: Configuration) -> Loads:
-    """Return the loads of a run's devices that the option `--loads` describes.
-
-    Args:
-        text: the value of `--loads`, in one of `FORMS`; a file has a form that `read_loads` reads.
+    """Return the loads of a run's devices that the option `--loads` describes, in one of `FORMS`.
 
     Raises:
         RecipeError: the run has no experts, or a number in `text` is out of range. DataError: see `read_loads`.
@@ -282,7 +257,6 @@ def _is_record(text: str) -> bool:
 
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
-    """Return the lines of a JSONL log."""
     rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -415,14 +389,8 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
-    """Raise an error if a log has other numbers of experts or layers than the recipe's model.
-
-    Args:
-        layers, experts: the numbers of layers and experts in the log. place: the file and line of the log, for the
-            error message.
-
-    Raises:
-        DataError: the recipe's model has other numbers of experts or MoE layers.
+    """Raise DataError, which names `place`, if a log has other numbers of experts or MoE layers than the recipe's
+    model.
     """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
     one_model = "give the recipe with which the log was written"

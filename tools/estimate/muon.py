@@ -35,7 +35,7 @@ class Matrix:
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
         """Return the matmuls of all Newton-Schulz steps: A = X X^T, its square A A, and B X, with the shorter side of X
-        first.
+        first. Each step takes 4 m^2 n + 2 m^3 FLOPs, where m is the shorter and n the longer side of the matrix.
         """
         short, long = sorted((self.rows, self.columns))
         times = STEPS * self.count
@@ -44,13 +44,6 @@ class Matrix:
             Matmul(short, short, short, times),
             Matmul(short, long, short, times),
         )
-
-    @property
-    def flops(self) -> float:
-        """Return the FLOPs of all Newton-Schulz steps: each step takes 4 m^2 n + 2 m^3, where m is the shorter and n
-        the longer side of the matrix.
-        """
-        return sum(matmul.flops for matmul in self.matmuls)
 
 
 def orthogonal(weight: Weight, config: Configuration) -> bool:
@@ -71,11 +64,7 @@ def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
         rows = weight.rows // model.experts
         halves = 2 if weight.name == "experts_1" and model.gated else 1
         return (Matrix(rows, columns // halves, local * halves),)
-    heads = {
-        "q": (mla.nope, mla.rope),
-        "q_up": (mla.nope, mla.rope),
-        "kv_up": (mla.nope, mla.value),
-    }
+    heads = {"q": (mla.nope, mla.rope), "q_up": (mla.nope, mla.rope), "kv_up": (mla.nope, mla.value)}
     if weight.name in heads:
         return tuple(Matrix(model.heads * size, columns) for size in heads[weight.name])
     if weight.name == "kv_down":
@@ -86,9 +75,7 @@ def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
 
 
 def gathers(weight: Weight, config: Configuration) -> Iterator[tuple[float, int, int]]:
-    """Return the AllGathers of a weight's momentum, each as (bytes of the gathered tensor, number of ranks, distance
-    between neighbouring ranks).
-    """
+    """Return the AllGathers of a weight's momentum: (bytes of the whole, ranks, distance between neighbours)."""
     if not orthogonal(weight, config) or weight.split == "experts":
         return
     cut, shards = weight_cut(weight, config), weight_shards(weight, config)

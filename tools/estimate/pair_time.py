@@ -28,24 +28,13 @@ _SENDS = ("dispatch", "combine")
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """A `LayerSeconds` holds the seconds that the forward pass, or the backward pass, of one micro-batch takes in one
-    MoE layer.
+    """A `LayerSeconds` holds the seconds of a micro-batch's forward or backward pass in one MoE layer."""
 
-    Args:
-        attention: all computation before dispatch, including the router; for a backward pass, its input gradients.
-        dispatch: the communication that brings tokens to their experts; for a backward pass, the communication that
-            returns their gradients.
-        experts: the computation of the experts; for a backward pass, the input gradients, including recomputation.
-        combine: the communication that returns results; for a backward pass, the communication that brings their
-            gradients to the experts.
-        weights: the weight gradients of attention and experts (only in a backward pass).
-    """
-
-    attention: float
-    dispatch: float
-    experts: float
-    combine: float
-    weights: float = 0.0
+    attention: float  # all computation before dispatch, including the router; of a backward pass, its input gradients
+    dispatch: float  # brings tokens to their experts, or returns their gradients
+    experts: float  # computation; of a backward pass, the input gradients, including recomputation
+    combine: float  # returns results, or brings their gradients to the experts
+    weights: float = 0.0  # gradients of the weights of attention and experts (only in a backward pass)
 
     @property
     def serial(self) -> float:
@@ -64,28 +53,22 @@ class LayerSeconds:
 
 
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the seconds of a pair, a forward and a backward that run together, through `layers` layers.
-
-    The seconds of a pair are at least the largest of these times: the computation of both passes, the communication of
-    both passes, and the serial time of each pass without weight gradients. The seconds of a pair are at most the sum of
-    the serial times of both passes.
+    """Return the seconds of a pair, a forward and a backward that run together, through `layers` layers. The seconds of
+    a pair are at least the largest of these times: the computation of both passes, the communication of both passes,
+    and the serial time of each pass without weight gradients. The seconds of a pair are at most the sum of the serial
+    times of both passes.
     """
     return pair_of([forward] * layers, [backward] * layers)
 
 
 def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -> float:
-    """Return the seconds of a pair (a forward and a backward that run together) through layers that differ; both
-    sequences list the layers in the order in which the pass runs them.
-    """
+    """Return a pair's seconds through layers that differ, each pass's layers in the order of the pass."""
     chains = _chain(forward, 0), _chain(backward, 1)
-    last = Op("weights", 1, "compute", _sum_of_weights(backward), (chains[1][-1].key,))
-    return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), last]).makespan
-
-
-def _sum_of_weights(backward: Sequence[LayerSeconds]) -> float:
-    """Return seconds of all weight gradients; of layers that are alike a product, which rounds once."""
+    # of layers that are alike a product, which rounds once
     alike = all(one == backward[0] for one in backward)
-    return len(backward) * backward[0].weights if alike else sum(one.weights for one in backward)
+    weights = len(backward) * backward[0].weights if alike else sum(one.weights for one in backward)
+    last = Op("weights", 1, "compute", weights, (chains[1][-1].key,))
+    return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), last]).makespan
 
 
 def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
@@ -101,9 +84,8 @@ def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
 
 def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
     """Return the seconds that running passes in pairs saves, [chunks, chunks, stages], in the form of
-    `Durations.hidden`; `layers` [chunks, stages] are the numbers of MoE layers.
-
-    If two chunks have different numbers of layers, only as many layers are paired as the smaller chunk has.
+    `Durations.hidden`; `layers` [chunks, stages] are the numbers of MoE layers. If two chunks have different numbers of
+    layers, only as many layers are paired as the smaller chunk has.
     """
     fewer = np.minimum(layers[:, None], layers[None])
     saved = [0.0]

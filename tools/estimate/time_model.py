@@ -78,25 +78,15 @@ def require_step_time(config: Configuration) -> None:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A `StepTime` holds the predicted seconds of a step, by part.
+    """A `StepTime` holds the predicted seconds of a step, by part."""
 
-    Args:
-        pipeline: the seconds of all micro-batches in the pipeline.
-        bubble: the share of `pipeline` in which the slowest stage waits.
-        data_parallel: the seconds of the communication of gradients and weights that computation does not hide.
-        optimizer: the seconds of the optimizer's update.
-        fixed: the fitted seconds of a step that belong to no other part.
-        parts: the seconds of the slowest stage's work, by kind of work.
-        sending: the seconds in which a stage sends to its neighbours; in a tight schedule the stage would otherwise
-            wait in some of these seconds.
-    """
-
-    pipeline: float
-    bubble: float
-    data_parallel: float
-    optimizer: float
-    fixed: float
-    parts: Mapping[str, float]
+    pipeline: float  # of all micro-batches
+    bubble: float  # share of `pipeline` in which the slowest stage waits
+    data_parallel: float  # communication of gradients and weights that computation does not hide
+    optimizer: float  # of its update
+    fixed: float  # fitted, of no other part
+    parts: Mapping[str, float]  # of the slowest stage's work, by kind of work
+    # in which a stage sends to its neighbours; in a tight schedule it would otherwise wait in some of these
     sending: float = 0.0
 
     @property
@@ -133,15 +123,12 @@ _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, wei
 
 
 class GradientTimes(LayerTimes):
-    """A `GradientTimes` predicts the seconds to communicate weights and gradients, and of the optimizer, on one
-    cluster.
-    """
+    """A `GradientTimes` predicts the seconds of weights, gradients and the optimizer on one cluster."""
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
         """Return two times in which a stage communicates its weights and gradients: the seconds once in a step, and the
-        seconds for each micro-batch.
-
-        The weights of FSDP, which are sent for each pass, are part of the seconds once in a step.
+        seconds for each micro-batch. The weights of FSDP, which are sent for each pass, are part of the seconds once in
+        a step.
         """
         runs = config.micro_batches if config.shard_weights else 1
         # weights are cast before they are gathered where that makes them narrower
@@ -164,11 +151,8 @@ class GradientTimes(LayerTimes):
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
-        """Return the seconds of `once_and_each` that computation does not hide, as numbers or arrays.
-
-        Args:
-            work: the seconds of a micro-batch on the stage, with which the communication overlaps.
-            rounds: the number of rounds of the pipeline; data that is sent once a step is sent between rounds.
+        """Return the seconds of `once_and_each` that computation does not hide, as numbers or arrays: `work` seconds of
+        a micro-batch on the stage hide them, and what is sent once a step is sent between `rounds` of the pipeline.
         """
         beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
         every = each * micro_batches
@@ -185,9 +169,7 @@ class GradientTimes(LayerTimes):
         return float(self.waited(once, each, work, config.micro_batches, rounds))
 
     def optimizer(self, config: Configuration, stage: int) -> float:
-        """Return the seconds of the optimizer's update: the time to move its bytes, and the host's time for each
-        weight.
-        """
+        """Return the seconds of the optimizer's update: moving its bytes, and the host's time for each weight."""
         counted = _counted(config, stage)
         held = sum(
             count * weight.size / weight_cut(weight, config) / weight_shards(weight, config)
@@ -199,15 +181,14 @@ class GradientTimes(LayerTimes):
         return every + self._orthogonalized(config, counted)
 
     def _orthogonalized(self, config: Configuration, counted: Sequence[tuple[Weight, int]]) -> float:
-        """Return the seconds of Muon's Newton-Schulz steps, and of the AllGathers before them; 0 with AdamW.
-
-        The steps are in bfloat16 whatever the run computes in, and nothing runs beside them.
+        """Return the seconds of Muon's Newton-Schulz steps, and of the AllGathers before them; 0 with AdamW. The steps
+        are in bfloat16 whatever the run computes in, and nothing runs beside them.
         """
         low = replace(config, dtype="bf16")
         return sum(
             count
             * (
-                sum(self._matmul(low, matmul) for matrix in matrices(weight, config) for matmul in matrix.matmuls)
+                sum(self.multiplying(low, matmul) for matrix in matrices(weight, config) for matmul in matrix.matmuls)
                 + sum(self._collective(*gather) for gather in gathers(weight, config))
             )
             for weight, count in (counted if config.muon else ())
@@ -220,19 +201,16 @@ def _counted(config: Configuration, stage: int) -> tuple[tuple[Weight, int], ...
     return tuple(counted_weights(config, stage))
 
 
-_CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
+CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
 
 
 class TimeModel(GradientTimes):
     """A `TimeModel` predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and a dictionary that
-        gives for each part of a step the seconds [stages] of their sum that belong to this part.
-
-        Args:
-            ratios: the max/mean of each MoE layer (`tools.estimate.loads.Loads`); if it is None, the configuration's
-                `skew` is used.
+        """Return forward and backward seconds of one micro-batch, each [chunks, stages], and for each part of a step
+        the seconds [stages] of their sum that belong to it. `ratios` are the max/mean of each MoE layer (`Loads`), by
+        default the configuration's `skew`.
         """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
@@ -249,7 +227,6 @@ class TimeModel(GradientTimes):
         return forward, backward, parts
 
     def _at(self, config: Configuration, kind: str, ratio: float) -> LayerTime:
-        """Return a layer at a max/mean."""
         if ratio == config.skew:
             return self.layer(config, kind)
         return _layer_at(self, replace(config, skew=ratio), kind)
@@ -288,7 +265,7 @@ class TimeModel(GradientTimes):
         stages = (forward + backward).sum(axis=0)
         slowest = int(stages.argmax())
         busy = config.micro_batches * float(stages[slowest])
-        if simulated or config.schedule not in _CLOSED or len(rows) > 1:
+        if simulated or config.schedule not in CLOSED or len(rows) > 1:
             hidden = self.hidden(config, rows[0]) if pairs_up(config.schedule) else None
             # the fit's row of DualPipe, whose experts' communication `expert_time` takes as hidden, was fitted so
             fitted = config.overlap_ep and config.schedule == "zero_bubble_v"
@@ -352,7 +329,6 @@ class TimeModel(GradientTimes):
 
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
         """Return the seconds [chunks, chunks, stages] that a forward and a backward pass hide when they run as a pair.
-
         Time is hidden only in MoE layers. Half of a layer's computation is assumed to come before dispatch, and the
         other half to be that of the experts; the recomputation of a backward pass hides no communication. `ratios` has
         the same meaning as for `chunks`.
@@ -366,7 +342,6 @@ class TimeModel(GradientTimes):
         return hidden_seconds(*self._passes(config, config.skew), layers)
 
     def _passes(self, config: Configuration, ratio: float) -> tuple[LayerSeconds, LayerSeconds]:
-        """Return forward and backward of an MoE layer."""
         layer = self._at(config, "moe", ratio)
         return _halves(layer.forward, 0.0), _halves(layer.backward, layer.backward.matmul / 2)
 
@@ -424,9 +399,7 @@ def _even_stages(times: TimeModel, config: Configuration) -> np.ndarray:
 
 
 def _rows(config: Configuration, ratios: np.ndarray | None) -> tuple[Configuration, list[Row]]:
-    """Return the run and its rows of max/mean: one, or one for each micro-batch; an even row is the configuration's
-    skew.
-    """
+    """Return the run and its rows of max/mean, one or one for each micro-batch; an even row becomes the skew."""
     if ratios is None:
         return config, [()]
     if ratios.min() == ratios.max():
@@ -439,7 +412,6 @@ def _rows(config: Configuration, ratios: np.ndarray | None) -> tuple[Configurati
 
 
 def _mean(steps: Sequence[StepTime]) -> StepTime:
-    """Return the mean of steps, part by part."""
     names = [field.name for field in fields(StepTime) if field.name != "parts"]
     numbers = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
     parts = {part: float(np.mean([step.parts[part] for step in steps])) for part in steps[0].parts}
@@ -470,15 +442,8 @@ def _census(config: Configuration, ratios: Row) -> dict[tuple[str, float], dict[
 
 
 def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, sending: float = 0.0) -> float:
-    """Return the seconds of a 1F1B schedule (interleaved or not), given the seconds [chunks, stages] of a micro-batch;
-    `pipeline_of` explains the formula.
-    """
+    """Return the seconds of (interleaved) 1F1B by `pipeline_of`, from those of a micro-batch [chunks, stages]."""
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
-
-
-def has_closed_form(schedule: str) -> bool:
-    """Return whether the formula of `closed_form` is valid for a pipeline schedule."""
-    return schedule in _CLOSED
 
 
 def pipeline_of(

@@ -114,9 +114,7 @@ class ModeReport:
 
     @property
     def share_of_step(self) -> tuple[float, float]:
-        """Return the exposed EP communication as a share of the step time (including the pipeline bubble), without and
-        with overlap.
-        """
+        """Return exposed EP communication as a share of the step, bubble included, without and with overlap."""
         return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
 
     @property
@@ -127,9 +125,7 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds the dispatch mode and the chunks that a recipe sets, with the best values in place of `auto`;
-    `config` is the run with this dispatch.
-    """
+    """A `Written` holds a recipe's mode and chunks, the best ones for `auto`; `config` is that run."""
 
     config: Configuration = field(repr=False)
     mode: str
@@ -139,18 +135,14 @@ class Written:
 
     @property
     def words(self) -> str:
-        """Return the dispatch mode, the chunks and the step time in one line, such as ``hierarchical, chunks [1, 2]:
-        35.70 s``.
-        """
+        """Return mode, chunks and step time in one line: ``hierarchical, chunks [1, 2]: 35.70 s per step``."""
         chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
         return f"{self.mode}{chunks}: {self.step.total:.2f} s per step"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """An `Advice` holds the predicted costs of all dispatch modes for one recipe at one EP degree, and the recommended
-    settings.
-    """
+    """An `Advice` holds the predicted costs of all dispatch modes for one recipe, and the recommendation."""
 
     recipe: Recipe = field(repr=False)
     config: Configuration  # the run, dispatched globally and uncut; its skew is the mean of the loads
@@ -183,9 +175,7 @@ class Advice:
 
     @property
     def skew(self) -> float:
-        """Return the load of the busiest rank divided by the mean load of all ranks, as an average over the given
-        loads.
-        """
+        """Return the load of the busiest rank over the mean, averaged over the given loads."""
         return self.config.skew
 
     @property

@@ -36,11 +36,8 @@ def anneal(
     planned: float | None = None,
 ) -> None:
     """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan to
-    `incumbent`.
-
-    Args:
-        step_times: a function that replaces the instance's method `step_times`.
-        planned: the effort after which the temperature is zero, if this effort is more than `budget` has.
+    `incumbent`. `step_times` replaces the instance's method; the temperature is zero after `planned` effort, if that is
+    more than the budget's.
     """
     instance = incumbent.instance
     step_times = step_times or instance.step_times
@@ -74,9 +71,7 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class Changes:
-    """A `Changes` draws random changes of plans. A change keeps the type of every layer, but may break other rules of a
-    plan.
-    """
+    """A `Changes` draws random changes of plans, which keep the type of each layer but may break other rules."""
 
     def __init__(self, instance: Instance, rng: np.random.Generator):
         self._rng = rng
@@ -104,9 +99,7 @@ class Changes:
     def _pick(
         self, plans: np.ndarray, movers: np.ndarray, only: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw a layer of each mover, from any stage or from the stage in `only`; return (the movers that have a
-        layer, its column, its chunk).
-        """
+        """Draw a layer of each mover, from the stage in `only` or any; return (movers with a layer, column, chunk)."""
         layers, size = plans[movers], plans.shape[2]
         elsewhere = (only[:, None] >= 0) & (self._stage_of != only[:, None])
         layers = np.where(elsewhere[:, None], 0, layers).reshape(len(movers), plans.shape[1] * size).cumsum(axis=1)

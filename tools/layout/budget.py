@@ -23,13 +23,8 @@ LATE = "the time limit ended it: another machine may find another answer"
 
 
 class Budget:
-    """A `Budget` holds the units of work that a search may spend, and the seconds after which the search must stop in
-    any case.
-
-    Args:
-        effort: the number of units of work.
-        seconds: the limit in seconds from now; by default there is no limit.
-        clock: a function that returns the present time in seconds.
+    """A `Budget` holds the units of work that a search may spend, and the seconds from now after which it must stop in
+    any case, by a clock of seconds.
     """
 
     def __init__(self, effort: float, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic):
@@ -54,9 +49,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return the units of work that are left. No units are left once the budget was stopped or its deadline has
-        passed, which this call records.
-        """
+        """Return the units of work that are left: none once it was stopped or is late, which is recorded."""
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
             self._late = True
@@ -73,15 +66,11 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a new budget with a share of this budget's units of work. Work that is spent from the new budget is
-        also spent from this budget.
-        """
+        """Return a budget of a share of this one's units; what is spent of it is also spent of this one."""
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
-        """Return a new budget of `units` units of work, or of all units that are left if these are fewer. Work that is
-        spent from the new budget is also spent from this budget.
-        """
+        """Return a budget of `units`, or of all that are left; what it spends is spent from this one, too."""
         return _Part(self, min(self.left, units), math.inf)
 
     def stop(self) -> None:
@@ -112,9 +101,7 @@ class _Part(Budget):
 
 @contextmanager
 def interruptible(budget: Budget) -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM stop `budget` instead of raising an exception. A second Ctrl-C raises KeyboardInterrupt
-    as usual.
-    """
+    """Make Ctrl-C and SIGTERM stop `budget`; a second Ctrl-C raises KeyboardInterrupt as usual."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if budget.stopped:

@@ -39,9 +39,8 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
     """Return several distributions of the layers over the stages, each as the number of layers of every stage,
     [stages]; the first distribution has the shortest step by the closed form of the pipeline. Each returned
-    distribution may allow a step of less than `beat` ms.
-
-    With several chunks per stage, the layers before a stage are assumed to be distributed equally over the chunks.
+    distribution may allow a step of less than `beat` ms. With several chunks per stage, the layers before a stage are
+    assumed to be distributed equally over the chunks.
     """
     instance, layers = costs.instance, costs.layers
     stages, chunks = instance.stages, instance.chunks
@@ -74,9 +73,7 @@ def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
 
 
 def _even(costs: StageCosts, before: int, count: int) -> Stage:
-    """Return a stage's layers shared evenly among its chunks, with so many layers on the stages before it; what is not
-    of the last type is in the first chunk.
-    """
+    """Return a stage's layers, evenly by chunk, with `before` layers on earlier stages; early types come first."""
     chunks = costs.instance.chunks
     first = before if chunks == 1 else min(round(before / chunks), costs.layers - count)
     early = count - costs.content(first, count)[-1]
@@ -90,9 +87,7 @@ def _even(costs: StageCosts, before: int, count: int) -> Stage:
 
 
 def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
-    """Return several distributions of the layers over the chunks with which a search begins, each as the number of
-    layers of every chunk, [C] in model order.
-    """
+    """Return distributions of the layers with which a search begins, each as layers by chunk, [C] in model order."""
     instance, stages, chunks = costs.instance, costs.instance.stages, costs.instance.chunks
     every = stage_sizes(costs, beat)
     shapes: list[np.ndarray] = []  # [chunks, stages]
@@ -167,12 +162,8 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
 
 
 def place_fast(instance: Instance, beat: float = np.inf) -> np.ndarray | None:
-    """Return a plan [K, C] that obeys every rule; return None if no such plan was found.
-
-    The amount of work depends only on the instance and `beat`, and not on the time that it takes.
-
-    Args:
-        beat: a step time in ms; plans that can only be far slower than this time are not improved further.
+    """Return a plan [K, C] that obeys every rule; None if none was found. Plans that can only be far slower than `beat`
+    ms are not improved further. The amount of work depends only on the instance and `beat`, and not on time.
     """
     costs = StageCosts(instance)
     begin = starts(costs, _FAR * beat)

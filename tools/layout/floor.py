@@ -98,9 +98,7 @@ Part = tuple[list[tuple[float, float]], float, np.ndarray, np.ndarray]
 
 
 def _freeing(parts: list[Part], room: np.ndarray) -> np.ndarray:
-    """Return [stages, early + 1, layers + 1] the least ms of recomputation, which may be divided, that keeps `room`;
-    infinite where nothing does.
-    """
+    """Return the least ms of (divisible) recomputation that keeps `room`, [stages, early + 1, layers + 1], or inf."""
     over, cost = -room, np.zeros(room.shape)
     prices, most = [], []
     for hull, kept, held, count in parts:
@@ -118,9 +116,7 @@ def _freeing(parts: list[Part], room: np.ndarray) -> np.ndarray:
 
 
 def _hull(extra: np.ndarray, held: np.ndarray) -> list[tuple[float, float]]:
-    """Return [(ms, memory)] pieces of the lower convex hull of a layer's recomputation over the memory that it
-    frees.
-    """
+    """Return [(ms, memory)] pieces of the lower convex hull of a layer's recomputation over freed memory."""
     first = np.lexsort((held, extra))[0]
     points = [(float(held[first] - a), float(x - extra[first])) for x, a in zip(extra, held, strict=True)]
     pieces, at = [], (0.0, 0.0)
@@ -143,9 +139,7 @@ def _holds(costs: StageCosts, low: np.ndarray, slowest: float) -> bool:
 
 
 def _by_position(costs: StageCosts, low: np.ndarray) -> np.ndarray:
-    """Return `low` of one chunk per stage as [stages, layers with the stage, layers before it]: early layers come
-    first.
-    """
+    """Return `low` of one chunk per stage as [stages, layers with the stage, before it]; early ones come first."""
     early, size = low.shape[1] - 1, low.shape[2]
     after, before = np.indices((size, size))
     count = after - before

@@ -60,9 +60,7 @@ class Answer:
 
 
 class PathModel:
-    """A `PathModel` is the mixed-integer program of one instance. `add_chain` adds constraints to the program, and the
-    program keeps these constraints between runs of the solver.
-    """
+    """A `PathModel` is the mixed-integer program of one instance; it keeps added chains between runs."""
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -94,12 +92,8 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Add the constraint that the step time is at least the length of a chain of operations that wait for each
-        other.
-
-        Args:
-            visits: [rows, C] how often the chain runs each chunk's forward and backward, as `Instance.longest_chain`
-                returns it.
+        """Add the constraint that a step takes at least as long as a chain of operations that wait for each other;
+        `visits` [rows, C] are those of `Instance.longest_chain`.
         """
         layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
         self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
@@ -112,15 +106,11 @@ class PathModel:
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Solve the model for whole layers, with T at most `below` and numbers of layers from `low` to `high` [K,
-        C].
-        """
+        """Solve for whole layers, T at most `below`, with `low` to `high` layers [K, C]."""
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find a plan of whole layers for which the memory by which stages exceed the cap (the answer's `value`) is as
-        small as possible.
-        """
+        """Find a plan of whole layers that exceeds the memory cap as little as possible (the answer's `value`)."""
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
@@ -189,9 +179,7 @@ class PathModel:
             self._add_row(0, 0, layers)
 
     def _keep_order(self) -> None:
-        """Add variables z[t, c] in {0, 1}: 1 means that all layers of type t are in chunks up to c; the next type's
-        first layer waits for that.
-        """
+        """Add z[t, c] in {0, 1}, 1 if type t ends by chunk c, for which the next type's first layer waits."""
         for index, (kind, following) in enumerate(zip(self.instance.types, self.instance.types[1:], strict=False)):
             for chunk in range(self.size):
                 ended = self._add_variable(1.0)
@@ -205,9 +193,7 @@ class PathModel:
                     self._add_row(low, high, layers, {ended: -count})
 
     def _order_options(self) -> None:
-        """Add variables z[t, c, k] in {0, 1}: if the next type has options before place k of `order` in chunk c, type
-        t has none from k on.
-        """
+        """Add z[t, c, k] in {0, 1}: if the next type has options before place k in chunk c, t has none from k on."""
         instance, strengths, before = self.instance, self.instance.strengths, 0
         for index, (kind, following) in enumerate(zip(instance.types, instance.types[1:], strict=False)):
             before += kind.count
@@ -264,9 +250,7 @@ class PathModel:
 
 
 class Incumbent:
-    """An `Incumbent` receives plans from all parts of the search, and keeps the plan with the shortest simulated step
-    that obeys every rule.
-    """
+    """An `Incumbent` keeps the plan with the shortest simulated step of all legal plans that it is offered."""
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
@@ -277,9 +261,7 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return the relative gap between the best plan's time and the lower bound, (time - bound) / time. The gap is
-        infinite if there is no plan yet.
-        """
+        """Return (time - bound) / time of the best plan; infinity if there is no plan yet."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property
@@ -293,9 +275,7 @@ class Incumbent:
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Take `plan` if it is faster than the best plan so far, well formed and within the memory cap. Return whether
-        the plan was taken.
-        """
+        """Take `plan` if it is legal and faster than the best so far; return whether it was taken."""
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
             return False
@@ -308,9 +288,7 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Record a lower bound on the step time of all plans; if the bound lies above the best plan's time, this plan
-        is proven to be the best.
-        """
+        """Record a lower bound for all plans; one above the best plan's time proves that plan the best."""
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:
             self.bound = bound
@@ -327,9 +305,7 @@ _CHAIN = 1e-6  # effort of the longest chain, for each micro-batch and chunk
 
 
 def work_bound(instance: Instance) -> float:
-    """Return a lower bound on the step time: the number of micro-batches, times the work of a micro-batch without
-    recomputation, divided by the number of stages.
-    """
+    """Return a lower bound of the step: all micro-batches' work without recomputation, over the stages."""
     least = [kind.forward + kind.backward + min(o.extra_backward for o in kind.options) for kind in instance.types]
     layers = sum(kind.count * work for kind, work in zip(instance.types, least, strict=True))
     return instance.micro_batches * (layers + float(instance.ends.sum())) / instance.stages
@@ -337,10 +313,9 @@ def work_bound(instance: Instance) -> float:
 
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
     """Return a lower bound on the step time of every plan, and leave in `model` the chains of passes that prove the
-    bound. The bound is infinite if no plan fits even with layers that may be divided.
-
-    The function stops early when `budget` is spent, or when there are far more chains than chunks (each chain makes
-    every later run of the solver slower); the bound is then weaker but still valid.
+    bound. The bound is infinite if no plan fits even with layers that may be divided. The function stops early when
+    `budget` is spent, or when there are far more chains than chunks (each chain makes every later run of the solver
+    slower); the bound is then weaker but still valid.
     """
     bound = work_bound(instance)
     while not budget.over and model.chains < _CHAINS_PER_CHUNK * model.size:
@@ -361,9 +336,7 @@ _REPEATS = 4
 
 
 def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
-    """Search for plans close to the best plan of `incumbent`, and improve `incumbent` with them, until all of `budget`
-    is spent.
-    """
+    """Improve `incumbent` by plans close to its best plan, until all of `budget` is spent."""
     stages = incumbent.instance.stages
     width = max(2, stages // 4)
     while not budget.over:
@@ -377,9 +350,7 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
-    """Offer `plan` to `incumbent` as the new best plan, and add to `model` the chain of passes that determines the time
-    of the plan. Return whether the plan was taken.
-    """
+    """Offer `plan`, and add its longest chain to `model`; return whether the plan was taken."""
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)
     return incumbent.offer(plan)

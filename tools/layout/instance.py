@@ -72,15 +72,6 @@ class LayerType:
 class Instance:
     """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the file of the instance
     uses.
-
-    static      [stages] the memory of a stage that does not depend on its layers
-    head, tail  (forward, backward) times that are added to the first and the last chunk
-    last_layers the smallest number of layers of the last chunk (0 or 1)
-    last_option the option of all layers of the last chunk whose types have this option; "" if any option is allowed
-    order       the options, the strongest first, in the order in which the layers of a chunk must have them; () if any
-                order is allowed
-    working     [stages] the memory that the passes of work that belongs to no layer need, like `Option.working`
-    kept        [C] the activation memory that a micro-batch in flight keeps for work that belongs to no layer
     """
 
     name: str
@@ -89,15 +80,16 @@ class Instance:
     micro_batches: int
     schedule: str
     cap: float
-    static: np.ndarray
-    head: tuple[float, float]
-    tail: tuple[float, float]
+    static: np.ndarray  # [stages] the memory of a stage that does not depend on its layers
+    head: tuple[float, float]  # (forward, backward) times that are added to the first chunk
+    tail: tuple[float, float]  # the same of the last chunk
     types: tuple[LayerType, ...]
-    last_layers: int = 0
-    last_option: str = ""
+    last_layers: int = 0  # the smallest number of layers of the last chunk (0 or 1)
+    last_option: str = ""  # of all layers of the last chunk whose types have this option; "" if any option is allowed
+    # the options, the strongest first, in the order that the layers of a chunk must have; () if any order is allowed
     order: tuple[str, ...] = ()
-    working: np.ndarray | float = 0.0
-    kept: np.ndarray | float = 0.0
+    working: np.ndarray | float = 0.0  # [stages] what passes of work of no layer need, like `Option.working`
+    kept: np.ndarray | float = 0.0  # [C] activation memory of a micro-batch in flight for work of no layer
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
@@ -106,9 +98,7 @@ class Instance:
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Return forward time, backward time (with recomputation), parameters and activation of one layer, [4, K], for
-        each column, which is a layer type with one of its options.
-        """
+        """Return forward, backward (with recomputation), parameters and activation of a column's layer, [4, K]."""
         pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
         rows = [(k.forward, k.backward + o.extra_backward, k.parameters, o.activation) for k, o in pairs]
         return np.array(rows, float).T
@@ -128,9 +118,7 @@ class Instance:
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the part of the times `ends` in which the stage receives data from another stage,
-        [stages]. Comparisons between stages leave out the time of receiving.
-        """
+        """Return the part of each stage's `ends` in which it receives [stages], which comparisons leave out."""
         return np.zeros(self.stages)
 
     @cached_property
@@ -178,9 +166,7 @@ class Instance:
 
     @property
     def more(self) -> np.ndarray:
-        """Return the memory that a layer of a column needs once beyond `least_static`, [2, stages, K]: for its passes
-        and for its buffers. The largest on a stage counts of each.
-        """
+        """Return what a column's layer needs once beyond `least_static`, [2, stages, K]: for passes, buffers."""
         return self._once[1]
 
     @cached_property
@@ -192,9 +178,7 @@ class Instance:
 
     @cached_property
     def strengths(self) -> np.ndarray:
-        """Return for each column [K] the position of its option in `order`; all positions are 0 if any order is
-        allowed.
-        """
+        """Return for each column [K] the position of its option in `order`; 0 if any order is allowed."""
         names = [self.types[t].options[o].name for t, o in self.columns]
         return np.array([self.order.index(name) if self.order else 0 for name in names])
 
@@ -217,24 +201,18 @@ class Instance:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Return the times of one layer of each column, [2, K] or [3, K]: the forward pass, the backward pass and, if
-        the schedule splits them off, the weight gradients.
-        """
+        """Return times of a column's layer, [2, K] or [3, K]: forward, backward, split weight gradients."""
         if not splits_backward(self.schedule):
             return self.costs[:2]
         return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return for each chunk the times of the work that belongs to no layer, [rows, C]. The weight gradients of
-        `ends` (head and tail of the model) are not split off.
-        """
+        """Return each chunk's times without layers, [rows, C]; no weight gradients are split off `ends`."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return the times of each chunk in plans [..., K, C]: [..., rows, C], where the rows are those of `rows`
-        (forward, backward, split weight gradients).
-        """
+        """Return the chunks' times in plans [..., K, C], as [..., rows, C] with the rows of `rows`."""
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
@@ -258,9 +236,7 @@ class Instance:
         return short.step_times(plans) + lacking * works.sum(axis=1).max(axis=1)
 
     def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the simulated step time of a plan [K, C], and how often its longest chain of operations runs each
-        chunk's rows (visits [rows, C], see `tools.pipeline.timetable`).
-        """
+        """Return a plan's step time, and how often its longest chain runs each row, visits [rows, C]."""
         time, visits = critical_path(self.table, self.by_stage(self.times(plan)))
         return time, self.by_stage(visits)
 
@@ -305,9 +281,7 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan [N] whether, in every chunk, options do not become stronger from one layer type to the
-        next.
-        """
+        """Return for each plan [N] whether no chunk's options become stronger from a type to the next."""
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
             columns = self.type_columns(index)
@@ -381,11 +355,6 @@ def read_instance(path: Path) -> Instance:
         tail=_both(root.key("tail")),
         types=tuple(_layer_type(place) for place in _named_apart(root.key("body"))),
     )
-
-
-def with_margin(instance: Instance, share: float) -> Instance:
-    """Return a copy of an instance whose memory cap is smaller by the given share."""
-    return replace(instance, cap=(1 - share) * instance.cap)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -76,9 +76,7 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write a layout file, which records the `command` that made the file. DataError is raised for a folder that cannot
-    be written to.
-    """
+    """Write a layout file made by `command`. DataError is raised if its folder cannot be written to."""
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
@@ -112,9 +110,7 @@ _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values of a recipe in place. The sections that contain these values are copied, because other keys may share
-    the sections by an anchor.
-    """
+    """Set values of a recipe in place, in copies of their sections, which anchors may share with other keys."""
     for path, value in values.items():
         section: Any = recipe
         for key in path[:-1]:
@@ -154,9 +150,7 @@ def string_values(recipe: Recipe, text: str) -> Values:
 
 
 def even_values(recipe: Recipe) -> Values:
-    """Return the offset and the recompute tables of a layout in which the layers are spread evenly and no layer is
-    recomputed.
-    """
+    """Return the offset and the recompute tables of an even layout that recomputes nothing."""
     flat = copy.deepcopy(recipe)
     put(flat, {OFFSET: 0})
     view = View(flat)
@@ -167,9 +161,7 @@ def even_values(recipe: Recipe) -> Values:
 
 
 def even_layout(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe whose layout is `auto`, in which `auto` is replaced by a layout with evenly spread
-    layers and without recomputation.
-    """
+    """Return a copy of a recipe with an even layout without recomputation in the place of `auto`."""
     even = copy.deepcopy(recipe)
     put(even, even_values(recipe))
     return even
@@ -211,9 +203,7 @@ def remedy(recipe: Recipe) -> str:
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the inputs on which a layout file depends, without the cluster: all values that the time and memory model
-    reads, and the version of the model.
-    """
+    """Return what a layout file depends on but the cluster: the values that time and memory models read."""
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
     sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}

@@ -36,9 +36,7 @@ from tools.layout.weighted import weighted_bound
 
 
 def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """Return the plan `plan` [K, C] with as little recomputation as the memory cap allows. No layer moves to another
-    stage.
-    """
+    """Return `plan` [K, C] with as little recomputation as the memory cap allows; no layer changes its stage."""
     # chunks near the model's end hold the fewest micro-batches: there memory buys most
     kinds = range(len(instance.types))
     for chunk in reversed(range(plan.shape[1])):
@@ -95,9 +93,7 @@ _PATTERNS = 2.0  # times a round's effort is spent on whole layers before it, if
 
 @dataclass(frozen=True)
 class Outcome:
-    """An `Outcome` is the result of a search of the pipeline optimiser: the best plan, its step time and the proven
-    bound.
-    """
+    """An `Outcome` is the result of the pipeline optimiser: the best plan, its step time and the proven bound."""
 
     instance: Instance
     plan: np.ndarray | None  # [K, C]
@@ -112,9 +108,7 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Return the relative gap between the plan's step time and its lower bound, (time - bound) / time; return
-        infinity without a plan.
-        """
+        """Return (time - bound) / time of the plan and its lower bound; infinity without a plan."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else float("inf")
 
 

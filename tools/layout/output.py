@@ -21,9 +21,7 @@ from tools.pipeline.simulate import Durations, Simulation, draw_timeline, memory
 
 
 def solution_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the content of the solution file: the name of the instance, the solution n[type][v][s][option], its step
-    time and its peak memory.
-    """
+    """Return the solution file's content: the instance's name, n[type][v][s][option], step time, peak memory."""
     assert outcome.plan is not None
     return {
         "name": outcome.instance.name,
@@ -34,9 +32,7 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the best plan with its step time and bounds as one JSON object. If there is no plan, the key `why` holds
-    the reason.
-    """
+    """Return the best plan with its step time and bounds as one JSON object; without a plan `why` says why."""
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,
@@ -94,9 +90,7 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw the timeline and the memory of a plan [K, C], and return `path`. The function raises the errors of
-    `save_figure`.
-    """
+    """Draw timeline and memory of a plan [K, C], and return `path`; raises the errors of `save_figure`."""
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)

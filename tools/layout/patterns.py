@@ -56,9 +56,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class After:
-    """An `After` holds lower bounds on the time of a step after its pipeline has ended (gradients, weights and the
-    optimizer), which depend on the slowest stage.
-    """
+    """An `After` holds bounds on a step's time after the pipeline, which depend on the slowest stage."""
 
     least: float  # ms of any plan
     # ([N, stages] layers of the first of two types, other layers, [N] ms of a micro-batch on the slowest stage without
@@ -71,14 +69,9 @@ def pattern_bound(
     instance: Instance, goal: float, budget: Budget, after: After | None = None
 ) -> tuple[float, np.ndarray | None]:
     """Return a lower bound in ms, at most `goal`, on the step time of every plan, and a plan [K, C] with this time if
-    one was found.
-
-    The bound is 0 if no bound could be computed: for schedules other than 1F1B, for more than two types of layers, and
-    if the budget does not suffice for one stage.
-
-    Args:
-        after: the time of a step after its pipeline has ended, which is part of `goal` and of the bound; None means no
-            time.
+    one was found. `after` is the time after the pipeline, which is part of `goal` and of the bound. The bound is 0 if
+    no bound could be computed: for schedules other than 1F1B, for more than two types of layers, and if the budget does
+    not suffice for one stage.
     """
     sure = after.least if after else 0.0
     stages = patterns_of(instance, goal, budget, after)
@@ -120,9 +113,7 @@ def pattern_bound(
 
 
 def patterns_of(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> list[Stage] | None:
-    """Return the patterns of every stage with which a step can take less than `goal` ms; None if the patterns cannot be
-    listed (see `pattern_bound`).
-    """
+    """Return each stage's patterns for a step under `goal` ms; None if they cannot be listed."""
     if instance.schedule not in SCHEDULES or len(instance.types) > 2:
         return None
     known: Choices = {}
@@ -156,9 +147,7 @@ def _simulated(instance: Instance, stages: list[Stage], picks: np.ndarray) -> np
 
 
 def _types_in_order(instance: Instance, stages: list[Stage], picks: np.ndarray, first: int) -> np.ndarray:
-    """Return [N] whether the stages from `first` on hold no late layer before an early one, and neither too many early
-    layers nor, at the end, too few.
-    """
+    """Return [N] whether types keep their order on the stages from `first` on, in numbers that can be."""
     if len(instance.types) < 2:
         return np.ones(len(picks), bool)
     early, layers = _gather(stages, picks, "early"), _gather(stages, picks, "layers")

@@ -78,9 +78,7 @@ def recomputed_table(config: Configuration, name: str) -> Table:
 
 
 def with_table(config: Configuration, name: str, table: Table) -> Configuration:
-    """Return the configuration with a new table of the layers that recompute a group of operators, or norms. If the
-    table has no layers, the group is removed.
-    """
+    """Return the configuration with a new table for a group or norms; one without layers removes the group."""
     some = table if any(map(any, table)) else None
     if name == NORMS:
         return replace(config, recompute=replace(config.recompute, select=some))
@@ -132,9 +130,7 @@ GOALS = (0.972, 0.986, 1.0)  # shares of the time to beat for which bounds by wh
 
 @dataclass(frozen=True)
 class Placement:
-    """A `Placement`, which `place` returns, says on which stages and chunks the layers of a run are and what they
-    recompute.
-    """
+    """A `Placement` says on which stages and chunks a run's layers are, and what they recompute."""
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
@@ -265,13 +261,7 @@ def screen(
 
 
 def _closer(
-    config: Configuration,
-    model: TimeModel,
-    instance: Instance,
-    rest: float,
-    beat: float,
-    budget: Budget,
-    divided: bool,
+    config: Configuration, model: TimeModel, instance: Instance, rest: float, beat: float, budget: Budget, divided: bool
 ) -> tuple[float, list[np.ndarray]]:
     """Return seconds of a step that no plan of an instance under `beat` is under, by weighted chains (or the solver's
     model with layers that may be divided), and where that leaves some by patterns; the fastest plan, if it was found to
@@ -322,9 +312,7 @@ def _at_least(config: Configuration, model: TimeModel) -> float:
 
 
 def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: float) -> tuple[float, float]:
-    """Return seconds that no plan of an instance under `beat` is under: of the pipeline, and of what `fixed` leaves
-    out.
-    """
+    """Return seconds that no plan under `beat` is under: of the pipeline, and of what `fixed` leaves out."""
     pipeline, slowest = floor_of(instance)
     if not math.isfinite(pipeline):
         return pipeline, 0.0
@@ -333,10 +321,9 @@ def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: fl
 
 def outside_least(config: Configuration, model: TimeModel, instance: Instance, slowest: float, beat: float) -> float:
     """Return the least time in seconds of gradients, weights and the optimizer, in a plan whose slowest stage takes at
-    least `slowest` seconds for a micro-batch and whose pipeline takes at most `beat` seconds.
-
-    The time of gradients, weights and the optimizer is that on the slowest stage. This stage has at least as many
-    layers as take `slowest` seconds when fully recomputed.
+    least `slowest` seconds for a micro-batch and whose pipeline takes at most `beat` seconds. The time of gradients,
+    weights and the optimizer is that on the slowest stage. This stage has at least as many layers as take `slowest`
+    seconds when fully recomputed.
     """
     costs, kinds = StageCosts(instance), [kind.name for kind in instance.types]
     longest = max(base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)) / 1000
@@ -378,10 +365,9 @@ def _outside(config: Configuration, model: TimeModel, instance: Instance) -> Cal
 
 def _after(config: Configuration, model: TimeModel, instance: Instance, rest: float) -> After:
     """Return the time after the pipeline in ms, for plans whose slowest stage takes at least `rest` seconds of it. If
-    layers have uneven loads, any stage may be the slowest, so the slowest stage at even loads counts.
-
-    A stage that recomputes in vain can become the slowest: each that can take as long counts. A slower stage hides
-    more, until the pipeline takes longer by as much or more.
+    layers have uneven loads, any stage may be the slowest, so the slowest stage at even loads counts. A stage that
+    recomputes in vain can become the slowest: each that can take as long counts. A slower stage hides more, until the
+    pipeline takes longer by as much or more.
     """
     seconds, costs = _outside(config, model, instance), StageCosts(instance)
     longest = [base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)]
@@ -406,10 +392,8 @@ class Way(NamedTuple):
 
 def ways(config: Configuration) -> list[Way]:
     """Return the arguments of the instances from which placements of a configuration are computed; return [] if no
-    layer can move.
-
-    In the first instance no layer may be recomputed fully, in the second instance layers may be recomputed fully, and
-    in the third (with MTP only) the last layer and the MTP layers are recomputed fully.
+    layer can move. In the first instance no layer may be recomputed fully, in the second instance layers may be
+    recomputed fully, and in the third (with MTP only) the last layer and the MTP layers are recomputed fully.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []
@@ -468,9 +452,7 @@ def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray
 
 
 def plan_of(config: Configuration, instance: Instance) -> np.ndarray | None:
-    """Return the plan [K, C] that a configuration's tables describe; None if the instance lacks one of the recompute
-    options.
-    """
+    """Return the plan [K, C] of a configuration's tables; None if the instance lacks one of their options."""
     plan = np.zeros((len(instance.columns), len(instance.stage_of)), int)
     names = {
         (instance.types[t].name, instance.types[t].options[o].name): n for n, (t, o) in enumerate(instance.columns)

@@ -43,9 +43,7 @@ class PlacedInstance(Instance):
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return the times of all work that belongs to no layer, with the weight gradients of head and tail if the
-        schedule splits weight gradients off.
-        """
+        """Return the times of work of no layer, with the ends' weight gradients if they are split off."""
         found = super().fixed
         found[2:, 0] += self.end_weights[0]
         found[2:, -1] += self.end_weights[1]
@@ -53,16 +51,12 @@ class PlacedInstance(Instance):
 
     @property
     def transfer(self) -> float:
-        """Return the time for which a stage is busy when it sends an activation or a gradient; receiving takes the same
-        time.
-        """
+        """Return the time for which a stage is busy sending, which receiving takes, too."""
         return self.receiving
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the part of the times `ends` in which the stage receives from another stage,
-        [stages].
-        """
+        """Return the part of each stage's `ends` in which it receives from another stage, [stages]."""
         every = self.by_stage(self.ends.sum(axis=0) - super().ends.sum(axis=0))
         return every.reshape(self.chunks, self.stages).sum(axis=0)
 
@@ -81,23 +75,16 @@ class PlacedInstance(Instance):
 
 
 def pipeline_instance(
-    config: Configuration,
-    model: TimeModel,
-    cap_bytes: float,
-    full: bool,
-    mtp: bool = False,
-    groups: Sequence[str] = (),
+    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the problem of finding a new placement of `config`'s layers. The present placement and recomputation of
-    the layers in `config` have no effect.
+    """Return the problem of finding a new placement of `config`'s layers, whose present placement and recomputation
+    have no effect.
 
     Args:
-        full: whether layers may be recomputed fully.
-        mtp: whether MTP layers are recomputed fully, which is the case in plans whose last layer is recomputed fully.
-        groups: the groups of operators that layers may recompute; a layer that recomputes a group also recomputes all
-            groups before it (`by_price`).
+        full, mtp: whether layers may, and MTP layers do recompute fully (if the last layer of a plan does).
+        groups: the groups of operators that layers may recompute, each with all groups before it (`by_price`).
     """
-    kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
+    kinds = [kind for kind in ("dense", "moe") if kind in config.model.pattern]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
     some = config.layers if mtp else some
     recompute = replace(config.recompute, full=some, select=None, communication=None, operators=())
@@ -118,7 +105,7 @@ def pipeline_instance(
     types = tuple(
         LayerType(
             kind,
-            kind_count(config, kind),
+            config.model.pattern.count(kind),
             times[kind].forward.total * _MS,
             times[kind].backward.total * _MS,
             parameters[kind] / GIB,
@@ -160,15 +147,8 @@ def strongest_first(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(names), key=place))
 
 
-def kind_count(config: Configuration, kind: str) -> int:
-    """Return the number of layers of a kind that the model has."""
-    return config.model.pattern.count(kind)
-
-
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """Return a list of counts, one for each chunk in model order, as a table [chunks][stages]. In a V-shaped schedule,
-    odd chunks run from the last stage to the first.
-    """
+    """Return counts of chunks in model order as a table [chunks][stages], odd chunks turned round in a V."""
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
     return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))
@@ -205,9 +185,8 @@ def _options(
     config: Configuration, kind: str, layer: LayerTime, names: Sequence[str], every: bool
 ) -> tuple[Option, ...]:
     """Return the recompute options of a kind, without those that another beats in time and memory unless all are
-    wanted. No option needs less working memory than one that recomputes less.
-
-    A dense layer has no experts, but where it stands before MoE layers that repeat theirs its option must say so.
+    wanted. No option needs less working memory than one that recomputes less. A dense layer has no experts, but where
+    it stands before MoE layers that repeat theirs its option must say so.
     """
     found: list[Option] = []
     for name in names:
@@ -221,7 +200,7 @@ def _options(
     return tuple(found)
 
 
-def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, dict[str, float]]:
+def _parameters(config: Configuration, kinds: Sequence[str]) -> tuple[np.ndarray, dict[str, float]]:
     """Return bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
     ends, each = by_layers(config, kinds, lambda laid, stage: np.array([sum(static_memory(laid, stage))]))
     return ends[:, 0], {kind: float(value[0]) for kind, value in each.items()}
@@ -244,9 +223,7 @@ def by_layers(
     # of a V both ends are on stage 0: layers are counted on the next one
 
     def held(first: int, stage: int) -> np.ndarray:
-        """Return the value of `of_stage` for a stage if the chunk `begin` holds `first` layers, and the model's last
-        chunk holds all other layers.
-        """
+        """Return `of_stage` if the chunk `begin` has `first` layers, and the model's last chunk all others."""
         counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
         counts[begin] = first
         return of_stage(replace(config, model=more, layers=table_of(config, counts)), stage)
@@ -254,17 +231,15 @@ def by_layers(
     each, before = {}, 0
     for kind in kinds:
         each[kind] = held(before + 1, begin) - held(before, begin)
-        before += kind_count(config, kind)
-    last = held(0, end) - each[more.last_kind] - sum(each[kind] * kind_count(config, kind) for kind in kinds)
+        before += model.pattern.count(kind)
+    last = held(0, end) - each[more.last_kind] - sum(each[kind] * model.pattern.count(kind) for kind in kinds)
     ends = np.zeros((config.pp, len(last)))  # stages between the ends hold nothing but layers
     ends[0], ends[end] = held(0, 0), last
     return ends, each
 
 
 def _of_ends(config: Configuration) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes [C] that embedding, head and MTP keep of each micro-batch for its backward pass, and the bytes
-    [stages] that a pass of them needs.
-    """
+    """Return bytes of embedding, head and MTP: kept of a micro-batch [C], and needed by a pass [stages]."""
     whole, last = mtp_option(config), ["head", *["mtp"] * config.model.mtp]
     kept, passes = np.zeros(config.pp * config.chunks), np.zeros(config.pp)
     kept[0] = saved(config, "embedding", whole)
@@ -274,5 +249,4 @@ def _of_ends(config: Configuration) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _last_stage(config: Configuration) -> int:
-    """Return the stage of the model's last chunk."""
     return 0 if is_v_shaped(config.schedule) and config.chunks % 2 == 0 else config.pp - 1

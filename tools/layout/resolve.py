@@ -89,9 +89,8 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 def write_sample_cost(recipe: Recipe) -> None:
     """Write the cost of a sample (`sample_cost`) into `recipe` in place if `plugins.attention_balance` is on and the
-    recipe gives no costs. The function raises the errors of `sample_cost`.
-
-    Call this function after the layout and the recomputation are resolved, because the costs include recomputation.
+    recipe gives no costs. The function raises the errors of `sample_cost`. Call this function after the layout and the
+    recomputation are resolved, because the costs include recomputation.
     """
     section = look(recipe, SECTION)
     if not isinstance(section, dict) or any(name in section for name in COST):
@@ -104,9 +103,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
     """Write the cost of a sample from the recipe `first`, with which the run began, into the present recipe (in place).
-    Return a line of text if this cost differs from the cost that the present recipe would have.
-
-    A recipe that gives measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
+    Return a line of text if this cost differs from the cost that the present recipe would have. A recipe that gives
+    measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
     """
     mine, theirs = look(recipe, SECTION), look(first, SECTION)
     if not isinstance(mine, dict) or not isinstance(theirs, dict) or mine.get("unit") != COMPUTED:
@@ -130,11 +128,8 @@ class NothingFits(RecipeError):
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
-    """Find a layout of a recipe's layers with the pipeline optimiser. The recipe's present offset and recompute tables
-    are not read.
-
-    Args:
-        margin: the share of the memory limit to leave free; by default the estimator's known error.
+    """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's offset and recompute tables are not
+    read. The margin of the memory limit is by default the estimator's known error.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.
@@ -200,9 +195,7 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """This error means that the `auto` at `path` cannot be replaced by a value; `why` says the reason, which may name
-    another key.
-    """
+    """This error means that the `auto` at `path` stays open; `why` says the reason, maybe by another key."""
 
     def __init__(self, source: str, path: KeyPath, why: str):
         super().__init__(why if why.startswith(f"{source}:") else f"{source}: {why}")
@@ -230,9 +223,7 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return the resolved recipe, and the reasons for values that cannot be resolved; the returned recipe has plain
-    values in place of such values.
-    """
+    """Return the resolved recipe, with plain values for what stays open, and the reasons for that."""
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed
 

@@ -102,9 +102,7 @@ class StageCosts:
         return None
 
     def _able(self, stage: int, items: list[tuple[int, int, int]]) -> list[tuple[float, list[np.ndarray]]]:
-        """Return the amounts of memory that layers of these types can need once on a stage, each with the options
-        [options] of each type that need no more.
-        """
+        """Return what layers of these types can need once on a stage, each with the options that need no more."""
         spans = [self.instance.type_columns(t) for t in range(len(self.instance.types))]
         (passes, buffers), own = self.instance.more[:, stage], sorted({t for _, t, _ in items})
         held = max(float(buffers[spans[t]].max()) for t in own)
@@ -125,7 +123,6 @@ class StageCosts:
     def _every(
         self, stage: int, room: float, items: list[tuple[int, int, int]], choices: list[np.ndarray | None]
     ) -> tuple[float, list[np.ndarray]] | None:
-        """Return the cheapest of all ways that fit."""
         every = [choice for choice in choices if choice is not None]
         places = np.indices([len(choice) for choice in every]).reshape(len(every), -1)
         extra = np.zeros(places.shape[1])
@@ -157,9 +154,7 @@ class StageCosts:
         return np.where(choice > 0, places, len(self.instance.order)).min(axis=1)
 
     def _locks(self, stage: int, layers: Stage) -> list[dict[tuple[int, int], int]]:
-        """Return for `_greedy` a mapping (chunk, type) -> the only option of these layers with which the order of
-        options is kept.
-        """
+        """Return for `_greedy` (chunk, type) -> the only option of these layers that keeps the order of options."""
         fixed = {
             (c, t): locked
             for c, row in enumerate(layers)
@@ -186,9 +181,7 @@ class StageCosts:
         lock: dict[tuple[int, int], int],
         able: list[np.ndarray],
     ) -> tuple[float, list[np.ndarray]] | None:
-        """Free the cheapest memory first, layer by layer, then give back what was too much. Only the options that are
-        `able` are used.
-        """
+        """Free the cheapest memory first, layer by layer, by `able` options; then give back what was too much."""
         peaks = self.instance.peaks[stage].astype(float)
         given, need, extra = [], self.instance.kept_by_ends[stage].astype(float), 0.0
         for c, t, n in items:
@@ -229,9 +222,7 @@ class StageCosts:
         return extra, given
 
     def split(self, counts: Iterable[int]) -> list[Stage]:
-        """Return for each stage the types of the layers on it, given the number of layers of each chunk [C] in model
-        order.
-        """
+        """Return the types of each stage's layers, given the layers of each chunk [C] in model order."""
         rows: list[list[Chunk]] = [[] for _ in range(self.instance.stages)]
         first = 0
         for chunk, count in enumerate(counts):
@@ -240,17 +231,13 @@ class StageCosts:
         return [tuple(row) for row in rows]
 
     def works(self, counts: Iterable[int]) -> np.ndarray | None:
-        """Return the least work of each stage, [stages], for given numbers of layers of the chunks, [C]; return None if
-        a stage's layers do not fit its memory.
-        """
+        """Return each stage's least work [stages] for layers by chunk [C]; None if a stage does not fit."""
         found = [self.least(stage, layers) for stage, layers in enumerate(self.split(counts))]
         works = [one[0] for one in found if one]
         return np.array(works) if len(works) == len(found) else None
 
     def plan(self, counts: Iterable[int]) -> np.ndarray:
-        """Return the plan [K, C] with the least work on each stage, for given numbers of layers of the chunks, which
-        must fit the memory.
-        """
+        """Return the plan [K, C] of least work on each stage, for layers of the chunks that fit the memory."""
         plan = np.zeros((len(self.instance.columns), len(self.instance.stage_of)), int)
         for stage, layers in enumerate(self.split(counts)):
             one = self.least(stage, layers)
@@ -259,9 +246,7 @@ class StageCosts:
         return plan
 
     def closed(self, works: np.ndarray) -> float:
-        """Return the step time by the closed form of the pipeline (`tools.estimate.time_model.pipeline_of`), for the
-        work of each stage, [stages].
-        """
+        """Return the step time by `tools.estimate.time_model.pipeline_of`, for each stage's work [stages]."""
         top = float(works.max())
         return self.instance.micro_batches * top + (float(works.sum()) - top) / self.instance.chunks
 
@@ -275,9 +260,7 @@ def least_layers(instance: Instance) -> np.ndarray:
 
 
 def least_sum(table: np.ndarray, slowest: float) -> tuple[float, list[int]] | None:
-    """Return (the least sum of work, the layers of each stage) of plans in which no stage has more work than `slowest`;
-    None if there is no such plan.
-    """
+    """Return (least sum of work, layers by stage) with no stage above `slowest`; None if that cannot be."""
     stages, size, _ = table.shape
     best, choices = np.where(np.arange(size) == 0, 0.0, np.inf), []
     for stage in range(stages):

@@ -39,11 +39,8 @@ _ROUND, _CELL = 2e-3, 2e-8  # effort of a round, and of each of its operations a
 
 def weighted_bound(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> float:
     """Return a lower bound in ms, at most `goal`, on the step time of every plan. The bound is 0 if no bound could be
-    computed: for schedules other than 1F1B, for more than two types of layers, and if the budget is too small.
-
-    Args:
-        after: the time of a step after its pipeline has ended, which is part of `goal` and of the bound; None means no
-            time.
+    computed: for schedules other than 1F1B, for more than two types of layers, and if the budget is too small. `after`
+    is the time after the pipeline, which is part of `goal` and of the bound.
     """
     stages = patterns_of(instance, goal, budget, after)
     if stages is None:
@@ -109,9 +106,7 @@ def _cases(
 
 
 def _reach(costs: StageCosts, stage: int, early: int, late: int) -> np.ndarray:
-    """Return the milliseconds that a micro-batch can take on a stage with these layers: one for each way to recompute
-    them, or none if there are too many ways.
-    """
+    """Return the ms of a micro-batch for each way to recompute a stage's layers; none for too many ways."""
     found = np.array([costs.ends[stage]])
     for count, index in ((early, 0), (late, -1)):
         extra = costs.extra[index]
@@ -161,9 +156,7 @@ class _Chains:
             self.sums[number] = np.vstack([self.sums[number], own])
 
     def least(self, case: _Case, enough: float, budget: Budget) -> float:
-        """Return a time in ms which the pipeline of no plan of `case` can beat. The weights of the chains are improved
-        until this bound reaches `enough`.
-        """
+        """Return ms that no pipeline of `case` is under, from better and better weights until `enough`."""
         able = [work <= case.slowest * (1 + _EQUAL) for work in self.works]
         best, kept, weights, plans = 0.0, self.weights, self.weights, list[list[int]]()
         for _ in range(_ROUNDS):
@@ -191,9 +184,7 @@ class _Chains:
         return best
 
     def _cheapest(self, weights: np.ndarray, able: Sequence[np.ndarray]) -> tuple[float, list[int] | None]:
-        """Return the least weighted mean of the chains over all plans, and that plan's pattern of each stage; None if
-        the stages cannot hold all layers.
-        """
+        """Return the least weighted mean of the chains, and its plan (a pattern for each stage); None without one."""
         left = np.full((self.early + 1, self.late + 1), np.inf)
         left[0, 0] = float(weights @ self.more[: len(weights)])
         steps = []

@@ -81,14 +81,6 @@ class Fit:
         return asdict(self)
 
 
-class Products(TimeModel):
-    """A `Products` is the estimator's time model with a method that predicts the seconds of a single matmul."""
-
-    def product(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the predicted seconds of one matmul on the cluster."""
-        return self._matmul(config, matmul)
-
-
 def fit(
     profile: Profile,
     measured: Measured,
@@ -192,8 +184,8 @@ def _relative(
     """Return how shapes are off each other: logarithms without their mean, by their share of the step."""
     if len(products) < 2:
         return np.zeros(0)
-    times = Products(hardware, values)
-    logs = np.array([np.log(times.product(config, matmul) / seconds) for matmul, seconds in products])
+    times = TimeModel(hardware, values)
+    logs = np.array([np.log(times.multiplying(config, matmul) / seconds) for matmul, seconds in products])
     result: np.ndarray = weights * (logs - np.average(logs, weights=weights))
     return result
 

@@ -64,9 +64,7 @@ _CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` describes one recipe of a folder: its training stage, its mesh in words, and the verification that it
-    has passed.
-    """
+    """An `Entry` describes one recipe of a folder: its stage, its mesh in words, and how it was verified."""
 
     file: Path
     stage: str
@@ -129,12 +127,8 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Return why a recipe is only modelled, so that no training should start from it; return an empty text if no
-    `card.yaml` gives a reason.
-
-    Args:
-        files: the recipe and every file from which it takes values; the card of a base recipe also applies to its child
-            recipes.
+    """Return why a recipe is only modelled, so that no training should start from it; "" if no `card.yaml` says so. The
+    cards of all `files` count, because that of a base also applies to its child recipes.
     """
     for path in sorted(map(Path, files)):
         try:
@@ -154,9 +148,7 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return the card that a file describes. RecipeError names the file and the key that is wrong; OSError is raised if
-    there is no card.
-    """
+    """Return a file's card. RecipeError names the file and the wrong key; OSError says that there is no card."""
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -165,13 +157,16 @@ def load_card(path: Path) -> Card:
     _check_mapping(path, "recipes", raw["recipes"])
     _check_choice(path, "kind", raw["kind"])
     entries = [_entry(path, name, body, raw) for name, body in raw["recipes"].items()]
-    checked = {
+    checked: dict[str, Any] = {
         "conflicts": [
             _conflict(path, number, body)
             for number, body in enumerate(_list(path, "conflicts", raw.get("conflicts") or []))
         ],
-        "host_measures": _host_measures(path, raw.get("host_measures") or {}),
+        "host_measures": raw.get("host_measures") or {},
     }
+    _check_keys(path, "host_measures", checked["host_measures"], set(), set(MEASURES))
+    for name, role in checked["host_measures"].items():
+        _check_choice(path, f"host_measures.{name}", role, ROLES)
     given = {key: value for key, value in raw.items() if key != "recipes"}
     return Card(path, entries, **given | checked)
 
@@ -187,17 +182,6 @@ def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) ->
         raise RecipeError(f"{path}: {where}: the recipe does not exist beside the card")
     of_card: dict[str, Any] = {key: card[key] for key in ("kind", "why", "parameters") if key in card}
     return Entry(path.parent / name, **{**of_card, **body, "assumed": body.get("assumed") or {}})
-
-
-def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
-    """Return which measures of section 6 a launch of these recipes applies, and which are only checked."""
-    _check_keys(path, "host_measures", raw, set(), set(MEASURES))
-    for name, role in raw.items():
-        if role not in ROLES:
-            raise RecipeError(
-                f"{path}: host_measures.{name}: {role!r} is not a valid value; write one of {', '.join(ROLES)}"
-            )
-    return raw
 
 
 def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
@@ -228,10 +212,10 @@ def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: se
         raise RecipeError(f"{path}: {prefix}{key}: the key is missing")
 
 
-def _check_choice(path: Path, where: str, kind: str) -> None:
-    if kind not in KINDS:
-        hint = did_you_mean(kind, list(KINDS))
-        raise RecipeError(f"{path}: {where}: {kind!r} is not a valid value; write one of {', '.join(KINDS)}{hint}")
+def _check_choice(path: Path, where: str, value: str, choices: tuple[str, ...] = KINDS) -> None:
+    if value not in choices:
+        hint = did_you_mean(value, list(choices))
+        raise RecipeError(f"{path}: {where}: {value!r} is not a valid value; write one of {', '.join(choices)}{hint}")
 
 
 def _check_claim(path: Path, where: str, claim: Any) -> None:

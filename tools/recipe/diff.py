@@ -68,9 +68,7 @@ def _matches(pattern: tuple[str, ...], words: tuple[str, ...]) -> bool:
 
 
 def _specificity(pattern: tuple[str, ...]) -> tuple[int, int, int]:
-    """Return the key by which patterns are sorted: more plain words, then more words, then more letters that are not
-    wildcards.
-    """
+    """Return the key that sorts patterns: by plain words, then all words, then letters without wildcards."""
     plain = [word for word in pattern if "*" not in word]
     return len(plain), len(pattern) - pattern.count("**"), len("".join(pattern).replace("*", ""))
 
@@ -92,9 +90,7 @@ ABSENT = _Absent()
 
 
 class Batch(NamedTuple):
-    """A `Batch` holds the number of devices of a run, and the numbers of samples (the global batch) and tokens of a
-    step.
-    """
+    """A `Batch` holds the devices of a run, and the samples (the global batch) and tokens of a step."""
 
     devices: int
     samples: int
@@ -103,9 +99,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one difference between two recipes. In `words`, the key path, a list entry is named by its
-    `type`.
-    """
+    """A `Change` is one difference of two recipes; `words`, its key path, names list entries by their `type`."""
 
     words: tuple[str, ...]
     before: Any
@@ -121,9 +115,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the batches of both recipes, and the changes between the recipes, the most important group
-    first.
-    """
+    """A `Comparison` holds both recipes' batches, and their differences, the most important group first."""
 
     before: Batch
     after: Batch
@@ -144,9 +136,7 @@ class _Pair(NamedTuple):
 
 
 def compare(before: Recipe, after: Recipe) -> Comparison:
-    """Return every difference between two flat recipes. A changed value that several keys share through a YAML anchor
-    counts as one difference.
-    """
+    """Return every difference of two flat recipes; a value shared through an anchor differs once."""
     batches = batch_of(before), batch_of(after)
     found: dict[Any, Change] = {}
     for pair in _differences((), ((), ()), before, after):
@@ -158,9 +148,7 @@ def compare(before: Recipe, after: Recipe) -> Comparison:
 
 
 def batch_of(recipe: Recipe) -> Batch:
-    """Return the number of devices, the global batch and the number of tokens of a step, as MindFormers' trainer
-    computes them.
-    """
+    """Return devices, global batch and tokens of a step, as MindFormers' trainer computes them."""
     view = View(recipe)
     default = model_number(view, "seq_length")
     length = view.number((*MODEL, "seq_length"), view.number((*LOADER, "config", "seq_length"), default))
@@ -253,9 +241,7 @@ def _places(before: Any, after: Any) -> Iterator[tuple[KeyPath, Any, Any]]:
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Return whether two values are equal as MindFormers reads them: 1 and 1.0 are one number, 1 and true are two
-    values.
-    """
+    """Return whether MindFormers reads two values alike: 1 and 1.0 are one number, 1 and true are two values."""
     if isinstance(before, list) and isinstance(after, list):
         return len(before) == len(after) and all(map(_same, before, after))
     return before == after and isinstance(before, bool) == isinstance(after, bool)

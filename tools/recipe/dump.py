@@ -39,9 +39,8 @@ def recipe_text(recipe: dict[str, Any]) -> str:
 
 
 def is_of_run(recipe: Path) -> bool:
-    """Return whether the file `recipe` is the effective recipe that a run keeps in its folder, RUN/recipe.yaml.
-
-    A run of a script or of msrun by hand has no attempts, but its recipe names its own folder as `output_dir`.
+    """Return whether the file `recipe` is the effective recipe that a run keeps in its folder, RUN/recipe.yaml. A run
+    of a script or of msrun by hand has no attempts, but its recipe names its own folder as `output_dir`.
     """
     if recipe.name != "recipe.yaml" or (recipe.parent / "attempts").is_dir():
         return recipe.name == "recipe.yaml"

@@ -15,25 +15,17 @@ SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one fault of a recipe.
+    """A `Finding` is one fault of a recipe."""
 
-    Args:
-        severity: "error" (the run would fail, or would be another run than the recipe describes), "warning", or "note"
-            (the recipe runs as written, but MindFormers computes something other than a user may expect).
-        file, line: the place of the value; the line is 0 if the value has no place.
-        key: the dotted key path of the value.
-        wrong: a description of the fault of the value.
-        right: a value that would be right; "" if none is known.
-        source: the line of MindFormers that would fail or ignore the value; "" if none is known.
-    """
-
+    # "error" (the run would fail, or would be another run than the recipe describes), "warning", or "note" (it runs as
+    # written, but MindFormers computes something other than a user may expect)
     severity: str
     file: str
-    line: int
-    key: str
-    wrong: str
-    right: str = ""
-    source: str = ""
+    line: int  # 0 if the value has no place
+    key: str  # dotted key path
+    wrong: str  # the fault of the value
+    right: str = ""  # a value that would be right, if one is known
+    source: str = ""  # the line of MindFormers that would fail or ignore the value, if it is known
 
     def __str__(self) -> str:
         return f"{self.place}{self.severity}: {self.words}" + (f" [{self.source}]" if self.source else "")
@@ -51,9 +43,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """A `Report` holds the findings on one recipe, and its sizes. The sizes are None if the recipe has errors that make
-    them impossible to compute.
-    """
+    """A `Report` holds a recipe's findings, and its sizes, which are None if errors prevent them."""
 
     recipe: Recipe
     findings: list[Finding] = field(default_factory=list)
@@ -85,9 +75,7 @@ class Report:
 
 
 class Findings:
-    """A `Findings` collects the findings on one recipe. A wrong value that several keys share through a YAML anchor
-    gets only one finding.
-    """
+    """A `Findings` collects the findings on a recipe; a wrong value behind an anchor gets only one finding."""
 
     def __init__(self, recipe: Recipe, line_of: Any):
         self.recipe = recipe
@@ -139,9 +127,7 @@ def refused(errors: Sequence[Finding]) -> RecipeError:
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """Return the error of a tool that cannot go on because of a key of a recipe; its message has the key path, and file
-    and line if these are known.
-    """
+    """Return a tool's error about a key of a recipe, with the key path and, if known, file and line."""
     return RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {text}")
 
 

@@ -37,9 +37,7 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """A `Mark` says where a value was written. Key paths whose marks have the same `ident` share one value through a
-    YAML anchor.
-    """
+    """A `Mark` says where a value was written; marks with one `ident` share a value through an anchor."""
 
     file: str
     line: int
@@ -79,7 +77,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """
     recipe = read_recipe(path)
     refuse_sections(recipe)
-    refuse_numbers(recipe)
+    for place, _, wrong, right in bad_numbers(recipe):
+        _refuse(recipe, place, f"{wrong}; {right}")
     return recipe
 
 
@@ -109,9 +108,7 @@ class _Bases:
         self.spots: dict[str, _Spot] = {}  # by real path
 
     def read(self, file: str, parents: list[str]) -> _Spot:
-        """Return the values of one file with its bases merged in; `parents` are the real paths of the files that led to
-        this file through `base_config`.
-        """
+        """Return a file's values, bases merged in; `parents` are the real paths of the files that led to it."""
         try:
             real = os.path.realpath(file)
         except OSError:  # there is no working folder
@@ -177,7 +174,6 @@ def _plain(spot: _Spot, seen: dict[int, Any]) -> Any:
 
 
 def _marks(spot: _Spot, path: KeyPath) -> Any:
-    """Yield (key path, mark) of everything below `spot`."""
     if path:
         yield path, Mark(spot.file, spot.line, spot.ident)
     if isinstance(spot.value, (dict, list)):
@@ -309,11 +305,8 @@ def _yaml_message(file: str, error: yaml.YAMLError) -> str:
 
 
 def _nearby(file: str, recipe: str = "") -> str:
-    """Return a hint (did you mean) from the YAML files around a path that does not exist and from those of this
-    repository.
-
-    Args:
-        recipe: the file that names the path, if it is that of a base: the path is then told as it stands there.
+    """Return a hint (did you mean) from the YAML files around a path that does not exist and those of this repository.
+    The path of a base is told as it stands in the `recipe` that names it.
     """
     try:
         around = Path(file).parent
@@ -410,16 +403,6 @@ class Refusal(NamedTuple):
         """Return whether other values are computed from the number, so that it should be a whole number."""
         span = recipe_range(_words(self.path))
         return span is None or span.whole
-
-
-def refuse_numbers(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first value that should be a number and is not, or that lies out of range.
-
-    Raises:
-        RecipeError: the message has the file, the line, the key path and a right value.
-    """
-    for path, _, wrong, right in bad_numbers(recipe):
-        _refuse(recipe, path, f"{wrong}; {right}")
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.dump import dump_recipe
@@ -40,70 +42,8 @@ GROUPS = 2  # heads of keys and values where query heads share them, so that ten
 HEAD_SCALE = 4  # head and rank dimensions are divided by this, ranks by four times as much
 COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids", "attention_mask"]
 
-# what CPU imposes; keys of a section that the recipe lacks are added, all others stay
-ON_CPU: dict[str, Any] = {
-    "runner_config": {"sink_mode": False, "sink_size": 1, "batch_size": BATCH, "epochs": 1},
-    "parallel_config": {
-        "data_parallel": 1,
-        "model_parallel": 1,
-        "pipeline_stage": 1,
-        "expert_parallel": 1,
-        "context_parallel": 1,
-        "micro_batch_num": 1,
-        "use_seq_parallel": False,
-        "vocab_emb_dp": False,
-    },
-    "parallel": {
-        "parallel_mode": 0,
-        "gradients_mean": True,
-        "full_batch": False,
-        "enable_alltoall": False,
-        "enable_parallel_optimizer": False,
-        "dataset_strategy": [[1, 1], [1, 1], [1, 1], [1, 1], [1, 1, 1, 1]],
-    },
-    "recompute_config": {"recompute": False, "select_recompute": False},
-}
-CONTEXT: dict[str, Any] = {
-    "mode": 0,
-    "device_target": "CPU",
-    "device_id": 0,
-    "max_call_depth": 10000,
-    "max_device_memory": "8GB",
-    "jit_config": {"jit_level": "O0"},
-}
-TOP_LEVEL: dict[str, Any] = {
-    "use_parallel": False,
-    "use_legacy": False,
-    "use_legacy_format": False,
-    "profile": False,
-    "micro_batch_interleave_num": 1,
-    "load_checkpoint": "",
-    "resume_training": False,
-    "auto_trans_ckpt": False,
-    "remove_redundancy": False,
-}
-ASCEND_ONLY = ("monitor_config", "swap_config")
-MODEL_ON_CPU: dict[str, Any] = {
-    "hidden_act": "swiglu",
-    "compute_dtype": "float32",
-    "params_dtype": "float32",
-    "fused_norm": False,
-    "use_flash_attention": True,
-    "use_attn_mask_compression": False,
-    "use_eod_attn_mask_compression": False,
-    "apply_rope_fusion": False,
-    "bias_swiglu_fusion": False,
-    "offset": 0,
-    "pp_interleave_num": 1,
-    "batch_size": BATCH,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
-EXPERTS_ON_CPU: dict[str, Any] = {
-    "moe_permute_fusion": False,
-    "moe_shared_expert_overlap": False,
-    "moe_token_dispatcher_type": DEFAULT_DISPATCHER,
-}
+_ON_CPU = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_ASCEND_ONLY = ("monitor_config", "swap_config")
 
 
 def derive_mini(
@@ -158,9 +98,7 @@ def _shrink_plugins(mini: dict[str, Any]) -> None:
 
 
 def _cut_fewer_samples(mini: dict[str, Any]) -> None:
-    """Let `plugins.ep_overlap` (in place) cut sequences where a rank of the mini recipe has too few samples; the number
-    of chunks stays.
-    """
+    """Let `plugins.ep_overlap` cut sequences (in place) where a rank has too few samples for its chunks."""
     overlap = (mini.get("plugins") or {}).get("ep_overlap")
     if isinstance(overlap, dict) and isinstance(overlap.get("chunks"), list):
         parts, length = overlap["chunks"]
@@ -195,18 +133,18 @@ def load_mini(
 
 
 def leave_ascend(recipe: dict[str, Any]) -> None:
-    """Change a recipe (in place) into one for a single CPU process. The constant `MODEL_ON_CPU` holds the changes of
-    the model's keys.
-    """
-    for name, section in ON_CPU.items():
-        recipe[name] = {**recipe.get(name, {}), **copy.deepcopy(section)}
+    """Change a recipe (in place) into one for a single CPU process, except for the model's keys (`compute_on_cpu`)."""
+    imposed = copy.deepcopy(_ON_CPU)
+    for name, section in imposed["sections"].items():
+        recipe[name] = {**recipe.get(name, {}), **section}
+    recipe["runner_config"]["batch_size"] = BATCH
     recomputed = recipe["recompute_config"]  # counts of layers are those of the stages that are no more
     recomputed.update({key: False for key, value in recomputed.items() if isinstance(value, (list, dict))})
     for name in ("pipeline_config", "parallel_optimizer_config", "strategy_ckpt_config"):
         recipe["parallel"].pop(name, None)
-    for name in ASCEND_ONLY:
+    for name in _ASCEND_ONLY:
         recipe.pop(name, None)
-    recipe.update(copy.deepcopy(TOP_LEVEL), context=copy.deepcopy(CONTEXT))
+    recipe.update(imposed["top_level"], context=imposed["context"])
 
 
 def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
@@ -275,15 +213,13 @@ def _shrink_groups(model: dict[str, Any]) -> None:
 
 def compute_on_cpu(model: dict[str, Any]) -> None:
     """Replace (in place) the operators of a recipe that a CPU lacks."""
-    model.update(MODEL_ON_CPU)
+    model.update(_ON_CPU["model"], batch_size=BATCH)
     if model.get("n_routed_experts"):
-        model.update(EXPERTS_ON_CPU)
+        model.update(_ON_CPU["experts"], moe_token_dispatcher_type=DEFAULT_DISPATCHER)
 
 
 def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Change a recipe (in place) so that each of `WORKERS` CPU workers trains one sample per step. The workers act as
-    two nodes and share the experts.
-    """
+    """Let each of `WORKERS` CPU workers train a sample per step (in place), as two nodes that share experts."""
     mini["use_parallel"] = True
     mini["parallel_config"].update(data_parallel=WORKERS, expert_parallel=WORKERS)
     mini["parallel"]["dataset_strategy"] = [[WORKERS, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
@@ -327,9 +263,7 @@ def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: 
 
 
 def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
-    """Shorten every schedule to `steps`, with a warm-up in the first steps. The type of each learning-rate schedule
-    stays the same.
-    """
+    """Shorten every schedule to `steps`, the first of them a warm-up; learning rates keep their type."""
     grouped = mini.get("grouped_lr_schedule") or {}
     schedules = [mini.get("lr_schedule"), grouped.get("default"), *(grouped.get("grouped") or [])]
     for schedule in filter(None, schedules):
@@ -341,9 +275,7 @@ def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
 
 
 def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Change the callbacks so that the small recipe prints every step, saves at the end, and counts the tokens of its
-    own number of experts.
-    """
+    """Change the callbacks: print every step, save at the end, count tokens of the own number of experts."""
     kept = []
     for callback in mini.get("callbacks", []):
         if callback["type"] == "MFLossMonitor":

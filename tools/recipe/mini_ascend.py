@@ -31,14 +31,9 @@ _SINK = {"sink_mode": True, "sink_size": 1}
 
 
 def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return a dictionary from the number of devices to a flat small recipe for Ascend, for 1 device and for each of
-    `counts`; the key `ON_CPU` holds the small recipe for one CPU process, with the operators and the precision that a
-    CPU has.
-
-    A number of devices is left out if the recipe's degrees, scaled down to this number, need fewer devices.
-
-    Args:
-        recipe: a recipe for Ascend. data_path: a Megatron prefix. steps: the number of steps of the schedules.
+    """Return number of devices -> a flat small recipe for Ascend, for 1 device and for each of `counts`, with schedules
+    of `steps` steps; the key `ON_CPU` holds the small recipe for one CPU process, with the operators and precision of a
+    CPU. A number is left out if the recipe's degrees, scaled down to it, need fewer devices.
 
     Raises:
         RecipeError: the recipe is for a CPU, trains on packed conversations, or cannot be shrunk.

@@ -27,9 +27,7 @@ _OWN = (
 
 
 def shares_keys(model: Mapping[str, Any]) -> bool:
-    """Return whether the query heads of a `model_config` may share heads of keys and values; they may not share them
-    with multi-head latent attention.
-    """
+    """Return whether query heads may share those of keys and values: not with multi-head latent attention."""
     return model.get("model_type") == GROUPED or model.get("multi_latent_attention") is False
 
 
@@ -51,7 +49,6 @@ class Degrees:
 
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
     """Return degrees whose product is at most `workers`. Each degree is a power of two and no larger than the recipe's.
-
     The function doubles the pipeline, tensor, data and context degrees in turn, if the recipe allows it, until no
     further doubling fits into `workers`. As many data- and tensor-parallel ranks of a stage share the experts as the
     recipe's expert-parallel degree allows.
@@ -98,9 +95,7 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
 
 
 def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
-    """Return the parallel degrees of the recipe that `view` shows, scaled down to at most `workers` processes that
-    train the mini recipe.
-    """
+    """Return the recipe's parallel degrees, scaled down to at most `workers` processes of the mini recipe."""
     model = mini["model"]["model_config"]
     # tensor parallelism deals whole heads; those of keys and values, where query heads share them
     heads = model["num_key_value_heads" if shares_keys(model) else "num_attention_heads"]
@@ -114,12 +109,9 @@ def least_micro_batches(view: View, degrees: Degrees) -> int:
 
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
-    """Give the mini recipe (in place) the parallel degrees `degrees`, and the operators of the full recipe that `view`
-    shows.
-
-    Args:
-        batch: the number of samples of a step. deepest: the degrees with the most pipeline stages for which the mini
-            recipe must have enough layers, so that mini recipes with other degrees have the same weights.
+    """Give the mini recipe (in place) these parallel degrees, and the operators of the full recipe that `view` shows,
+    for steps of `batch` samples. It gets enough layers for the `deepest` pipeline, so that mini recipes with other
+    degrees have the same weights.
     """
     model = mini["model"]["model_config"]
     for key in _OWN:

@@ -36,17 +36,11 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 
 @dataclass
 class _Given:
-    """A `_Given` holds what overrides have set so far.
+    """A `_Given` holds what overrides have set so far."""
 
-    Attributes:
-        before: the recipe without these overrides, whose anchors tell which places share a value;
-        by: the override that has set a key path, also through an anchor;
-        named: the key paths that an override names itself.
-    """
-
-    before: dict[str, Any]
-    by: dict[KeyPath, str] = field(default_factory=dict)
-    named: set[KeyPath] = field(default_factory=set)
+    before: dict[str, Any]  # the recipe without these overrides, whose anchors tell which places share a value
+    by: dict[KeyPath, str] = field(default_factory=dict)  # the override that has set a key path, also through an anchor
+    named: set[KeyPath] = field(default_factory=set)  # the key paths that an override names itself
 
     def name(self, paths: Sequence[KeyPath], override: str) -> None:
         """Keep that an override names `paths`."""
@@ -103,9 +97,7 @@ def _as_text(value: Any) -> str:
 
 
 def apart(overrides: Sequence[str], *keys: str) -> list[str]:
-    """Return the overrides, in which each mapping that sets one of `keys` is split into a separate override for each of
-    its keys.
-    """
+    """Return the overrides; one that sets `keys` by a mapping is split into one for each of its keys."""
     found = []
     for override in overrides:
         name, _, text = override.partition("=")
@@ -120,9 +112,7 @@ def apart(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def with_part(override: str, places: Sequence[str], value: Any) -> str:
-    """Return an override of a list, in which the items that the dotted names `places` name are replaced by `value`,
-    each at its place in the list.
-    """
+    """Return an override of a list with `value` at the dotted names `places`, each in its place."""
     name, _, text = override.partition("=")
     begin = f"{name.strip()}."
     inside = [place.removeprefix(begin).split(".") for place in places if place.startswith(begin)]
@@ -134,9 +124,7 @@ def with_part(override: str, places: Sequence[str], value: Any) -> str:
 
 
 def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
-    """Return the key paths that hold the same value as `path` through a YAML anchor. The given `path` is the first of
-    the returned paths.
-    """
+    """Return the key paths that share the value at `path` through a YAML anchor, `path` first."""
     marks = getattr(recipe, "marks", {})
     if path not in marks:
         return [path]
@@ -145,10 +133,8 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 
 def also_changed(recipe: dict[str, Any], override: str, changed: dict[str, Any] | None = None) -> list[str]:
-    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors, in addition to the given name.
-
-    Args:
-        changed: the recipe with all overrides applied; another override may have set some of these places.
+    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors beside the given name, without those that
+    another override has set in the `changed` recipe.
     """
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
@@ -378,9 +364,7 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a dotted name names a plugin, or a setting of a plugin, that the recipe lacks or switches off, and
-    is not a typing error.
-    """
+    """Return whether a name is that of a plugin or setting that the recipe lacks, and no typing error."""
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False

@@ -121,24 +121,18 @@ class View:
 
     @cached_property
     def global_batch(self) -> int:
-        """Return the number of samples of a step, as the trainer computes it; of the largest step, if the batch grows
-        (`ramp`).
-        """
+        """Return the samples of a step as the trainer computes them; of the largest one if the batch grows."""
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
 
     @cached_property
     def ramp(self) -> Ramp:
-        """Return the ramp of the batch size, which converts between steps and samples; the ramp has no stages unless
-        plugins.batch_ramp is on.
-        """
+        """Return the ramp of the batch size, which has stages only with plugins.batch_ramp."""
         return ramp_of(self.recipe, self.global_batch)
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch. MindFormers' trainer can also turn on `full_batch` by
-        itself.
-        """
+        """Return whether every rank reads the whole global batch, which MindFormers can turn on by itself."""
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
@@ -147,9 +141,7 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the loader packs samples. For a loader that packs samples, the trainer turns on the attention
-        mask.
-        """
+        """Return whether the loader packs samples, for which the trainer turns on the attention mask."""
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
             isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers

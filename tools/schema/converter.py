@@ -26,20 +26,13 @@ _ALONE = ("data_parallel", "model_parallel", "context_parallel", "expert_paralle
 
 @dataclass
 class Built:
-    """A `Built` holds the arguments with which MindFormers would build a TransformerConfig.
+    """A `Built` holds the arguments with which MindFormers would build a TransformerConfig."""
 
-    Args:
-        fields: field -> value, including default values.
-        origin: field -> the key path of the recipe that set the field.
-        conflicts: the pairs (key path, field) in which the key sets a field that another key or setting had already
-            set.
-        unread: the keys of model_config that set no field.
-    """
-
-    fields: dict[str, Any]
-    origin: dict[str, KeyPath] = field(default_factory=dict)
+    fields: dict[str, Any]  # including default values
+    origin: dict[str, KeyPath] = field(default_factory=dict)  # field -> the key path of the recipe that set it
+    # (key path, field) of a field that another key or setting had already set
     conflicts: list[tuple[KeyPath, str]] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)  # keys of model_config that set no field
 
     def number(self, name: str, default: int = 0) -> int:
         """Return the value of an integer field; return `default` if the value is None or has another type."""
@@ -77,9 +70,7 @@ def convert(view: View, schema: Schema) -> Built:
 
 
 def _streams(view: View, built: Built) -> None:
-    """Set the residual streams of plugins.hyper_connections; a section that the plugin refuses
-    counts as no section.
-    """
+    """Set the residual streams of plugins.hyper_connections; a refused section counts as none."""
     written = view.get(("plugins", "hyper_connections"), False)
     settings = None if written is None or written is False else hyper_connections.Settings.look(written)[0]
     on = settings is not None and settings.streams > 1
@@ -172,9 +163,7 @@ def model_number(view: View, key: str) -> int:
 
 
 def model_default(view: View, key: str) -> Any:
-    """Return MindFormers' default of a key: from the model's config class, or else from the field that the key becomes.
-    Return None if the key has no default.
-    """
+    """Return MindFormers' default of a key, of the config class or of the field that it becomes, or None."""
     schema = load_schema()
     model = schema.model_type(view.recipe)
     defaults = schema.models[model]["defaults"]

@@ -35,9 +35,8 @@ WORDS = {
 
 def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
     """Return the allowed types of an argument, such as ``{"types": ["int", "null"]}``; return an empty mapping if any
-    value is allowed.
-
-    If a default value contradicts the annotation, its type is allowed, too (MindFormers writes `x: int = None`).
+    value is allowed. If a default value contradicts the annotation, its type is allowed, too (MindFormers writes `x:
+    int = None`).
     """
     kinds = _kinds(annotation)
     if kinds is None:
@@ -101,9 +100,7 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A `Shape` describes the content that is allowed at a place of a recipe: a value, a mapping, a typed mapping, or a
-    list.
-    """
+    """A `Shape` describes what is allowed at a place of a recipe: a value, a mapping (also typed), or a list."""
 
     spec: Spec = field(default_factory=dict)
     keys: dict[str, Shape] | None = None  # of a mapping; None when it is no mapping, or when anything goes
@@ -127,15 +124,11 @@ class Schema:
         self._shapes: dict[str, Shape] = {}
 
     def line(self, rule: str) -> str:
-        """Return the place of the MindFormers line on which a rule is based, such as ``mindformers/...py:123``; return
-        "" if no rule is named.
-        """
+        """Return the MindFormers line of a rule, such as ``mindformers/...py:123``; "" for no rule."""
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the `model_type` of the recipe's model, or that of TeleChat3-MoE if MindFormers does not know the
-        recipe's `model_type`.
-        """
+        """Return the recipe's `model_type`, or TeleChat3-MoE's for one that MindFormers does not know."""
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -157,9 +150,7 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return the fields into which MindFormers' converter writes the value of `key`, as pairs (field, name of the
-        function that is applied to the value).
-        """
+        """Return the fields into which MindFormers writes `key`, as pairs (field, function of its value)."""
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]
@@ -308,9 +299,7 @@ class Schema:
 
 
 def _plugin(name: str, module: str) -> Shape:
-    """Return a plugin's settings; `False` leaves it off. What a worker has added to our own plugins is not looked
-    into.
-    """
+    """Return a plugin's settings; `False` leaves it off. Plugins that are not ours are not looked into."""
     section = settings_of(name) if module.startswith("plugins.") else None
     keys = {key: Shape(spec) for key, spec in values.of_plugin(section).items()} if section else {}
     return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys, section=section)
@@ -353,9 +342,7 @@ def json_schema(schema: Schema) -> str:
 
 
 class _Writer:
-    """A `_Writer` turns shapes into JSON Schema; typed sections and datasets, which stand in several places, become
-    `$defs`.
-    """
+    """A `_Writer` turns shapes into JSON Schema; what stands in several places becomes `$defs`."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
@@ -381,9 +368,7 @@ class _Writer:
         return found
 
     def _typed(self, shape: Shape) -> dict[str, Any]:
-        """Return a mapping with `type`: the class named there says which keys go with it; `auto_register` allows
-        any.
-        """
+        """Return a mapping with `type`, whose class says the other keys; `auto_register` allows any."""
         assert shape.types is not None
         cases = []
         for name, inner in sorted(shape.types.items()):

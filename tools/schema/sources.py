@@ -24,13 +24,8 @@ _METHODS = {*_GETTERS, "items", "keys", "values", "append", "update", "set_value
 
 
 def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) -> dict[str, set[str]]:
-    """Return the keys that code reads below each root. For the root ``config`` the result is like ``{"": {"seed", ...},
-    "checkpoint": {"prefix", ...}}``.
-
-    Args:
-        files: Python sources.
-        roots: the names of variables that hold the config, without `self.`.
-        of_self: whether only variables that are attributes of `self` count.
+    """Return the keys that code of Python `files` reads below the variables `roots` (if `of_self`, only attributes of
+    `self`), such as ``{"": {"seed", ...}, "checkpoint": {"prefix", ...}}``.
     """
     found: dict[str, set[str]] = defaultdict(set)
     names = set(roots)
@@ -93,9 +88,7 @@ _LOSS_SCALES = ("AdaptiveLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "Fi
 
 
 def registered(registry: str, site: Path) -> dict[str, Any]:
-    """Return the arguments of every class in a registry that is defined by MindFormers, and of MindSpore's classes for
-    loss scaling.
-    """
+    """Return the arguments of MindFormers' classes in a registry, and of MindSpore's for loss scaling."""
     from mindformers.tools.register import MindFormerRegister
 
     found = {}
@@ -149,9 +142,7 @@ def _where(cls: type, site: Path) -> str:
 
 
 def handlers(site: Path) -> dict[str, Any]:
-    """Return the handlers that the key `handler` of HFDataLoader may name, with their arguments; these are the handlers
-    that MindFormers defines.
-    """
+    """Return MindFormers' handlers that the key `handler` of HFDataLoader may name, with their arguments."""
     from mindformers.dataset import handler
 
     shared = reads([Path(handler.__file__).with_name("base_handler.py")], ["kwargs"])[""]
@@ -223,9 +214,7 @@ def _training_texts(config_class: Any) -> list[str]:
 
 
 def _ties(config_class: Any) -> bool:
-    """Return whether its training model shares the embedding with the output layer where `tie_word_embeddings` asks for
-    it.
-    """
+    """Return whether the training model shares embedding and output layer if `tie_word_embeddings` asks for it."""
     words = "share_embeddings_and_output_weights=self.config.tie_word_embeddings"
     return any(words in text for text in _training_texts(config_class))
 
@@ -265,9 +254,7 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def transformer(site: Path) -> dict[str, Any]:
-    """Return the fields of both TransformerConfig classes, the fields that no training code reads, the keys that no
-    converter reports, and the registered models.
-    """
+    """Return TransformerConfig's fields, those that nothing reads, keys not reported, registered models."""
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
     from mindformers.parallel_core.transformer_config_utils import DEFAULT_WHITE_KEY
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -284,9 +271,7 @@ def transformer(site: Path) -> dict[str, Any]:
 
 
 def _training(package: Path) -> list[Path]:
-    """Return MindFormers' sources without what a training from a recipe never runs, and without the list of all
-    fields.
-    """
+    """Return MindFormers' sources without what no training runs, and without the list of all fields."""
     never = [package / name for name in ("modules", "pynative", "parallel_core/inference")]
     listing = package / "parallel_core" / "transformer_config_utils.py"
     files = (file for file in package.rglob("*.py") if file != listing)

@@ -22,9 +22,8 @@ Layers = list[list[int]]
 
 def layers_of(view: View, built: Built) -> Layers | None:
     """Return MindFormers' layer_list [chunk][stage]; None if the offset is not valid for the recipe's layers and
-    stages. Without a pipeline the list is ``[[all layers]]``.
-
-    The list [chunk][stage] does not always show the stages on which layers run: see `stage_layers_of`.
+    stages. Without a pipeline the list is ``[[all layers]]``. The list [chunk][stage] does not always show the stages
+    on which layers run: see `stage_layers_of`.
     """
     require_resolved(view.recipe, OFFSET)
     total = built.number("num_layers")
@@ -44,7 +43,6 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
     """Return the layers [chunk][stage], ordered by the stages that run them; return None if `layers_of` returns None.
-
     In zero_bubble_v the second chunk runs from the last stage to the first: for this chunk, `layers_of` counts stages
     from the last one.
     """
@@ -60,9 +58,7 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that computes the loss (`plugins.all_ranks.stage_of_loss`): the last rank of the last stage, or the
-    first rank of the first stage.
-    """
+    """Return a rank that computes the loss: the last of the last stage, or the first of the first stage."""
     return view.devices - 1 if view.parallel and stage_of_loss(view.pp, view.scheduler) else 0
 
 
@@ -183,9 +179,7 @@ def _expressions(value: Any, path: KeyPath, found: Findings) -> None:
 
 
 def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> None:
-    """Check a recompute setting of a recipe that swaps activations: a flag, the numbers of layers, or for each
-    operator pattern True or numbers.
-    """
+    """Check a recompute setting of a recipe that swaps: a flag, layer numbers, or these for each pattern."""
     if isinstance(value, dict):
         for pattern, inner in value.items():
             if inner is False and path[1] == RECOMPUTE[1]:

@@ -43,9 +43,7 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return a mapping from each distribution to its installed version, for the distributions whose installed version
-    is not the verified version.
-    """
+    """Return each distribution whose installed version is not the verified one, with that version."""
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
 
@@ -61,9 +59,7 @@ def going_on() -> bool:
 
 
 def unverified_words() -> list[str]:
-    """Return the arguments with which another command also goes on with unverified versions if the user asked for this
-    in the present command.
-    """
+    """Return the arguments with which another command goes on, too, if the user asked for it here."""
     return ["--unverified"] * going_on()
 
 

@@ -55,14 +55,8 @@ class Funnel:
         """Return the number of candidates that no rule has dropped."""
         return self.total - sum(self.dropped.values())
 
-    def excluded_by_limits(self) -> list[str]:
-        """Return the limits of the user that dropped candidates."""
-        return [reason for reason in self.dropped if reason.startswith("--limit")]
-
     def lines(self) -> list[tuple[str, int]]:
-        """Return the rows of a table: the number of all candidates, the numbers that each rule dropped (negative), and
-        the number that is left.
-        """
+        """Return table rows: all candidates, what each rule dropped (negative), and what is left."""
         return [("all", self.total), *((reason, -count) for reason, count in self.dropped.items()), ("left", self.left)]
 
 
@@ -108,9 +102,7 @@ _KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved 
 
 
 class Candidate(NamedTuple):
-    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; `tools.search.request.WORDS` lists the
-    values of `mode`, `shard` and `recompute`.
-    """
+    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; `WORDS` of request lists its words."""
 
     dp: int
     tp: int
@@ -180,9 +172,7 @@ def meshes(devices: int) -> Iterator[Mesh]:
 
 
 def blocks(request: Request, funnel: Funnel) -> list[Block]:
-    """Return all legal candidates, in one block for each pair of pp and vpp; `funnel` counts the candidates that are
-    not legal.
-    """
+    """Return all legal candidates, a block for each pp and vpp; `funnel` counts those that are not legal."""
     model = request.base.model
     found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
     eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)
@@ -275,18 +265,14 @@ class _Axes:
             yield words, (self.along("shard") == 0) | self._whole_experts(request)
 
     def _whole_experts(self, request: Request) -> np.ndarray:
-        """Return where the shards that Muon must be told of are at most the data-parallel ranks, and hold whole
-        experts.
-        """
+        """Return where Muon's shards are at most the data-parallel ranks, and hold whole experts."""
         size, ep = request.base.shard_size, self.along("ep")
         sharing = np.minimum(size, self.mesh.dp * self.mesh.tp * self.mesh.cp // ep)
         fits = 1 < size <= self.mesh.dp
         return np.bool_(fits) & (request.base.model.experts % np.maximum(ep * sharing, 1) == 0)
 
     def _ramps(self, request: Request) -> np.ndarray:
-        """Return where each stage of a growing batch has whole micro-batches, as many as `tc3 check` asks for, and
-        fewer samples than the whole batch.
-        """
+        """Return where each stage of a growing batch has enough whole micro-batches, and fewer samples than all."""
         unit, schedule = self.mesh.dp * self.along("mbs"), request.schedule
         least = fewest_micro_batches(self.mesh.pp, scheduler_of(schedule) if schedule else "")
         fits = [(samples % unit == 0) & (samples // unit >= least) for samples in request.ramp]
@@ -390,9 +376,7 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
 
 
 def candidate_of(config: Configuration) -> Candidate:
-    """Return the candidate that is closest to a run: it has the run's degrees, and also its recomputation if it is the
-    same for all layers.
-    """
+    """Return the candidate closest to a run: its degrees, and its recomputation if that is uniform."""
     given = {word: getattr(config.recompute, word) for word in POLICIES[1:]}
     same = [word for word, table in given.items() if table == config.layers]
     used = [word for word, table in given.items() if table] + [word for word, _ in config.recompute.operators]

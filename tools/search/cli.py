@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -20,7 +20,7 @@ from tools.files.atomic import check_writable, keep_existing, real_path, write_a
 from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.budget import Budget, interruptible
-from tools.layout.instance import read_instance, with_margin
+from tools.layout.instance import read_instance
 from tools.layout.offsets import LayoutFile, is_layout_file, path_of, write_layout
 from tools.layout.resolve import EFFORT, TIME_LIMIT, NothingFits, layout_text, make_layout
 from tools.process.waiting import Progressing
@@ -141,9 +141,7 @@ _RESERVE = 3.0
 
 
 class SearchOrCommand(RecipeOrCommand):
-    """A `SearchOrCommand` is the command group `tc3 search`, which passes a recipe in the place of a command to `tc3
-    search RECIPE`.
-    """
+    """A `SearchOrCommand` is the group `tc3 search`, which passes a recipe on to `tc3 search RECIPE`."""
 
     of_recipe = space_command
 
@@ -207,7 +205,8 @@ def pipeline(
     keep_existing("--out", out, force)
     for path in filter(None, (out, picture)):
         check_writable(path)
-    problem = with_margin(read_instance(instance), memory_margin)
+    problem = read_instance(instance)
+    problem = replace(problem, cap=(1 - memory_margin) * problem.cap)
     with interruptible(budget), PlanProgress(budget) as progress:
         outcome = optimise(problem, budget, seed, progress.tell)
     if as_json:

@@ -39,9 +39,7 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """An `OfGroup` is the class of a command that prints the same help as its command group; the group writes this
-    help.
-    """
+    """An `OfGroup` is the class of a command that prints its command group's help, which the group writes."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the same help as the command's group."""
@@ -243,9 +241,7 @@ def space_command(
 
 
 def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict[str, Any]) -> str:
-    """Return the cluster's name or file; with --from or --measured that of a new file, in `folder` or beside the recipe
-    to write.
-    """
+    """Return the cluster's name or file; of --from or --measured a new one, in `folder` or beside the overlay."""
     measured, bundle, overlay = options["measured"], options["bundle"], options["write"]
     if bundle is not None and (measured is not None or cluster_name is not None):
         raise click.UsageError(
@@ -273,9 +269,7 @@ def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict
 def _asked(
     path: Path, cluster_name: str | None, limits: tuple[str, ...], folder: Path, options: dict[str, Any]
 ) -> tuple[Recipe, Request, TimeModel]:
-    """Return the recipe as written, of which overlays are children, and what is asked; errors now rather than at the
-    end.
-    """
+    """Return the recipe as written, the base of overlays, and what is asked; raise errors now, not at the end."""
     from tools.estimate.from_recipe import require_ulysses
     from tools.estimate.loads import loads_of
     from tools.estimate.time_model import TimeModel
@@ -334,9 +328,7 @@ def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
 
 def _verify(recipe: Recipe, found: Found, full: bool) -> None:
     """Drop what does not compile or fit of the best asked for, and of the next ones until one does: under the loads, if
-    some were asked for.
-
-    Ctrl-C keeps what is not tried yet.
+    some were asked for. Ctrl-C keeps what is not tried yet.
     """
     from tools.search.ranking.run import renumber
     from tools.search.ranking.verify import Verdict, verify
@@ -374,7 +366,6 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
 def _tell(
     found: Found, others: BySchedule, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool
 ) -> None:
-    """Print and write everything that was requested."""
     from tools.search.overlay import left_off, write_overlay
     from tools.search.page import draw, html
     from tools.search.report import as_json as content

@@ -33,9 +33,7 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """A `Term` is one summand of the predicted step time, such as matmul or communication, with the uncertainty of its
-    prediction.
-    """
+    """A `Term` is one summand of the predicted step time, such as matmul, with its uncertainty."""
 
     name: str  # in a few words
     keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor
@@ -72,9 +70,7 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return the change of ln(step seconds) if a term is wrong by its usual deviation, [configs, TERMS], computed with
-    the closed form of the pipeline.
-    """
+    """Return by how much ln(step seconds) changes with each term's usual deviation, [configs, TERMS]."""
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):
         up, down = (perturbed(model, term, float(np.exp(sign * term.deviation))) for sign in (1, -1))
@@ -247,9 +243,8 @@ def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | 
 
 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
-    """Return how certain it is that the first layout is the fastest; None without a result.
-
-    The recipe's own layout is included if it has the requested devices and batch, and fits into memory.
+    """Return how certain it is that the first layout is the fastest; None without a result. The recipe's own layout is
+    included if it has the requested devices and batch, and fits into memory.
     """
     entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
     if not entries:
@@ -280,7 +275,6 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 
 def least_devices(config: Configuration) -> int:
     """Return the devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need.
-
     MindFormers distributes experts over the data- and tensor-parallel ranks, and not over the context-parallel ranks.
     """
     return config.pp * config.cp * math.lcm(config.tp, config.ep)

@@ -211,13 +211,9 @@ def calibrate_command(
 
 
 def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: str) -> tuple[str, str]:
-    """Return the text of a cluster file whose efficiencies are fitted to measured steps, and a description of the fit.
-
-    Args:
-        measured: a folder that holds a profile of a run of `recipe`, or a file of rows as `tc3 search calibrate` reads.
-        cluster_name: the cluster from which the fit starts; None: the default cluster, or the host itself for a profile
-            of a CPU.
-        name: the name of the new cluster.
+    """Return the text of a cluster file called `name` whose efficiencies are fitted to measured steps, and what was
+    fitted in words. The fit starts with `cluster_name`, by default the usual cluster, or the host itself for a profile
+    of a CPU.
 
     Raises:
         DataError: the profile does not exist, or belongs to another run. RecipeError: the cluster has no efficiencies.

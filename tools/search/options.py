@@ -52,9 +52,7 @@ def time_limit_option(default: float, what: str) -> Callable[[Callable[..., Any]
 
 
 class Effort(click.ParamType):
-    """An `Effort` is a click type whose values are `low`, `normal`, `high`, or a number of units of work
-    (`tools.layout.budget`).
-    """
+    """An `Effort` is a click type: `low`, `normal`, `high`, or units of work (`tools.layout.budget`)."""
 
     name = "effort"
 
@@ -74,9 +72,7 @@ class Effort(click.ParamType):
 
 
 def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option `--effort`, which limits a search by units of work, so that the result does not depend on the
-    machine's speed.
-    """
+    """Return the option `--effort`, in units of work, so that the result is the same on every machine."""
     return click.option(
         "--effort",
         type=Effort(),
@@ -91,9 +87,7 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Return the requested units of work, or otherwise the default, but not more than the units for about `seconds`
-    seconds.
-    """
+    """Return the requested units of work, or else the default, but at most about `seconds` seconds of it."""
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
 
@@ -127,9 +121,7 @@ class RecipeOrCommand(click.Group):
         return "", self.of_recipe, args
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments as click does, but pass options that are not those of the group to the command for
-        recipes.
-        """
+        """Parse as click does, but pass options that are not the group's to the command for recipes."""
         if not args:
             raise click.UsageError(
                 f"give a RECIPE.yaml, or one of the commands that `{ctx.command_path} --help` lists", ctx
@@ -143,9 +135,7 @@ class RecipeOrCommand(click.Group):
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help of the group, which is also printed for a recipe with `--help`: first the help of the command
-        for recipes, and then the list of commands.
-        """
+        """Write the help of the group: that of the command for recipes, then the list of commands."""
         self.format_usage(ctx, formatter)
         recipe = click.Context(self.of_recipe, parent=ctx, info_name="")
         self.of_recipe.format_help_text(recipe, formatter)
@@ -170,9 +160,7 @@ class SpaceProgress(Progressing):
         super().__init__("looking at every mesh of the devices")
 
     def tell(self, phase: str, done: int, of: int, best: float) -> None:
-        """Show the progress of a phase, and the step time in seconds of the best layout so far (infinite if there is
-        none).
-        """
+        """Show a phase's progress, and the best layout's step time in seconds (infinite: none yet)."""
         found = f", best step {best:.2f} s" if math.isfinite(best) else ""
         self.show(f"{_WORDS[phase]}, {done:,} of {of:,}{found}", done, of)
 

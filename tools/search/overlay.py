@@ -78,9 +78,7 @@ def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.PathLike[str] | None) -> None:
-    """Raise RecipeError if `target`, the value of the command-line option `option`, is one of the recipe's own files,
-    under any name.
-    """
+    """Raise RecipeError if `target`, the value of `option`, is one of the recipe's own files, under any name."""
     if target is None or not os.path.exists(target):
         return
     for file in files_of(recipe):
@@ -108,18 +106,15 @@ class Site:
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
-    """Return whether `plugins.hierarchical_ep` of a recipe can dispatch tokens, which needs EP groups of several ranks
-    that cover whole nodes.
-    """
+    """Return whether `plugins.hierarchical_ep` can dispatch: EP groups of several ranks cover whole nodes."""
     aligned = config.ep % node == 0 or node % config.ep == 0
     return bool(view.get(DISPATCH)) and config.ep > 1 and aligned
 
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
-    """Return the keys of a recipe that must change so that `config` runs on `site`.
-
-    Some dispatchers depend on the number of devices of a node. If the size of the memory pool equals the old memory
-    limit, it changes together with the limit.
+    """Return the keys of a recipe that must change so that `config` runs on `site`. Some dispatchers depend on the
+    number of devices of a node. If the size of the memory pool equals the old memory limit, it changes together with
+    the limit.
     """
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)
@@ -233,9 +228,7 @@ def require_layouts(recipe: Recipe, devices: int) -> None:
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
-    """Return a copy of `recipe` that runs `config` on `site`, by default on the recipe's own cluster; the function
-    raises the errors of `overlay`.
-    """
+    """Return a copy of `recipe` that runs `config` on `site` or its own cluster; raises `overlay`'s errors."""
     view = View(recipe)
     require_layouts(recipe, config.devices)
     if reason := why_not(config.schedule):
@@ -256,7 +249,6 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
 
 
 def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
-    """Return parallel degrees, batch, optimizer sharding."""
     piped = config.pp > 1
     wanted: list[tuple[KeyPath, Any, Any]] = [
         ((*PARALLEL, key), getattr(view, name), getattr(config, name)) for name, key in _DEGREES.items()
@@ -294,7 +286,6 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
 
 
 def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
-    """Return schedule, chunks, layers and recomputation."""
     chunks = config.chunks
     scheduler = scheduler_of(config.schedule)
     values: dict[KeyPath, Any] = {}
@@ -370,9 +361,7 @@ def left_off(recipe: Recipe, config: Configuration) -> list[str]:
 def _swapped_alike(
     view: View, key: str, now: Any, config: Configuration, table: Table | None, same_layers: bool
 ) -> bool:
-    """Return whether a recompute key of a recipe that swaps says what is wanted: as many layers on each chunk, or
-    those.
-    """
+    """Return whether a key of a recipe that swaps says what is wanted: as many layers on each chunk, or those."""
     if table_of(key, now, config.layers, reader_of(view)) != table:
         return False
     return (
@@ -396,9 +385,7 @@ def _difference(before: Any, after: Any) -> dict[str, Any]:
 
 
 def _not_for_a_child(before: Any, after: Any, path: KeyPath = ()) -> str | None:
-    """Return the first key where `after` has a mapping and `before` a plain value or list, which MindFormers cannot
-    merge.
-    """
+    """Return the first key whose mapping in `after` replaces a plain value, which MindFormers cannot merge."""
     for key, value in after.items():
         old = look(before, (key,))
         if isinstance(value, dict) and old is not None:

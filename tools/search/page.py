@@ -23,6 +23,7 @@ from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.rank import Ranking
 from tools.search.ranking.run import PARTS, Entry, Found
 from tools.search.ranking.uneven import HEADS as UNEVEN
+from tools.search.ranking.uneven import TABLES
 from tools.search.report import HEADS, LEFT, STAGES, assumptions, lost, more_stages, reasons, stage_rows, table_rows
 from tools.search.request import PLANNED
 
@@ -45,9 +46,7 @@ def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
 
 
 def draw(found: Found, times: TimeModel, path: Path) -> Path:
-    """Draw both pictures of an answer into one file (.svg or .png): the frontier above, and the timeline of the fastest
-    layout below.
-    """
+    """Draw the frontier and, below it, the fastest layout's timeline into one file (.svg or .png)."""
     figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_frontier(above, found, doubt_of(found, times))
@@ -105,9 +104,7 @@ def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
 
 
 def _draw_placed(axes: Any, entries: Sequence[Entry], alike: Collection[str]) -> None:
-    """Draw a diamond for each; below those that may be the fastest their numbers in the table, one under the other
-    where they are near.
-    """
+    """Draw a diamond for each; those that may be the fastest have their numbers below, none over another."""
     numbered: list[tuple[float, float]] = []
     for filled, label in ((True, "placed, may be the fastest"), (False, "placed, others")):
         own = {name: entry for name, entry in enumerate(entries, 1) if (str(name) in alike) == filled}
@@ -154,15 +151,7 @@ def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
     axes.set_title(f"{entry.layout}: the pipeline of a step takes {step.makespan:.2f} s, simulated; drawn: {shown}")
 
 
-_PICTURES = {  # what is drawn -> what it stands for
-    "dot": "a candidate that fits, as ranked, coloured by its pipeline stages",
-    "line": "the frontier: no candidate is faster with as little memory",
-    "diamond": "placed: the strategies of the table, their layers and recomputation chosen by the pipeline optimiser; "
-    "under the line where candidates recompute alike in all layers. Filled, with their numbers: "
-    "those that cannot be told apart from the fastest",
-    "star": "the recipe as it is written",
-    "dashed": "what a device may hold for the job (red), and the same less the margin (orange)",
-}
+_PICTURES = TABLES["picture"]
 _ALIKE = "the layouts that cannot be told apart: each may be the fastest, within the known error of step times"
 
 
@@ -211,7 +200,6 @@ def html(found: Found, times: TimeModel, title: str) -> str:
 
 
 def _stages(found: Found) -> list[str]:
-    """Return the best of each number of stages and chunks."""
     if not found.stages:
         return []
     return [
@@ -223,7 +211,6 @@ def _stages(found: Found) -> list[str]:
 
 
 def _under_loads(found: Found) -> list[str]:
-    """Return the placed layouts under the loads that were asked for."""
     if not found.uneven:
         return []
     return [
@@ -234,16 +221,13 @@ def _under_loads(found: Found) -> list[str]:
 
 
 def _layers(entry: Entry) -> tuple[str, str]:
-    """Return layers by chunk and stage."""
     heads = ["", *(f"stage {stage}" for stage in range(entry.config.pp))]
     rows = [[f"chunk {chunk}", *map(str, row)] for chunk, row in enumerate(entry.config.layers)]
     return markup.text(f"Layers of each chunk; recomputation: {entry.recompute}."), _table(heads, rows)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], alike: Collection[str] = ()) -> str:
-    """Return a table in which words are aligned left, and the recipe's row and the rows of `alike`
-    are coloured.
-    """
+    """Return a table with words at the left, and the rows of the recipe and of `alike` coloured."""
     words = [at for at, head in enumerate(heads) if head in LEFT]
     kinds = ["own" if row[0] == "recipe" else "alike" if row[0] in alike else "" for row in rows]
     return markup.table(heads, rows, "numbers", words, kinds)

@@ -25,26 +25,11 @@ from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.alternatives import BySchedule, Scheduled, swap_words, swapping_json, swapping_words
 from tools.search.ranking.run import Entry, Found, why_faster
 from tools.search.ranking.uneven import HEADS as UNEVEN
+from tools.search.ranking.uneven import TABLES
 from tools.search.ranking.uneven import words as uneven_words
 from tools.search.request import Request
 
-HEADS = {  # column -> what it says
-    "": "number of the strategy by its step time; `mesh` is the recipe's own mesh with its layers placed anew, and "
-    "`recipe` the recipe as it is written",
-    "layout": "dp, tp, pp, cp, ep: devices of data, tensor, pipeline, context and expert parallelism, those above 1 "
-    "(pp8 vpp5: 8 stages of 5 chunks each, MindFormers' pp_interleave_num); then micro-batches of a step x samples of "
-    "each",
-    "dispatch": "how tokens reach their experts (tc3 ep-report compares the modes)",
-    "sharded": "what data-parallel copies share among them: optimizer state, or gradients, too",
-    "recompute": "layers that compute again in backward: all (full), norms (select), operator groups, communication",
-    "step s": "seconds of a step",
-    "MFU": "the model's FLOPs over what the devices could compute",
-    "GiB": "memory of the fullest device",
-    "fits": "how many published runs would have fit, had their memory been predicted as near to the limit",
-    "bubble": "share of the step in which a stage waits for others",
-    "exposed": "share of the step in which communication is waited for",
-    "tokens/s": "of the whole run",
-}
+HEADS = TABLES["layouts"]
 LEFT = ("layout", "dispatch", "sharded", "recompute")
 
 
@@ -70,9 +55,7 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the rows of the table of layouts: the best layouts, then the recipe's own mesh with a new placement of
-    layers, then the recipe itself.
-    """
+    """Return the table of layouts: the best ones, the recipe's mesh placed anew, the recipe itself."""
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     if found.own_mesh:
         mesh = cells("mesh", found.own_mesh, found.request)
@@ -82,20 +65,12 @@ def table_rows(found: Found) -> list[list[str]]:
     return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
 
 
-STAGES = {  # column -> what it says
-    "pp x vpp": "stages of the pipeline and chunks of each stage",
-    "strategies": "strategies with these that fit",
-    "step s": "seconds of the fastest one that was placed; none was placed where all of them are proven slower than 1",
-    "not under s": "seconds that none of them can be under, by the estimator's bounds",
-    "fastest": "its layout",
-}
+STAGES = TABLES["stages"]
 _SHOWN = 12  # pairs of pp and vpp
 
 
 def stage_rows(found: Found) -> list[list[str]]:
-    """Return the best layout of each number of stages and chunks, the fastest first; if there are many such pairs,
-    return only the first ones.
-    """
+    """Return the best layout of each number of stages and chunks, the fastest first, at most `_SHOWN`."""
     dropped = {id(entry.config) for entry, _ in found.failed}
     return [
         [
@@ -120,9 +95,7 @@ def more_stages(found: Found) -> list[str]:
 
 
 def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
-    """Return sentences that say why the first layout is faster than the second, how certain this is, and how much
-    faster the first layout is than the recipe's own layout.
-    """
+    """Return why the first layout is before the second and the recipe's own, and how certain that is."""
     lines, entries = [], found.entries
     if len(entries) > 1:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
@@ -152,9 +125,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 
 def placed_words(found: Found) -> str:
-    """Return lines that say for how many candidates the layers were placed, and what the bounds prove about all other
-    candidates.
-    """
+    """Return for how many candidates layers were placed, and what the bounds prove about all others."""
     fastest = min([*found.entries, *(entry for entry, _ in found.failed)], key=lambda entry: entry.seconds)
     best, whose = fastest.seconds, "the best one's"
     if all(entry is not fastest for entry in found.entries):
@@ -207,9 +178,7 @@ def lost(found: Found) -> list[str]:
 
 
 def memory_words(request: Request) -> list[str]:
-    """Return sentences that say how much memory the run may use on a device, and how reliable predictions of this
-    memory are.
-    """
+    """Return how much memory the run may use on a device, and how reliable predictions of it are."""
     known = known_errors()
     runs = len(known.errors)
     room = f"predictions may reach {request.room / GIB:.1f} of them"
@@ -260,9 +229,7 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the comment at the head of the overlay file: the contents of the file, and the recipe from which it was
-    made.
-    """
+    """Return the comment at the head of the overlay file: what it holds, and of which recipe."""
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
@@ -383,9 +350,7 @@ def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: 
 
 
 def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
-    """Return the arguments of `write_overlay` for the fastest layout that can run: one of the requested schedules, or
-    of 1F1B if no schedule was requested.
-    """
+    """Return `write_overlay`'s arguments for the fastest layout that a recipe can ask for."""
     one = others.writable(found.uneven)
     if one is None or one.entry is None:
         return found.best.config, path, notes(found)
@@ -395,9 +360,7 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
 
 
 def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
-    """Return the rows of a table with the best layout of each schedule, sorted by time. The argument `first` is the
-    best layout of 1F1B or interleaved 1F1B, which has a row, too.
-    """
+    """Return a row for each schedule's best layout by time; `first` is that of 1F1B, interleaved or not."""
     own = Scheduled(first.config.schedule, first, "")
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
     rows = [

@@ -166,9 +166,7 @@ class Request:
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:
-        """Return the load of the fullest device of an expert-parallel group of `ep` devices, divided by the
-        mean load.
-        """
+        """Return the fullest device's load over the mean, in an expert-parallel group of `ep` devices."""
         return dict(self.skews).get(ep, self.base.skew)
 
     @property
@@ -245,8 +243,6 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
 
 
 def file_of(cluster_name: str) -> str:
-    """Return the name of a cluster in the form that recipes use: the name of a hardware file of this repository, or the
-    path of another file.
-    """
+    """Return a cluster as recipes name it: a hardware file of this repository, or another file's path."""
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))

@@ -142,7 +142,7 @@ def test_the_dispatchers_of_mindformers_stand_once():
     root = Path(__file__).resolve().parents[3]
     sources = [path for folder in ("plugins", "tools") for path in (root / folder).rglob("*.py")]
     named = {path.name for path in sources if '"alltoall' in path.read_text()}
-    assert named == {"settings.py", "values.py", "extract.py"}, "a third one, which no tool knows more of; a quotation"
+    assert named == {"settings.py", "values.py"}, "a third one, which no tool knows more of"
 
 
 class Int32:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from tools.dryrun.activations import activations_of, curve_of, curves_of, peak_bytes, put_together
+from tools.dryrun.activations import activations_of, curve_of, curves_of, moments_of, peak_bytes, put_together
 from tools.dryrun.graph_text import Pass, most_saved, passes_of, read_graph, waiting
 from tools.dryrun.memory import (
     ACCUMULATED,
@@ -272,8 +272,8 @@ def test_a_compiled_graphs_line_has_its_totals_and_its_modules():
 
 def test_a_curve_has_the_peak_however_short_the_pass():
     for nodes in read_graph(GRAPH).graphs.values():
-        assert max(curve_of(nodes[:3], 8), default=0) == peak_bytes(nodes[:3], 8)
-        assert max(curve_of(nodes, 8), default=0) == peak_bytes(nodes, 8)
+        for moments in (moments_of(nodes[:3], 8), moments_of(nodes, 8)):
+            assert max(curve_of(moments), default=0) == peak_bytes(moments)
 
 
 def test_curves_put_together_have_the_peaks_put_together():

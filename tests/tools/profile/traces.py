@@ -71,7 +71,7 @@ class Trace:
             each = 0 if top.startswith("recompute") else 2 if top.startswith("Grad") else 1
             for matmul in matmuls:
                 for _ in range(each):
-                    seconds = self.times._matmul(self.config, matmul)
+                    seconds = self.times.multiplying(self.config, matmul)
                     kind_ = "GroupedMatmul" if matmul.times > 1 else "MatMulV3"
                     self.compute(kind_, "AI_CORE", moe, seconds, shapes(matmul))
             if not each:

@@ -46,9 +46,7 @@ from tools.model import Weight, weights
 
 
 def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
-    """Return the bytes of Transformer Engine's spare gradients for a stage's weights; weights of the same shape share
-    one spare gradient.
-    """
+    """Return the bytes of Transformer Engine's spare gradients; weights of one shape share one of them."""
     if not config.spare_gradients:
         return 0.0
     shapes = {_shape(weight, config) for weight in every if weight.multiplies and not weight.wide}
@@ -71,9 +69,7 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Return the bytes that Megatron's loss needs: the logits, the gradient of the output layer's input, and this input
-    after it is gathered again.
-    """
+    """Return the bytes of Megatron's loss: logits, the output layer's input, gathered again, its gradient."""
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
     return config.logit_bytes * tokens * model.vocab / config.tp + rows + _made_anew(config, "head")
@@ -107,16 +103,12 @@ _DROPPED = 3  # and where some are dropped: what is left, and the mask
 
 
 def saved(config: Configuration, kind: str, option: str = "none") -> float:
-    """Return the bytes of activations that one layer keeps for its backward pass; `option` is "none", "select",
-    "communication" or "full".
-    """
+    """Return the bytes that one layer keeps for its backward pass, under one of the recompute options."""
     return sum(saved_parts(config, kind, option).values())
 
 
 def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return, for each part of a layer (`MODULES` of `tools.estimate.memory.training_graph`), the bytes of activations
-    that the layer keeps for its backward pass.
-    """
+    """Return the bytes that a layer keeps for its backward pass, by `MODULES` of `training_graph`."""
     if config.training_graph:
         return kept_parts(config, kind, option)
     model = config.model
@@ -159,9 +151,8 @@ def _attention(config: Configuration) -> float:
 
 
 def _halved(config: Configuration) -> float:
-    """Return bytes of a token where every second matmul's result is kept, and the attention's (torchtitan).
-
-    Without a compiler the first, third ... are kept as they come, the layer's last one too, which no gradient needs.
+    """Return bytes of a token where every second matmul's result is kept, and the attention's (torchtitan). Without a
+    compiler the first, third ... are kept as they come, the layer's last one too, which no gradient needs.
     """
     model = config.model
     heads = [model.heads * model.qk_dim, model.kv_heads * model.qk_dim, model.kv_heads * model.v_dim]
@@ -172,9 +163,7 @@ def _halved(config: Configuration) -> float:
 
 
 def _units(config: Configuration, cheap: bool) -> float:
-    """Return bytes for each unit of an MLP's width: the first product, and the activation's result unless it is
-    repeated.
-    """
+    """Return bytes for each unit of an MLP's width: its first product, and the activation's if it is kept."""
     gates = 2 if config.model.gated else 1
     inner = 1 if config.model.gated and not config.fused else 0
     return ITEM * (gates + (0 if cheap else 1 + inner))
@@ -200,9 +189,7 @@ def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> d
 
 
 def _gathered_gradients(config: Configuration, kind: str) -> float:
-    """Return bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are
-    sent.
-    """
+    """Return bytes of a layer's gradients where computing weights are sharded: whole, and as they are sent."""
     wide = _WIDE if config.wide_gradients else ITEM
     own = [weight for weight in weights(config.model, kind, config.shared_whole) if weight.multiplies]
     return (ITEM + wide) * sum(weight.size / weight_cut(weight, config) for weight in own)
@@ -210,9 +197,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 def buffers(config: Configuration, kind: str) -> float:
     """Return two sizes of communication buffers in bytes: the size for a gathered activation, and the size for the
-    token copies of one micro-batch that the device receives for its experts or gets back from other experts.
-
-    The gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
+    token copies of one micro-batch that the device receives for its experts or gets back from other experts. The
+    gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
     """
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
@@ -222,7 +208,6 @@ def buffers(config: Configuration, kind: str) -> float:
 
 def mtp_option(config: Configuration) -> str:
     """Return the recompute option of MTP layers: "full" if the last decoder layer is recomputed fully, else "none".
-
     MindFormers gives MTP layers the setting of the last decoder layer, but partial recomputation does not apply to the
     operators of MTP layers.
     """
@@ -238,21 +223,16 @@ def working(config: Configuration, layers: Iterable[tuple[str, str]]) -> float:
 
 
 def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tuple[str, float]:
-    """Return the name of the part of a pass (a kind of layer, or the loss) that needs the most working memory, and its
-    bytes, which are those of `working`.
-    """
+    """Return the part of a pass (a kind of layer, the loss) with the most working memory, and its bytes."""
     found = [("", 0.0)]
     pairs = dict.fromkeys(layers)
     for kind, option in pairs:
         words = f"{_WORDS.get(kind, kind)} {'run again' if option == 'full' else 'backward'}"
-        if kind in _WORDS and config.training_graph:
-            found.append((words, layer_pass(config, kind, option)))
-        elif kind in _WORDS:
-            found.append((words, _layer_pass(config, kind, option)))
-        elif kind == "head" and config.training_graph:
-            found.append(("the loss", loss_pass(config, any(other == "mtp" for other, _ in pairs))))
+        if kind in _WORDS:
+            found.append((words, (layer_pass if config.training_graph else _layer_pass)(config, kind, option)))
         elif kind == "head":
-            found.append(("the loss", _loss_pass(config)))
+            mtp = any(other == "mtp" for other, _ in pairs)
+            found.append(("the loss", loss_pass(config, mtp) if config.training_graph else _loss_pass(config)))
     return max(found, key=lambda pair: pair[1])
 
 

@@ -8,7 +8,7 @@ If a recipe does not fit, `tc3 dryrun` gives advice by the same function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
@@ -27,12 +27,8 @@ Apply = Callable[[Configuration, float], Configuration | None]  # of a run and i
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one change of a run that reduces its memory, or two such changes made together.
-
-    Args:
-        name: the change in words.
-        config: the run with the change.
-        peaks: [stages], the peak memory of each stage in bytes.
+    """A `Change` is one change of a run that reduces its memory, or two such changes made together: its name in words,
+    the changed run, and the peak memory of each stage in bytes, [stages].
     """
 
     name: str
@@ -46,13 +42,18 @@ class Change:
 
 
 def single_changes(config: Configuration, limit: float) -> list[Change]:
-    """Return each change that is possible for this run and that reduces the memory of its fullest stage.
-
-    Args:
-        limit: the bytes that a stage may reach; as few layers are recomputed as this limit allows.
+    """Return each possible change that reduces the memory of the fullest stage; as few layers recompute as `limit`
+    (bytes of a stage) allows.
     """
-    now = peak_memory(config)
-    return [change for change in _all(config, limit, _moves(config)) if change.peak < now * (1 - _LEAST)]
+    now, found = peak_memory(config), []
+    for name, apply in _moves(config):
+        try:
+            changed = apply(config, limit)
+            if changed is not None and changed != config:
+                found.append(Change(name, changed, _peaks(changed)))
+        except RecipeError:
+            continue  # degrees that do not fit together
+    return [change for change in found if change.peak < now * (1 - _LEAST)]
 
 
 def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
@@ -80,16 +81,6 @@ _LEAST = 5e-3  # share of the peak below which a change is none
 _MOST_EP = 4  # doublings of a degree
 
 
-def _all(config: Configuration, limit: float, moves: Sequence[tuple[str, Apply]]) -> Iterator[Change]:
-    for name, apply in moves:
-        try:
-            changed = apply(config, limit)
-            if changed is not None and changed != config:
-                yield Change(name, changed, _peaks(changed))
-        except RecipeError:
-            continue  # degrees that do not fit together
-
-
 @lru_cache(maxsize=4096)
 def _peaks(config: Configuration) -> tuple[float, ...]:
     return tuple(memory.peak for memory in all_stages(config))
@@ -97,10 +88,13 @@ def _peaks(config: Configuration) -> tuple[float, ...]:
 
 def _moves(config: Configuration) -> list[tuple[str, Apply]]:
     moves: list[tuple[str, Apply]] = [
-        ("shard the optimizer", lambda run, _: None if run.shard_optimizer else replace(run, shard_optimizer=True)),
-        ("shard accumulated gradients", _shard_gradients),
+        ("shard the optimizer", lambda run, _: replace(run, shard_optimizer=True)),
+        (
+            "shard accumulated gradients",
+            lambda run, _: replace(run, shard_gradients=True) if run.shard_optimizer else None,
+        ),
         ("recompute the fewest layers that fit", fewest_recomputed),
-        ("recompute every layer", _recompute_all),
+        ("recompute every layer", lambda run, _: _recomputed(run, run.layers)),
         ("recompute norms", _recompute_norms),
         ("move a layer from the fullest stage", _move_layer),
         ("halve the micro-batch", _halve_batch),
@@ -115,19 +109,13 @@ def _moves(config: Configuration) -> list[tuple[str, Apply]]:
 
 
 def _sharing_experts(apply: Apply) -> Apply:
-    """Return a change that leaves out runs whose experts MindFormers cannot share: only data- and tensor-parallel ranks
-    share them, and not those of context parallelism.
-    """
+    """Return a change without runs whose experts ranks of dp x tp cannot share, as MindFormers shares them."""
 
     def applied(run: Configuration, limit: float) -> Configuration | None:
         changed = apply(run, limit)
         return None if changed is None or changed.dp * changed.tp % changed.ep else changed
 
     return applied
-
-
-def _shard_gradients(run: Configuration, _: float) -> Configuration | None:
-    return None if run.shard_gradients or not run.shard_optimizer else replace(run, shard_gradients=True)
 
 
 def _expert_parallel(ep: int) -> Apply:
@@ -163,10 +151,6 @@ def _deeper(run: Configuration) -> Configuration | None:
     return replace(run, pp=2 * run.pp, layers=layers, recompute=recompute, dp=half, micro_batches=twice)
 
 
-def _recompute_all(run: Configuration, _: float) -> Configuration | None:
-    return None if run.recompute.full == run.layers else replace(run, recompute=replace(run.recompute, full=run.layers))
-
-
 def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
     if run.recompute.select == run.layers or run.recompute.full == run.layers or run.recompute.selective != "norms":
         return None
@@ -175,9 +159,8 @@ def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
 
 def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
     """Recompute only as many whole layers of each stage (the first of each chunk) as are needed to fit; return None if
-    no layer or every layer would be recomputed.
-
-    Layers are added to the chunks in turn, beginning with the chunk that has the most micro-batches in flight.
+    no layer or every layer would be recomputed. Layers are added to the chunks in turn, beginning with the chunk that
+    has the most micro-batches in flight.
     """
     now = run.recompute.full or tuple((0,) * run.pp for _ in run.layers)
     found: Table = now
@@ -207,9 +190,7 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Return a recompute table for the new layers: if the old table counted all layers, the new table does so, too,
-        and no count exceeds the number of layers of its chunk and stage.
-        """
+        """Return a recompute table for the new layers: still all layers if it was, and no more than there are."""
         if table is None or table == run.layers:
             return table and layers
         return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))
@@ -231,13 +212,16 @@ _SHOWN = 3  # changes of each sort
 
 
 def checked_advice(recipe: Recipe, limit: int) -> str:
-    """Return one line that says with which single changes the run fits, according to the model and its known error, and
-    which peaks remain with the other changes.
-    """
+    """Return in one line which single changes make the run fit by the model, and what others would leave."""
     try:
         require_known(recipe)
         own, room = from_recipe(recipe), limit * (1 - known_errors().margin)
-        found = [change for change in single_changes(own, room) if _compiles(change.config, own)]
+        # no change leads to sharded gradients where MindSpore would not finish compiling them
+        found = [
+            change
+            for change in single_changes(own, room)
+            if change.config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(change.config.pp)
+        ]
         changes = sorted(found, key=lambda change: change.peak)
     except RecipeError as error:
         return f"what would make it fit is unknown: {error}"
@@ -248,11 +232,6 @@ def checked_advice(recipe: Recipe, limit: int) -> str:
     )
     rest = f"; not enough by itself: {_named(short)}" if short else ""
     return f"{words}{rest}; tc3 memory {recipe.source} --explain-oom has their keys and costs, and pairs"
-
-
-def _compiles(config: Configuration, own: Configuration) -> bool:
-    """Return whether a change leaves sharded gradients out where MindSpore would not finish compiling them."""
-    return config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(config.pp)
 
 
 def _named(changes: list[Change]) -> str:

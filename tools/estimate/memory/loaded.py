@@ -30,13 +30,7 @@ import numpy as np
 from tools.estimate.configuration import Configuration
 from tools.estimate.loads import Loads, moe_layers
 from tools.estimate.memory.activations import buffers, fullest_pass, saved
-from tools.estimate.memory.model import (
-    StageMemory,
-    chunk_activations,
-    held_micro_batches,
-    stage_layers,
-    stage_memory,
-)
+from tools.estimate.memory.model import StageMemory, chunk_activations, held_micro_batches, stage_layers, stage_memory
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, known_errors
 from tools.hardware.units import GIB
 
@@ -46,9 +40,7 @@ _TWICE = 2.0  # the load at which bytes are counted, beside the even one; they a
 
 @dataclass(frozen=True)
 class _Grown:
-    """A `_Grown` is an MoE layer on a stage: its chunk, its place on the axis of layers, and bytes for each 1 of load
-    above 1.
-    """
+    """A `_Grown` is an MoE layer of a stage: its chunk, its place among layers, bytes for each 1 of load above 1."""
 
     chunk: int
     layer: int
@@ -59,7 +51,6 @@ class _Grown:
 
 @lru_cache(maxsize=4096)
 def _grown(config: Configuration, stage: int) -> tuple[_Grown, ...]:
-    """Return the MoE layers of a stage."""
     even, twice = replace(config, skew=1.0), replace(config, skew=_TWICE)
     found = []
     for chunk, layer, kind, option in _places(config, stage):
@@ -85,10 +76,8 @@ def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, 
 
 
 def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
-    """Return the bytes [steps] that the fullest device of a stage needs at the peak of each step.
-
-    Args:
-        shares: [steps, micro-batches, layers, devices], the loads divided by their mean, as in `Loads`.
+    """Return the bytes [steps] that the fullest device of a stage needs at each step's peak; `shares` are those of
+    `Loads`.
     """
     memory, held, chunks = _even(config, stage)
     grown = _grown(config, stage)
@@ -120,20 +109,15 @@ def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, n
 
 
 def most_possible(config: Configuration) -> float:
-    """Return the largest max/mean that a router can cause: the experts of a token are distinct, so a device gets at
-    most as many copies of a token as it has experts.
-    """
+    """Return the largest max/mean of any router: a token has at most one copy for each expert of a device."""
     model = config.model
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
 
 
 @dataclass(frozen=True)
 class Even:
-    """An `Even` holds the bytes of a stage's device at even loads, as a compile has counted them.
-
-    Args:
-        stage: the number of the stage. total: the bytes at even loads. least, most: the smallest and the largest
-            possible number of bytes, given the known error.
+    """An `Even` holds the bytes of a stage's device at even loads, as a compile has counted them: the total, and the
+    least and the most that are possible, given the known error.
     """
 
     stage: int
@@ -143,9 +127,7 @@ class Even:
 
 
 class Needs(NamedTuple):
-    """A `Needs` holds the bytes of the fullest device in each step, [steps]: the smallest possible, the expected and
-    the largest possible number of bytes.
-    """
+    """A `Needs` holds the fullest device's least possible, expected and most possible bytes of each step [steps]."""
 
     least: np.ndarray
     total: np.ndarray
@@ -153,12 +135,9 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
-    """Return the memory of a stage under the loads `shares`, which have the same form as in `peaks`.
-
-    Args:
-        even: the bytes at even loads that a compile has counted. Only the bytes that the loads add are then modelled,
-            with the error of modelled memory. Without a compile all bytes are modelled, and the limit has a margin for
-            the error (`Room`).
+    """Return the memory of a stage under the loads `shares`, as in `peaks`. With `even`, which a compile has counted,
+    only the bytes that the loads add are modelled, with the error of modelled memory. Without a compile all bytes are
+    modelled, and the limit has a margin for the error (`Room`).
     """
     found = peaks(config, stage, shares)
     if even is None:
@@ -169,10 +148,8 @@ def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even |
 
 def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | None = None) -> float:
     """Return the largest max/mean, assumed in every layer and micro-batch, at which a stage surely needs at most
-    `limit` bytes.
-
-    The ratio is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits whatever the router
-    does.
+    `limit` bytes. The ratio is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits
+    whatever the router does.
     """
 
     def taken(ratio: float) -> float:
@@ -191,27 +168,16 @@ def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | No
 
 @dataclass(frozen=True)
 class Judged:
-    """A `Judged` says how a run fits under uneven loads.
+    """A `Judged` says how a run fits under uneven loads."""
 
-    Args:
-        fits: whether the run surely fits at even loads, given the model's known error.
-        up_to: the largest max/mean, assumed in every layer, with which the run surely fits; 0: the run does not surely
-            fit at even loads.
-        full: the stage that exceeds the limit first if max/mean grows. most: the largest max/mean that a router can
-            cause.
-        loads: the loads that the user gave; None: the user gave no loads. stages: the numbers of the stages that are
-            judged. needs: the memory of each stage under `loads`.
-        room: the memory that the run may use on a device.
-    """
-
-    fits: bool
-    up_to: float
-    full: int
-    most: float
-    loads: Loads | None
-    stages: tuple[int, ...]
-    needs: tuple[Needs, ...]
-    room: Room
+    fits: bool  # at even loads, surely, given the model's known error
+    up_to: float  # the largest max/mean in every layer with which the run surely fits; 0 if it does not at even loads
+    full: int  # the stage that exceeds the limit first if max/mean grows
+    most: float  # the largest max/mean that a router can cause
+    loads: Loads | None  # that the user gave
+    stages: tuple[int, ...]  # that are judged
+    needs: tuple[Needs, ...]  # the memory of each stage under `loads`
+    room: Room  # that the run may use on a device
 
     @property
     def total(self) -> np.ndarray:
@@ -235,9 +201,7 @@ class Judged:
 
     @property
     def lines(self) -> list[str]:
-        """Return one or two sentences with the max/mean up to which the run fits, and the number of steps of the loads
-        in which it does not fit.
-        """
+        """Return up to which max/mean the run fits, and how many steps of the loads do not, in sentences."""
         if not self.fits:
             found = ["loads: it does not surely fit at even loads, and uneven loads need more"]
         elif self.up_to >= self.most:
@@ -270,9 +234,7 @@ class Judged:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdicts as values for `--json`; the key `steps` holds the number of steps with each verdict, and
-        `stages` holds the fullest step of each stage.
-        """
+        """Return the verdicts for `--json`: `steps` counts them, `stages` has each stage's fullest step."""
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
         if self.loads is None:
             return found
@@ -292,11 +254,8 @@ def _floor(ratio: float, digits: int = 2) -> float:
 
 def judge(config: Configuration, room: Room, loads: Loads | None = None, compiled: Sequence[Even] = ()) -> Judged:
     """Return whether a run with experts fits at even loads, up to which max/mean it fits, and how it fits under
-    `loads`.
-
-    Args:
-        compiled: the bytes that a compile has counted for some or all stages; only these stages are judged. If it is
-            empty, the memory of all stages is modelled.
+    `loads`. If a compile has counted bytes of some stages, only these stages are judged; otherwise the memory of all
+    stages is modelled.
     """
     evens: dict[int, Even | None] = {one.stage: one for one in compiled} or dict.fromkeys(range(config.pp))
     ratios = [limit_ratio(config, stage, room.bytes, even) for stage, even in evens.items()]

@@ -38,27 +38,17 @@ _BUCKET = 2  # layers whose weights are gathered at once where computing weights
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A `StageMemory` holds the bytes that one device of a stage needs at its peak, by part.
+    """A `StageMemory` holds the bytes that one device of a stage needs at its peak, by part."""
 
-    Args:
-        weights: the weights that the optimizer updates.
-        state: the optimizer's moments.
-        accumulated: accumulated gradients, and the spare gradients of Transformer Engine.
-        gathered: weights in the compute dtype, if they are kept for the whole step.
-        activations: activations that are kept for the backward pass, at the fullest moment of the schedule.
-        working: the bytes that one pass needs in addition to the kept activations.
-        buffers: communication buffers.
-        update: the bytes that clipping and the optimizer need after the last pass, in addition to weights, state and
-            accumulated gradients. During the update no weights are gathered and no activations are kept.
-    """
-
-    weights: float
-    state: float
-    accumulated: float
-    gathered: float
-    activations: float
-    working: float
-    buffers: float
+    weights: float  # that the optimizer updates
+    state: float  # the optimizer's moments
+    accumulated: float  # gradients, and the spare gradients of Transformer Engine
+    gathered: float  # weights in the compute dtype, if they are kept for the whole step
+    activations: float  # kept for the backward pass, at the fullest moment of the schedule
+    working: float  # what one pass needs in addition to the kept activations
+    buffers: float  # of communication
+    # of clipping and the optimizer after the last pass, beside weights, state and accumulated gradients; then no
+    # weights are gathered and no activations are kept
     update: float = 0.0
 
     @property
@@ -82,23 +72,17 @@ class StageMemory:
         return max(self.in_passes, self.in_update)
 
     def as_json(self) -> dict[str, float]:
-        """Return the bytes of each part of the memory as a dictionary, with the bytes at the fullest moment of a step
-        under the key "peak".
-        """
+        """Return the bytes of each part, and those of the fullest moment of a step under the key "peak"."""
         return asdict(self) | {"peak": self.peak}
 
 
 def stage_weights(config: Configuration, stage: int) -> list[Weight]:
-    """Return the weights that a stage holds; the last stage also holds the embedding if MTP or a tied head on this
-    stage reads the embedding.
-    """
+    """Return the weights of a stage; the last one may also hold the embedding, for MTP or a tied head."""
     return [weight for weight, count in counted_weights(config, stage) for _ in range(count)]
 
 
 def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int]]:
-    """Return the weights of each kind of layer on a stage, with the number of layers of this kind; the weights are
-    those of `stage_weights`.
-    """
+    """Return the weights of `stage_weights`, each with the number of layers of its kind on the stage."""
     kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
     if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
         kinds["embedding"] = 1
@@ -152,9 +136,7 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
-    """Return the bytes of `static_memory`, divided by part and by module: a dictionary with the keys (part, module of
-    `tools.estimate.memory.training_graph`).
-    """
+    """Return the bytes of `static_memory` by (part, module of `training_graph`)."""
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
@@ -166,9 +148,7 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 
 
 def exchanged(config: Configuration, stage: int) -> float:
-    """Return the bytes that a device of a stage holds in addition to the model while `plugins.expert_balance` moves its
-    experts between two steps.
-    """
+    """Return the bytes that a device needs beside the model while `plugins.expert_balance` moves its experts."""
     slices = [
         weight.size / weight_cut(weight, config) / weight_shards(weight, config)
         for weight in stage_weights(config, stage)
@@ -179,20 +159,14 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
     """Return the largest number of bytes that an exchange of experts needs on a device, for the tensors that it sends
-    and receives. Tensors are exchanged one by one, so the result is twice the bytes of the device's slice of the
-    largest tensor; the moments of the optimizer have four bytes for each element.
-
-    Args:
-        slices: the number of elements that the device holds of each tensor of experts. item: the bytes of an element of
-            a weight.
+    and receives. Tensors are exchanged one by one, so the result is twice the bytes of the largest of the device's
+    `slices` (in elements, with `item` bytes each); the moments of the optimizer have four bytes for each element.
     """
     return 2.0 * max(slices, default=0.0) * max(item, _WIDE)
 
 
 def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[float]], float]:
-    """Return module -> bytes of each part of `_STATIC`, where computing weights are whole; bytes of the largest
-    weight.
-    """
+    """Return module -> bytes of each part of `_STATIC`, computing weights being whole; bytes of the largest one."""
     rows: dict[str, list[float]] = {}
     largest = 0.0
     at_once = _at_once(config)
@@ -200,10 +174,7 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     cloned = config.weight_item if config.training_graph else _WIDE if config.wide_gradients else _LOW
     wide = _WIDE if at_once and config.training_graph else cloned
     for weight, count in counted_weights(config, stage):
-        local, shards = (
-            weight.size / weight_cut(weight, config),
-            weight_shards(weight, config),
-        )
+        local, shards = weight.size / weight_cut(weight, config), weight_shards(weight, config)
         # in a pipeline FSDP adds gradients up whole and reduces them after the last micro-batch
         waiting = config.shard_weights and config.pp > 1
         summed = local / (shards if at_once or (config.shard_gradients and not waiting) else 1)
@@ -248,29 +219,21 @@ def _computing(weight: Weight, config: Configuration) -> float:
 
 
 def _resharded(config: Configuration) -> bool:
-    """Return whether computing weights are dropped after each layer; in a pipeline torchtitan keeps them for the
-    step.
-    """
+    """Return whether computing weights are dropped after each layer; torchtitan's pipeline keeps them."""
     return config.shard_weights and config.pp == 1
 
 
 def _in_turn(config: Configuration, stage: int) -> float:
     """Return bytes of the computing weights that are gathered at once where they are sharded, too."""
-    return _BUCKET * _layer_weights(config) * config.item + _static_rows(config, stage)[1]
-
-
-def _layer_weights(config: Configuration) -> float:
-    """Return weights of the largest layer on a device that gathers them."""
-    kinds = set(config.model.pattern)
-    return max(
-        sum(w.size / weight_cut(w, config) for w in weights(config.model, kind, config.shared_whole)) for kind in kinds
+    largest = max(
+        sum(w.size / weight_cut(w, config) for w in weights(config.model, kind, config.shared_whole))
+        for kind in set(config.model.pattern)
     )
+    return _BUCKET * largest * config.item + _static_rows(config, stage)[1]
 
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
-    """Return the numbers of micro-batches in flight, [vectors, chunks], at the moments of the schedule at which most
-    micro-batches are in flight.
-    """
+    """Return the micro-batches in flight, [vectors, chunks], at the fullest moments of the schedule."""
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
     return stage_peaks(config.schedule, stage, config.pp, config.chunks, config.micro_batches)
@@ -282,9 +245,7 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
 
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
-    """Return for each chunk a dictionary from each module of `tools.estimate.memory.training_graph` to the bytes that
-    one micro-batch keeps there for the backward pass.
-    """
+    """Return for each chunk module -> bytes that one micro-batch keeps there for the backward pass."""
     found = []
     for pairs in stage_layers(config, stage):
         own: dict[str, float] = {}
@@ -345,18 +306,14 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
 
 
 def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
-    """Return the bytes of communication buffers of a stage with layers of these kinds; for other software than
-    MindFormers, the pass that needs the buffers counts them.
-    """
+    """Return a stage's communication buffers in bytes; other software's are counted in its passes."""
     if not config.training_graph:
         return 0.0
     return max((buffers(config, kind) for kind in set(kinds) if kind in ("dense", "moe")), default=0.0)
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return the name of the pass of a stage that needs the most memory, and the bytes that this pass needs in
-    addition to the tensors that are kept for the backward pass.
-    """
+    """Return the pass of a stage that needs the most memory beside what is kept, and these bytes."""
     return max((fullest_pass(config, layers) for layers in stage_layers(config, stage)), key=lambda found: found[1])
 
 

@@ -46,10 +46,8 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
     --verify`.
 
     Args:
-        least, most: the lower and the upper bound of the bytes on a device; the two are equal if the number of bytes is
-            known exactly.
-        limit: the bytes that a job may use.
-        proven: the number of bytes up to which the job surely fits, if the error may be larger than the bounds say.
+        least, most: bounds of the bytes on a device, equal if they are known exactly. limit: the bytes of a job.
+        proven: up to which the job surely fits, if the error may be larger than the bounds say.
     """
     if least > limit:
         return DOES_NOT_FIT
@@ -58,19 +56,13 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """A `MemoryErrors` holds the known errors of predicted memory on published runs.
-
-    Args:
-        errors: for each run, predicted memory / measured memory - 1.
-    """
+    """A `MemoryErrors` holds predicted memory / measured memory - 1 of published runs, by run."""
 
     errors: Mapping[str, float]
 
     @property
     def missed(self) -> float:
-        """Return the largest share by which the memory of a known run exceeded its prediction, relative to the run's
-        memory.
-        """
+        """Return by how much of its memory a known run exceeded its prediction at most."""
         return max(0.0, -min(self.errors.values()))
 
     @property
@@ -81,9 +73,7 @@ class MemoryErrors:
         return max(LEFT_OUT, self.missed)
 
     def fitting(self, predicted: float, limit: float) -> int:
-        """Return the number of known runs that would fit: the runs whose measured memory, divided by the predicted
-        memory, is at most `limit` divided by `predicted`.
-        """
+        """Return how many known runs would fit if they were predicted as near to the limit."""
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
     def fits(self, predicted: float, limit: float) -> str:
@@ -91,9 +81,7 @@ class MemoryErrors:
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
     def differences(self, found: Mapping[str, float]) -> list[str]:
-        """Return a sentence for each run whose prediction error in `found` differs from the error that errors.yaml
-        records.
-        """
+        """Return a sentence for each run whose error in `found` is not the one that errors.yaml records."""
         return [
             f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
             for name, error in self.errors.items()
@@ -126,12 +114,8 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Room:
-    """A `Room` describes the memory that a job may use on a device.
-
-    Args:
-        cap: the bytes that the job may use on a device; source: the source of this number, in words.
-        margin: the share of `cap` that predictions must leave free, because a prediction may be too small by this
-            share.
+    """A `Room` holds the bytes that a job may use on a device, their source in words, and the share that predictions
+    must leave free, because they may be too small by as much.
     """
 
     cap: float
@@ -154,14 +138,10 @@ def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
     """Return the memory that a job may use: `memory_gib` if it is given, else the recipe's limit if the device has that
-    much memory, else the share `USABLE` of the device's memory.
-
-    Args:
-        margin: the estimator's known error by default.
+    much memory, else the share `USABLE` of the device's memory. The margin is the estimator's known error by default.
 
     Raises:
-        RecipeError: `context.max_device_memory` is not a size such as "58GB", or the memory model cannot predict the
-            recipe's memory.
+        RecipeError: `context.max_device_memory` is no size such as "58GB", or the recipe's memory cannot be predicted.
     """
     require_known(recipe)
     limit = limit_of(recipe)

@@ -23,12 +23,7 @@ import numpy as np
 
 from plugins.errors import DataError
 from tools.estimate.configuration import Configuration
-from tools.estimate.memory.model import (
-    chunk_modules,
-    stage_memory,
-    static_modules,
-    working_of,
-)
+from tools.estimate.memory.model import chunk_modules, stage_memory, static_modules, working_of
 from tools.files.atomic import check_writable, write_atomically
 from tools.files.figure import ENDINGS, new_figure, save_figure
 from tools.hardware.units import GIB
@@ -41,9 +36,7 @@ UPDATED = ("weights", "state", "accumulated")  # parts that the update has, too;
 
 
 class Owner(NamedTuple):
-    """An `Owner` names the use of some bytes of memory: one of `PARTS`, and a module of
-    `tools.estimate.memory.training_graph` or the name of a pass.
-    """
+    """An `Owner` names what bytes are for: one of `PARTS`, and a module or the name of a pass."""
 
     part: str
     module: str
@@ -62,21 +55,14 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeLine:
-    """A `TimeLine` holds the live bytes of one device of a stage.
+    """A `TimeLine` holds the live bytes of one device of a stage."""
 
-    Args:
-        edges: [moments + 1] times: moment i lasts from edges[i] to edges[i + 1].
-        unit: the unit of the times, "seconds" or "passes".
-        labels: [moments] the pass that runs, such as "F 3.0" (micro-batch 3, chunk 0), or "update"; "" if nothing runs.
-        owners: the owners of the columns of `live`.
-        live: [moments, owners] the bytes of each owner at each moment.
-    """
-
-    edges: np.ndarray
-    unit: str
+    edges: np.ndarray  # [moments + 1] times: moment i lasts from edges[i] to edges[i + 1]
+    unit: str  # of the times, "seconds" or "passes"
+    # [moments] the pass that runs, such as "F 3.0" (micro-batch 3, chunk 0), "update", or "" if nothing runs
     labels: tuple[str, ...]
-    owners: tuple[Owner, ...]
-    live: np.ndarray
+    owners: tuple[Owner, ...]  # of the columns of `live`
+    live: np.ndarray  # [moments, owners] bytes
 
     @property
     def total(self) -> np.ndarray:
@@ -90,9 +76,7 @@ class TimeLine:
 
     @property
     def fullest(self) -> int:
-        """Return the moment with the most bytes (up to rounding). Of several such moments, return the first moment in a
-        backward pass, or the first moment if no backward pass is among them.
-        """
+        """Return the first moment with the most bytes (up to rounding), in a backward pass if possible."""
         full = self.total >= self.peak * (1 - 1e-12)
         behind = full & np.array([label.startswith("B") for label in self.labels])
         return int((behind if behind.any() else full).argmax())
@@ -174,13 +158,9 @@ def stitch(
 
 
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
-    """Return the modelled time line of a stage; its peak is `stage_memory(config, stage).peak`.
-
-    The model does not know which pass of a stage needs the most bytes in addition to the kept tensors, so each pass
-    gets the largest number of additional bytes.
-
-    Args:
-        simulation: the simulated schedule, as `simulated` returns it.
+    """Return the modelled time line of a stage over a schedule (`simulated`); its peak is `stage_memory(config,
+    stage).peak`. The model does not know which pass needs the most bytes beside what is kept, so each pass gets the
+    largest number.
     """
     memory = stage_memory(config, stage)
     name, _ = working_of(config, stage)
@@ -200,14 +180,8 @@ def updating_owners(size: float) -> dict[Owner, float]:
 
 
 def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, transfer: float = 0.0) -> Simulation:
-    """Return the schedule with the fewest micro-batches that needs as much memory as the schedule with all of them.
-
-    Args:
-        forward, backward: [chunks, stages] the seconds of a micro-batch.
-        transfer: the seconds of a transfer between stages.
-
-    Raises:
-        RecipeError: the schedule cannot run.
+    """Return the schedule with the fewest micro-batches that needs as much memory as the schedule with all of them,
+    from the seconds of a micro-batch [chunks, stages] and of a transfer. RecipeError: the schedule cannot run.
     """
     few, schedule = enough(config.schedule, config.pp, config.micro_batches), config.schedule
     if config.pp == 1:  # accumulation finishes one micro-batch before the next, whatever the scheduler is called
@@ -250,13 +224,8 @@ def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
 
 
 def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
-    """Draw the memory of a stage over one step to an .svg or .png file; return `path`.
-
-    Args:
-        limit: the memory limit in bytes; 0 for none.
-
-    Raises:
-        DataError: as in `tools.files.figure.save_figure`.
+    """Draw the memory of a stage over one step to an .svg or .png file, and return `path`; a limit of 0 bytes is none.
+    The function raises the errors of `tools.files.figure.save_figure`.
     """
     figure = new_figure(11, 4.6)
     axes = figure.subplots()
@@ -294,10 +263,8 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
     """Return (label, colour, bytes [moments]) for each band of the picture, from bottom to top: parts that exist for
-    the whole step, kept activations by module, and the bytes of the running pass.
-
-    The modules with the most kept activations have a band each, and the other modules share one band, so that the bands
-    add up to the time line.
+    the whole step, kept activations by module, and the bytes of the running pass. The modules with the most kept
+    activations have a band each, and the other modules share one band, so that the bands add up to the time line.
     """
     found = []
     for part, colour in zip([part for part in PARTS if part not in (KEPT, *_LAST)], _STATIC, strict=True):

@@ -214,9 +214,7 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the largest number of bytes that the loss needs in addition to the tensors that are kept for the backward
-    pass; this includes the gradient of MTP's logits.
-    """
+    """Return the most bytes that the loss needs beside what is kept, with the gradient of MTP's logits."""
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
     return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp
@@ -242,9 +240,7 @@ def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
 
 
 def _attention(config: Configuration, tokens: float, held: float) -> float:
-    """Return queries, keys, values, the result as attention and as the projection want it; MLA's ranks, gathered and
-    not.
-    """
+    """Return queries, keys, values, the result in both of its forms, and MLA's ranks, gathered and not."""
     model, item, flash = config.model, config.item, _flash_item(config)
     keys = config.cp * (model.heads if model.latent else model.kv_heads)
     heads = model.heads * (model.qk_dim + 2 * model.v_dim) + keys * (model.qk_dim + model.v_dim)
@@ -278,9 +274,7 @@ def _dense(config: Configuration, tokens: float) -> float:
 
 
 def _routed(config: Configuration, tokens: float, held: float) -> dict[str, float]:
-    """Return copies on their way, their first product, the router in fp32 and the shared expert, whole on every
-    rank.
-    """
+    """Return copies on their way, their first product, the router in fp32 and the (whole) shared expert."""
     model, item = config.model, config.item
     gates = 2 if model.gated else 1
     copies = tokens / config.tp * model.top_k

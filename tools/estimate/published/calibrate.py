@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,49 +32,9 @@ from tools.estimate.efficiency import cluster as hardware_of
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import measured_seconds, predict
 
-# parameter -> standard deviations of (a type without a parent from the start, a type from its parent); of the
-# logarithm, of shares that may be 0 as they are
-SPREAD = {
-    "matmul": (0.15, 0.15),
-    "matmul_fp8": (0.15, 0.1),
-    "half_size": (0.7, 0.3),
-    "attention": (0.3, 0.2),
-    "memory": (0.2, 0.15),
-    "unfused": (0.3, 0.2),
-    "link": (0.2, 0.2),
-    "hidden": (0.25, 0.15),
-    "hidden_ep": (0.15, 0.1),
-    "layer_s": (0.7, 0.4),
-    "moe_s": (0.7, 0.4),
-    "burst": (0.15, 0.1),
-    "step_s": (0.4, 0.2),
-    "blocks": (0.1, 0.05),
-    "matmul_fp4": (0.3, 0.1),
-    "graphed": (0.3, 0.1),
-    "network": (0.1, 0.1),
-}
-
-
-# least and most of each; the shares that may be 0 are fitted as they are, all others by their logarithm
-BOUNDS = {
-    "matmul": (0.1, 1.0),
-    "matmul_fp8": (0.1, 1.0),
-    "half_size": (8.0, 2000.0),
-    "attention": (0.05, 1.0),
-    "memory": (0.1, 1.0),
-    "unfused": (1.0, 4.0),
-    "link": (0.1, 2.0),
-    "hidden": (0.0, 1.0),
-    "hidden_ep": (0.0, 1.0),
-    "layer_s": (1e-6, 2e-3),
-    "moe_s": (1e-6, 2e-2),
-    "burst": (1.0, 2.0),
-    "step_s": (1e-4, 10.0),
-    "blocks": (0.5, 1.0),
-    "matmul_fp4": (0.1, 1.0),
-    "graphed": (0.2, 1.0),
-    "network": (0.1, 2.0),
-}
+_PARAMETERS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("parameters.yaml").read_text(encoding="utf-8"))
+SPREAD = {name: tuple(known["spread"]) for name, known in _PARAMETERS.items()}
+BOUNDS = {name: tuple(known["bounds"]) for name, known in _PARAMETERS.items()}
 TELLING = 0.02  # a parameter that is a tenth off must show as a fifth of a percent somewhere
 OUTLIER = 0.1  # of the logarithm of time
 NOISE = 0.05  # of the logarithm of time: as `fit` has it
@@ -89,20 +50,13 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Calibration:
-    """A `Calibration` is the result of fitting a cluster's efficiencies.
+    """A `Calibration` is the result of fitting a cluster's efficiencies."""
 
-    Args:
-        efficiency: the efficiencies: fitted for the parameters in `fitted`, otherwise unchanged.
-        kept: parameter -> the reason why the rows do not determine it.
-        errors: row -> (error before, error after the fit); an error is predicted / measured step time - 1.
-        skipped: row -> the reason why it was not used.
-    """
-
-    efficiency: Efficiency
+    efficiency: Efficiency  # fitted for the parameters in `fitted`, otherwise unchanged
     fitted: tuple[str, ...]
-    kept: dict[str, str]
-    errors: dict[str, tuple[float, float]]
-    skipped: dict[str, str]
+    kept: dict[str, str]  # parameter -> the reason why the rows do not determine it
+    errors: dict[str, tuple[float, float]]  # row -> (before, after the fit) predicted / measured step time - 1
+    skipped: dict[str, str]  # row -> the reason why it was not used
 
 
 def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:
@@ -142,17 +96,13 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """Return the parameters in the form in which the fit changes them: shares unchanged, all other parameters as
-    logarithms.
-    """
+    """Return the parameters as the fit changes them: shares unchanged, all others as logarithms."""
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return the parameters `values`, of which `names` are set to `where`; `where` has the form of the result of
-    `coordinates`.
-    """
+    """Return `values` with the parameters `names` set to `where`, which has the form of `coordinates`."""
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)
@@ -164,10 +114,8 @@ def _shares(names: Sequence[str]) -> np.ndarray:
 
 def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
     """Return the allowed range of each of the `coordinates`; no link of these clusters may be faster than its nominal
-    figure.
-
-    Above the nominal figure the predicted time does not change (`DeviceTimes._speed`), so a fit that has gone above
-    this figure could not return.
+    figure. Above the nominal figure the predicted time does not change (`DeviceTimes._speed`), so a fit that has gone
+    above this figure could not return.
     """
     bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
     for name, fractions in (
@@ -259,11 +207,7 @@ def _fit(
 
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
-    """Return the content of the file of `cluster` (a name or file) under another `name`, with the fitted efficiencies.
-
-    Args:
-        source: the source of the measurements.
-    """
+    """Return the file of `cluster` (a name or file) as `name`, with efficiencies fitted to measurements of `source`."""
     content: dict[str, Any] = yaml.safe_load(cluster_file(cluster).read_text(encoding="utf-8"))
     content["name"] = name
     content["efficiency"] = {key: _short(value) for key, value in asdict(found.efficiency).items()}

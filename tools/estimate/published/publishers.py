@@ -45,24 +45,12 @@ class Unexpressed(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """A `Settings` holds the settings of the software with which a publisher measured its runs.
-
-    Args:
-        masked: whether published FLOPs include the masked half of attention.
-        recompute, selective: the recomputation if the row does not state it; see `configuration.Recompute`.
-        mindformers: whether the run has the layout of MindFormers' graph mode (replicated shared experts, gathered
-            activations that are kept, fp32 residual).
-        node_limit: see `configuration.Model`.
-        overlap_tp_backward, wide_gradients: see `configuration.Configuration`.
-        interleaved: whether a row without a value of vpp has an interleaved pipeline nevertheless, because its source
-            has no column for vpp.
-        logit_bytes, spare_gradients, cp_exchanges_heads: see `configuration.Configuration`.
-        overlap: whether tensor-, data- and pipeline-parallel communication overlaps with computation (MindFormers: only
-            data-parallel).
+    """A `Settings` holds the settings of the software with which a publisher measured its runs;
+    `tools.estimate.configuration` explains those that a configuration has, too.
     """
 
-    masked: bool = False
-    recompute: str = "none"
+    masked: bool = False  # published FLOPs include the masked half of attention
+    recompute: str = "none"  # if the row does not state it
     selective: str = "attention"
     precision: str = "bf16"
     dropout: bool = False
@@ -73,58 +61,28 @@ class Settings:
     flash: bool = True
     schedule: str = ""
     ep_mode: str = "deepep"
-    overlap: bool = True
+    overlap: bool = True  # of tp, dp and pp communication with computation (MindFormers: only dp)
     overlap_ep: bool = False
+    # the layout of its graph mode: whole shared experts, gathered activations kept, fp32 residual
     mindformers: bool = False
     node_limit: int = 0
     overlap_tp_backward: bool = False
     wide_gradients: bool = True
-    interleaved: bool = True
+    interleaved: bool = True  # also without a value of vpp, because the source has no column for it
     logit_bytes: int = 6
     spare_gradients: bool = False
     cp_exchanges_heads: bool = False
 
 
-_GPT3 = Settings(
-    masked=True,
-    precision="fp16",
-    dropout=True,
-    tied=True,
-    sequence_parallel=False,
-    shard_optimizer=False,
-    flash=False,
-    overlap=False,
-)
-_ASCEND = Settings(recompute="full", selective="norms", ep_mode="hierarchical", overlap=False, mindformers=True)
 _GROUPS = {
-    "megatron_sc21": replace(_GPT3, wide_gradients=False),
-    "korthikanti22": replace(_GPT3, overlap_tp_backward=True),
-    "mcore_h100_r0.8": Settings(masked=True),
-    "megatron_bridge": Settings(precision="bf16", interleaved=False, wide_gradients=False, spare_gradients=True),
-    # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving, CP by All-to-All;
-    # Transformer Engine 2.11, whose fused cross entropy (the rows' "cef") writes gradients over the bf16 logits
-    "simumax_b200": Settings(
-        precision="bf16",
-        overlap=False,
-        ep_mode="global",
-        interleaved=False,
-        logit_bytes=2,
-        spare_gradients=True,
-        cp_exchanges_heads=True,
-    ),
-    # GPT with dropout, without sequence parallelism and without gradients added up inside matmuls
-    "megatron_tests": Settings(dropout=True, sequence_parallel=False, interleaved=False),
-    "llama3_405b": Settings(shard_gradients=True),
-    "deepseek_v3": Settings(
-        selective="norms", recompute="selective", schedule="zero_bubble_v", overlap_ep=True, node_limit=4
-    ),
-    "ascend_reports": _ASCEND,
+    group: Settings(**values)
+    for group, values in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
 }
 
 
 def settings_of(group: str, cluster: str) -> Settings:
     """Return the settings of a group, or of the software that usually runs on the cluster."""
-    return _GROUPS.get(group) or (_ASCEND if cluster.startswith("atlas") else Settings())
+    return _GROUPS.get(group) or (_GROUPS["ascend_reports"] if cluster.startswith("atlas") else Settings())
 
 
 @lru_cache(maxsize=1)
@@ -174,9 +132,7 @@ def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[
 
 
 def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
-    """Return the assumed number of interleaved chunks for a row that does not state this number: the smallest number
-    above 1 that divides the number of a stage's layers.
-    """
+    """Return the assumed number of chunks of a row without one: the least above 1 that divides a stage's layers."""
     if pp == 1:
         return 1
     each = -(-layers // pp)
@@ -187,18 +143,14 @@ def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) ->
 
 
 def recomputation(words: str, layers: Table, selective: str) -> Recompute:
-    """Return the kind of recomputation that words such as "full_recompute_no_sp" state; unknown words mean no
-    recomputation.
-    """
+    """Return the recomputation that words such as "full_recompute_no_sp" state; unknown words state none."""
     if words.startswith("full"):
         return Recompute(full=layers)
     return Recompute(select=layers, selective=selective) if "selective" in words else Recompute()
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Read the columns of a torchtitan row: the layout ("FSDP32 TP8"), the samples of a data-parallel rank, and the
-    technique.
-    """
+    """Read a torchtitan row: the layout ("FSDP32 TP8"), the samples of a data-parallel rank, the technique."""
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
     if unknown:
@@ -288,9 +240,7 @@ def release(row: str) -> str:
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return the configuration of a row of Megatron-Bridge's tables of results, with the settings of the row's recipe;
-    these settings are added to `assumed`.
-    """
+    """Return a Megatron-Bridge row's configuration with its recipe's settings, which `assumed` then lists."""
     if not config.model.experts:
         return config
     if cluster == "h100" and not config.model.latent and not config.model.biased:
@@ -311,10 +261,8 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
 
 
 def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return Qwen3 235B on H100: All-to-All in every release.
-
-    From 25.11 on it runs beside another micro-batch, and tensor-parallel communication only; 25.09, with token drop,
-    has it the other way round.
+    """Return Qwen3 235B on H100: All-to-All in every release. From 25.11 on it runs beside another micro-batch, and
+    tensor-parallel communication only; 25.09, with token drop, has it the other way round.
     """
     beside = "tokendrop" not in row
     assumed.append(f"All-to-All dispatch, {'' if beside else 'not '}overlapped, as its recipe has it")
@@ -322,10 +270,9 @@ def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Config
 
 
 def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return GPT-OSS on Blackwell, but for what runs in one graph.
-
-    Until 26.02 its recipes have EP 64 everywhere; the table says EP 8 of 25.11 on B200. 26.02.01 has EP 8 in nodes of 8
-    and names HybridEP, but does not apply it; 26.04 does, and 26.04.01 takes it back on B200 and GB200.
+    """Return GPT-OSS on Blackwell, but for what runs in one graph. Until 26.02 its recipes have EP 64 everywhere; the
+    table says EP 8 of 25.11 on B200. 26.02.01 has EP 8 in nodes of 8 and names HybridEP, but does not apply it; 26.04
+    does, and 26.04.01 takes it back on B200 and GB200.
     """
     if cluster == "b200" and "" < version < "26.02.01" and config.ep != 64:
         assumed.append(f"EP 64, as its recipe has it (the table says {config.ep})")

@@ -44,61 +44,19 @@ _SIZES = {
     **dict.fromkeys(("micro_batch", "micro_batches", "micro_batch_num"), RANGES["micro_batches"]),
     **dict.fromkeys(("vpp", "pp_interleave_num"), RANGES["layers"]),
 }
-# everything that a row may have: a misspelt key would be left out in silence. Some are notes, which nothing reads.
-FILE_KEYS = ("rows", "about", "dryrun_memory")
-_ROW = ("id", "group", "source", "certainty", "use", "hardware", "config", "measured", "note", "about", "first")
-_USES = ("fit", "context_only")
-_MEASURED = (
-    *("step_time_s", "derived_step_time_s", "implied_step_time_s", "step_time_ms", "forward_ms", "backward_ms"),
-    *("tokens_per_s_per_gpu", "tokens_per_s_per_device", "tokens_per_s", "derived_tokens_per_s"),
-    *("tflops_per_gpu", "achieved_tflops_per_gpu_incl_recompute", "aggregate_pflops"),
-    *("mfu_percent", "mfu_baseline_percent", "hfu_percent", "percent_peak", "gpu_hours_per_trillion_tokens"),
-    *("peak_memory_GiB", "param_opt_grad_GiB", "activation_GiB_first_stage", "activation_GiB_no_recompute_no_sp"),
-    *("activation_percent", "max_allocated_MiB", "bubble_before", "bubble_after", "interleaved_1f1b_overlap"),
-    "hierarchical_ep_ep16",
-)
-# `config` has one of five forms, each with its own reader; a key that the form's reader would leave out is refused.
-# Notes, which nothing reads: params, technique, memory_cap_GB and batch_per_dp.
-_LAYOUT = (
-    *("devices", "dp", "tp", "pp", "cp", "ep", "vpp", "fsdp", "seq", "gbs", "micro_batch", "micro_batches"),
-    *("precision", "recompute", "params", "technique", "memory_cap_GB", "batch_per_dp"),
-)
-_FORMS = {
-    "dimensions": (
-        *("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "dense_ffn", "gated", "vocab"),
-        *("experts", "topk", "moe_ffn", "shared", "shared_ffn", "dense_layers", "mtp", "mla", "attention"),
-        *_LAYOUT,
-    ),
-    "a model's name": ("model", *_LAYOUT),
-    "torchtitan's columns": (
-        *("model", "devices", "parallel", "schedule", "seq", "local_batch"),
-        *("precision", "recompute", "technique"),
-    ),
-    "one MoE layer": (
-        *("hidden", "experts", "topk", "moe_ffn", "shared_ffn", "tp", "ep", "dispatcher"),
-        *("seq", "micro_batch", "precision"),
-    ),
-}
-_CARD = ("model", "moe", "parallel", "recompute", "lora", "devices", "batch_size", "global_batch", "max_device_memory")
+
+
+def _flat(keys: Any) -> tuple[str, ...]:
+    """Return the keys of a list of keys and of lists."""
+    return tuple(key for item in keys for key in (_flat(item) if isinstance(item, list) else (item,)))
+
+
+_KEYS: dict[str, Any] = read_yaml(Path(__file__).with_name("keys.yaml"), DataError)
+_ROW, _MEASURED, _CARD = (_flat(_KEYS[part]) for part in ("row", "measured", "card"))
+_FORMS = {name: _flat(keys) for name, keys in _KEYS["forms"].items()}
 _CONFIG = tuple(dict.fromkeys(key for keys in _FORMS.values() for key in keys))
-_BLOCKS = {  # of `config`
-    "mla": ("q_lora", "kv_lora", "nope", "rope", "v"),
-    "model": (
-        *("type", "num_layers", "hidden_size", "num_heads", "n_kv_heads", "intermediate_size", "ffn_dim_multiplier"),
-        *("multiple_of", "vocab_size", "seq_length", "compute_dtype", "param_init_type", "offset"),
-        *("use_flash_attention", "pp_interleave_num"),
-    ),
-    "moe": ("expert_num", "num_experts_chosen", "shared_expert_num", "capacity_factor"),
-    "parallel": (
-        *("dp", "tp", "pp", "cp", "ep", "micro_batch_num", "micro_batch_interleave_num", "gradient_accumulation"),
-        *("use_seq_parallel", "enable_parallel_optimizer"),
-    ),
-    "recompute": (
-        *("recompute", "select_recompute", "select_comm_recompute", "mp_comm_recompute"),
-        *("parallel_optimizer_comm_recompute", "recompute_slice_activation"),
-    ),
-}
-_TEXTS = ("type", "compute_dtype", "param_init_type")  # of those blocks: the rest are numbers, lists, true or false
+_BLOCKS = {name: _flat(keys) for name, keys in _KEYS["blocks"].items()}
+_USES = ("fit", "context_only")
 _ANY = Range(0, 1e15, whole=False)
 _NEGATIVE = Range(-10_000, 10_000, whole=False)
 
@@ -150,7 +108,7 @@ def _keys(row: Mapping[str, Any], place: str) -> None:
         if isinstance(config.get(block), Mapping):
             refuse_unknown(f"{place}.config.{block}.", config[block], names, DataError)
             for name, value in config[block].items():
-                if isinstance(value, str | Mapping) and name not in _TEXTS:
+                if isinstance(value, str | Mapping) and name not in _KEYS["texts"]:
                     raise DataError(
                         f"{place}.config.{block}.{name}: {value!r}: the value must be a number, a list, true or false"
                     )
@@ -192,12 +150,8 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one row of a measurements file, which describes a measured run.
-
-    Args:
-        samples: the number of samples in the row's step; 0 if the row does not state it.
-        masked: whether the row's FLOPs include the masked half of attention.
-        reason: the reason why the row has no configuration.
+    """A `Row` is one row of a measurements file: a measured run, or the reason why it has no configuration. `samples`
+    of a step are 0 if the row does not state them; `masked` FLOPs include the masked half of attention.
     """
 
     id: str
@@ -228,19 +182,13 @@ def read_rows(path: Path) -> list[Row]:
     if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: rows: the value must be a list of measurements, each with id, hardware and config")
     if isinstance(content, dict):
-        refuse_unknown(f"{path}: ", content, FILE_KEYS, DataError)
+        refuse_unknown(f"{path}: ", content, _KEYS["file"], DataError)
     found = [express(row, f"{path}: rows[{index}]") for index, row in enumerate(rows)]
     first: dict[str, int] = {}
     for index, row in enumerate(found):
         if first.setdefault(row.id, index) != index:
             raise DataError(f"{path}: rows[{index}].id: {row.id!r} is the id of rows[{first[row.id]}], too")
     return found
-
-
-def unknown_device(hardware: str) -> str:
-    """Return an error message for a row whose device is unknown."""
-    named = did_you_mean(hardware.lower(), list(NAMES))
-    return f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}"
 
 
 def express(row: Mapping[str, Any], place: str = "row") -> Row:
@@ -256,7 +204,8 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
     common = (str(row["id"]), group, str(row.get("use", "fit")), known)
     try:
         if not known:
-            raise Unexpressed(unknown_device(hardware))
+            named = did_you_mean(hardware.lower(), list(NAMES))
+            raise Unexpressed(f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}")
         config, samples, assumed = _configuration(row.get("config"), group, known)
         if group == "megatron_bridge":
             config = as_recipes_have_it(str(row["id"]), known, config, assumed)
@@ -284,7 +233,7 @@ def _configuration(config: Any, group: str, known: str) -> tuple[Configuration, 
     if group == "ascend_reports" and config.get("params") == "438B":
         config = {**config, **{key: config.get(key) or value for key, value in _TELECHAT3_438B.items()}}
         assumed.append("sequence 4,096, tp 2, ep 16 and MLA ranks as in recipes/telechat3_438b")
-    return _flat(config, group, known, assumed)
+    return _layout(config, group, known, assumed)
 
 
 def _require_whole(*parts: Any) -> None:
@@ -316,7 +265,7 @@ def _need(config: Mapping[str, Any], *names: str) -> None:
         raise Unexpressed(f"not given: {', '.join(missing)}")
 
 
-def _flat(
+def _layout(
     config: Mapping[str, Any], group: str, known: str, assumed: list[str]
 ) -> tuple[Configuration, int, list[str]]:
     """Return dimensions or a model's name, with tp, pp, ... beside them."""

@@ -23,26 +23,17 @@ QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mf
 
 @dataclass(frozen=True)
 class Prediction:
-    """A `Prediction` is the prediction of one row; values that cannot be derived are None, and `reason` says why.
-
-    Args:
-        step_time_s: the seconds of the row's step.
-        tflops_per_device: model FLOPs without recomputation, counted in the way of the row's source.
-        mfu: the share of the device's bf16 peak, from 0 to 1.
-        peak_memory_gb: the peak memory of the stage that needs the most memory, in units of 1e9 bytes.
-        step_error, memory_error: the errors of step time and peak memory, predicted / measured - 1; None if the row has
-            no measurement.
-    """
+    """A `Prediction` is the prediction of one row; values that cannot be derived are None, and `reason` says why."""
 
     row: Row
     step_time_s: float | None = None
     tokens_per_s_per_device: float | None = None
-    tflops_per_device: float | None = None
-    mfu: float | None = None
-    peak_memory_gb: float | None = None
+    tflops_per_device: float | None = None  # model FLOPs without recomputation, counted in the way of the row's source
+    mfu: float | None = None  # share of the device's bf16 peak, from 0 to 1
+    peak_memory_gb: float | None = None  # of the stage that needs the most, in units of 1e9 bytes
     reason: str | None = None
-    step_error: float | None = None
-    memory_error: float | None = None
+    step_error: float | None = None  # predicted / measured - 1; None without a measurement
+    memory_error: float | None = None  # the same of the peak memory
 
     def as_json(self) -> dict[str, Any]:
         """Return the prediction as the values that `--json` prints, whose form stays stable."""

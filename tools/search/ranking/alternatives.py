@@ -72,11 +72,8 @@ class BySchedule:
     cut: bool = False
 
     def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
-        """Return the fastest layout among the schedules that a recipe can use.
-
-        Args:
-            uneven: the layouts ranked under uneven loads, the best first; if given, this order decides which schedule
-                is returned.
+        """Return the fastest layout among the schedules that a recipe can use; if layouts were ranked under `uneven`
+        loads, the first one in that order.
         """
         able = [one for one in self.every if one.entry and not one.reason]
         order = {one.name: place for place, one in enumerate(uneven)}
@@ -121,10 +118,15 @@ def search_schedules(
         own = replace(request, schedule=name)
         short = rank(own, partial(progress, "ranking")).short_list(OF_EACH)
         uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
-        entries, whys = [entry_of(configuration(own, one), times) for one in uniform], dict[Ranked, str]()
-        found.whole &= place_all(own, short, times, budget, partial(_told, found, times, entries, whys))
-        first = next((whys[one] for one in short if one in whys), "no layout of it is legal and fits")
-        why = "" if entries else first
+        entries = [entry_of(configuration(own, one), times) for one in uniform]
+        placed: dict[Ranked, Placement] = {}
+        found.whole &= place_all(own, short, times, budget, placed.__setitem__)
+        found.cut |= any(placement.cut for placement in placed.values())
+        for placement in placed.values():
+            if placement.configuration is not None:
+                entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
+        whys = (placed[one].why for one in short if one in placed and placed[one].configuration is None)
+        why = "" if entries else next(whys, "no layout of it is legal and fits")
         best = min(entries, key=lambda entry: (entry.seconds, entry.peak, entry.candidate), default=None)
         found.every.append(Scheduled(name, best, why_not(name), why))
         if not found.whole:
@@ -132,29 +134,11 @@ def search_schedules(
     return found
 
 
-def _told(
-    found: BySchedule,
-    times: TimeModel,
-    entries: list[Entry],
-    whys: dict[Ranked, str],
-    one: Ranked,
-    placement: Placement,
-) -> None:
-    """Take what could be placed, or why it could not."""
-    found.cut |= placement.cut
-    if placement.configuration is None:
-        whys[one] = placement.why
-    else:
-        entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
-
-
 _LEAST = 2.0  # seconds, whatever the time limit says
 
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
-    """Return a line about swapping for each kind of layer, or one line that says that the hardware file has no link to
-    the host.
-    """
+    """Return a line about swapping for each kind of layer, or one that says that no host link is known."""
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
         layer, whole = times.layer(config, kind), saved(config, kind)
@@ -182,9 +166,7 @@ def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
 
 
 def swapping_words(found: Swapping) -> list[str]:
-    """Return lines that say how much time the first layout would gain by swapping as a third choice beside keeping and
-    recomputing.
-    """
+    """Return lines that say what the first layout would gain if its layers could also swap."""
     if found.with_s == float("inf"):
         return ["keep, recompute or swap: no layout of the first one's stages fits, with swapping or without"]
     options = ", ".join(f"{name} {count}" for name, count in found.layers.items())

@@ -27,7 +27,7 @@ import numpy as np
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.activations import saved, working
 from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory, update_memory
-from tools.estimate.time_model import TimeModel, has_closed_form, pipeline_of
+from tools.estimate.time_model import CLOSED, TimeModel, pipeline_of
 from tools.model import KINDS
 from tools.pipeline.simulate import enough, filling
 from tools.search.candidates import Block, configuration
@@ -66,9 +66,7 @@ def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
 
 
 def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first row of each distinct combination of columns, and for each row the index of its combination,
-    [rows].
-    """
+    """Return the first row of each distinct combination of columns, and each row's combination, [rows]."""
     columns = [block.columns[name] for name in names] + list(more.values())
     codes = np.zeros(len(block), np.int64)
     for column in columns:
@@ -79,9 +77,7 @@ def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, n
 
 
 def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
-    """Return for each stage a key that stands for the kinds of its layers; stages with equal keys have equal
-    weights.
-    """
+    """Return for each stage a key of its layers' kinds; stages with equal keys have equal weights."""
     return [tuple(sorted(kind for chunk in config.stage_kinds(stage) for kind in chunk)) for stage in range(config.pp)]
 
 
@@ -94,9 +90,7 @@ class MemoryTable:
         self._loaded = ("ep",) if request.skews else ()  # what a pass depends on, too, if loads differ by it
 
     def peaks(self, block: Block) -> np.ndarray:
-        """Return the peak memory in bytes, [rows, policies, stages], for each policy of `POLICIES`, which recomputes
-        all layers in the same way.
-        """
+        """Return peak bytes [rows, policies, stages], for each of `POLICIES` in all layers."""
         example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
@@ -136,9 +130,7 @@ class MemoryTable:
         return any(self._config(block, int(row)).copies_weights for row in first)
 
     def _copies(self, block: Block, row: int) -> tuple[int, ...]:
-        """Return what the copies of weights depend on that a micro-batch's passes make; nothing where they make
-        none.
-        """
+        """Return what the passes' copies of weights depend on; () if the passes make none."""
         copies = self._memo.of(
             ("copies", block.pp == 1, *degrees(block, row, "shard")), lambda config: config.copies_weights, block, row
         )
@@ -276,12 +268,9 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """Return the predicted seconds of a step for each row, [rows]. Under uneven loads this function assumes that
-        waiting for the fullest device hides gradients, although it does not (`TimeModel.step`).
-
-        Args:
-            work: [rows, stages] the seconds of the forward and backward pass of one micro-batch.
-            sending: the seconds of sending, as in `StageTimes`.
+        """Return the predicted seconds of a step for each row, [rows], from a micro-batch's `work` [rows, stages] and
+        `sending`. Under uneven loads this assumes that waiting for the fullest device hides gradients, although it does
+        not (`TimeModel.step`).
         """
         m = block.columns["m"]
         pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)
@@ -293,11 +282,9 @@ class TimeTable(TimeModel):
         return pipeline + data + optimizer + self.fixed
 
     def _filling(self, block: Block) -> Any:
-        """Return what divides the other stages' work in `pipeline_of`: the chunks, or [rows] for what has no closed
-        form.
-        """
+        """Return what divides the other stages' work in `pipeline_of`: chunks, or [rows] without a closed form."""
         schedule = self.request.schedule
-        if not schedule or has_closed_form(schedule):
+        if not schedule or schedule in CLOSED:
             return block.vpp
         m = enough(schedule, block.pp, block.columns["m"])
         found = {int(one): filling(schedule, block.pp, block.vpp, int(one)) for one in np.unique(m)}
@@ -334,9 +321,7 @@ class TimeTable(TimeModel):
         return works, recomputed
 
     def _once(self, block: Block, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [rows] seconds of a stage [rows]: weights and gradients once, again for each micro-batch; the
-        optimizer.
-        """
+        """Return [rows] seconds of a stage [rows]: gradients once, for each micro-batch; the optimizer."""
         first, place = groups(block, "tp", "ep", "shard", stage=stage)
         found = np.array([self._stage_once(self._config(block, row), int(stage[row])) for row in first])[place]
         return found[:, 0], found[:, 1], found[:, 2]

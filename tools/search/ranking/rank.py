@@ -63,9 +63,7 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return the step seconds and the peak memory with which a candidate is ranked; return None if the candidate is
-        not legal or does not fit.
-        """
+        """Return a candidate's step seconds and peak memory; None if it is not legal or does not fit."""
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
                 own = np.flatnonzero(self.places[:, 0] == number)
@@ -74,9 +72,7 @@ class Ranking:
         return None
 
     def fastest(self) -> Iterator[Ranked]:
-        """Yield the candidates from the fastest to the slowest; equally fast candidates come in the order of their
-        memory, and then in their order in the space.
-        """
+        """Yield the candidates, the fastest first; equally fast ones by memory, then by their order in the space."""
         for index in np.lexsort((self.peaks, self.seconds)):
             yield self.at(int(index))
 
@@ -111,9 +107,7 @@ Report = Callable[[int, int, float], None]  # blocks done, of how many, best sec
 
 
 def feasible(request: Request, funnel: Funnel | None = None) -> bool:
-    """Return whether any legal candidate fits into the memory of its devices; `funnel` counts the candidates that are
-    not legal.
-    """
+    """Return whether any legal candidate fits the devices' memory; `funnel` counts those not legal."""
     memory = MemoryTable(request)
     for block in reversed(blocks(request, funnel or Funnel())):  # many stages fit first
         some = block.select((memory.static(block) <= request.room).all(axis=1))
@@ -152,9 +146,7 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
 
 
 def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
-    """Return whether each candidate fits, [rows, recompute], computed from the bytes [rows, policies, stages] of the
-    policies that recompute all layers alike.
-    """
+    """Return whether each candidate fits [rows, recompute], by the policies' bytes [rows, policies, stages]."""
     uniform = (peaks <= cap).all(axis=2)
     planned = (peaks.min(axis=1) <= cap).all(axis=1)
     return np.column_stack([planned if word == PLANNED else uniform[:, POLICIES.index(word)] for word in recompute])
@@ -171,9 +163,7 @@ def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
 
 
 def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [rows, RECOMPUTE] seconds and heaviest bytes, [rows] bounds; what does not fit holds numbers nobody
-    reads.
-    """
+    """Return [rows, RECOMPUTE] seconds and bytes, [rows] bounds; nobody reads those of what does not fit."""
     stages = times.stages(block)
     mixed, mixed_peaks = mix(peaks, stages.work, cap)
     works = [*stages.work.swapaxes(0, 1), mixed]
@@ -184,11 +174,8 @@ def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tup
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the cheapest mix of two policies that fits under the cap, for each stage of each row: (seconds, bytes),
-    both [rows, stages].
-
-    Args:
-        peaks, works: [rows, policies, stages] the bytes at the peak, and the seconds of a micro-batch, if all layers
-            follow one policy. If no policy fits, the stage gets the policy that needs the least memory.
+    both [rows, stages]. `peaks` and `works` are bytes and seconds if all layers follow one policy, [rows, policies,
+    stages]; if none fits, the stage gets the one that needs the least memory.
     """
     least = peaks.argmin(axis=1)[:, None]
     best_peak = np.take_along_axis(peaks, least, axis=1)[:, 0]
@@ -208,9 +195,7 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
 
 
 class Chances:
-    """A `Chances` holds the lower bounds on the step time of the candidates to be placed; `best` is the step time in
-    seconds of the best layout so far.
-    """
+    """A `Chances` holds lower bounds of candidates to be placed, and the seconds of the best layout so far."""
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = self.at_first = best
@@ -221,9 +206,7 @@ class Chances:
         self._known = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def learn(self, candidate: Candidate, bound: float) -> None:
-        """Raise a candidate's lower bound: to a tighter bound, or to the time of a layout that is proven to be its
-        best.
-        """
+        """Raise a candidate's lower bound, to a tighter one or to the time of its proven best layout."""
         self._known[candidate] = max(bound, self.bound(candidate))
 
     def bound(self, candidate: Candidate) -> float:
@@ -245,9 +228,7 @@ class Chances:
 
 
 def layout_of(candidate: Candidate) -> tuple[int, ...]:
-    """Return the values in which layouts must differ to count as different; dispatch modes and sharding are not among
-    them.
-    """
+    """Return the values by which layouts count as different, without dispatch modes and sharding."""
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
 
 
@@ -292,7 +273,7 @@ def _less_margin(request: Request, least: Ranked) -> list[str]:
 
 
 def _nothing_legal(ranking: Ranking) -> str:
-    limits = {reason: ranking.funnel.dropped[reason] for reason in ranking.funnel.excluded_by_limits()}
+    limits = {reason: count for reason, count in ranking.funnel.dropped.items() if reason.startswith("--limit")}
     if limits:
         words = "; ".join(f"{reason} drops {count:,}" for reason, count in limits.items())
         return f"no strategy is left: {words} that are legal"

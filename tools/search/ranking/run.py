@@ -116,9 +116,7 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
 
 
 def why_faster(first: Entry, second: Entry) -> str:
-    """Return the largest differences of two entries' times, in words: first the parts in which the first entry is
-    faster, then the parts in which it is slower.
-    """
+    """Return where two entries' times differ most: first where the first is faster, then where it pays."""
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
     gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
@@ -200,9 +198,7 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout, under the requested loads if loads were requested; if dry runs proved that some
-        layouts fit, return the fastest of these.
-        """
+        """Return the fastest layout, under the loads if some were asked for, of those that passed a dry run."""
         if self.passed:
             return self.passed[0]
         own = {id(entry.config): entry for entry in self.entries}
@@ -211,9 +207,7 @@ class Found:
 
     @property
     def unverified(self) -> str:
-        """Return the reason why the best layout has not passed a requested dry run; "" if it has passed, or if no dry
-        run was requested.
-        """
+        """Return why the best layout has not passed a requested dry run; "" if it has or none was asked for."""
         if not self.to_verify or not self.entries or self.passed:
             return ""
         doubts = next((lines for entry, lines in self.doubtful if entry is self.best), None)
@@ -262,11 +256,8 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
-    """Add to the answer the ranking under the loads of `--loads`; if Ctrl-C interrupts this, no ranking is added, and
-    the search counts as interrupted.
-
-    Args:
-        others: for each other requested schedule, its fastest layout.
+    """Add to the answer the ranking under the loads of `--loads`, with the fastest layouts of `others`, by schedule; if
+    Ctrl-C interrupts this, no ranking is added, and the search counts as interrupted.
     """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)
@@ -329,7 +320,8 @@ class _Placing:
             if one.candidate.recompute != PLANNED:
                 self.done[one] = entry_of(configuration(found.request, one.candidate), self.times)
         planned = [one for one in short if one.candidate.recompute == PLANNED]
-        own = None if found.request.changed else found.ranking.find(own_mesh(found.request))
+        mesh = candidate_of(found.request.base)._replace(recompute=PLANNED)
+        own = None if found.request.changed else found.ranking.find(mesh)
         planned += [own] if own and planned and own not in planned else []
         try:
             with terminate_as_interrupt(), working(self.at_once) as results:
@@ -347,9 +339,7 @@ class _Placing:
         found.own_mesh = self.done.get(own) if own else None
 
     def _in_order(self) -> list[tuple[Ranked, Entry]]:
-        """Return what was placed, the fastest first. The order does not depend on which process ended first, also not
-        of layouts that are equally fast and large.
-        """
+        """Return what was placed, the fastest first, in an order that no process's speed changes."""
         return sorted(self.done.items(), key=lambda pair: (pair[1].seconds, pair[1].peak, pair[0].candidate))
 
     def _place(self, first: list[Ranked], results: Results) -> None:
@@ -401,7 +391,6 @@ class _Placing:
             self.progress("bounding", min(FLOORS * (done + 1), len(todo)), len(todo), self._best)
 
     def _quickly(self, ranked: list[Ranked], beat: float, results: Results) -> None:
-        """Place candidates quickly, and bound them."""
         jobs = [(self.found.request, one.candidate, self.times, beat) for one in ranked]
         for index, placement in results(screen_one, jobs):
             self._told(ranked[index], placement)
@@ -431,9 +420,7 @@ class _Placing:
         return max(1, self.top // 2) * self.budget.effort
 
     def _close(self, chances: Chances, results: Results) -> None:
-        """Let the solver place the candidates that are not proven slower, with the effort of half of the rows that are
-        shown.
-        """
+        """Let the solver place what is not proven slower, with the effort of half of the shown rows."""
         spent = 0.0
         order = sorted(
             (one for one in chances.left if one in self.placements),
@@ -492,8 +479,3 @@ class _Placing:
     @property
     def _best(self) -> float:
         return min((entry.seconds for entry in self.done.values()), default=float("inf"))
-
-
-def own_mesh(request: Request) -> Candidate:
-    """Return the candidate with the recipe's own mesh, whose layers are to be placed anew."""
-    return candidate_of(request.base)._replace(recompute=PLANNED)

@@ -51,11 +51,8 @@ class Swapped:
 
 
 def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swapped:
-    """Return the memory and time of one layer for one micro-batch if `moved` of its `saved` bytes are swapped.
-
-    Args:
-        one_way: the seconds to transfer `moved` bytes over the link to the host in one direction. backward: the seconds
-            of the layer's backward pass.
+    """Return one layer's memory and time for a micro-batch if `moved` of its `saved` bytes are swapped, which takes
+    `one_way` seconds on the link; its backward pass takes `backward` seconds.
     """
     return Swapped(max(0.0, one_way - backward), saved - moved, 2 * moved)
 
@@ -139,9 +136,7 @@ def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Sw
 
 
 def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> float:
-    """Return the largest number of bytes of a layer's kept tensors that the link can transfer during the layer's
-    backward pass.
-    """
+    """Return the most bytes of a layer's kept tensors that the link moves during its backward pass."""
     every = [size for size in sizes if size]
     sets = chain.from_iterable(combinations(every, count) for count in range(len(every) + 1))
     return max(total for total in map(sum, sets) if _to_host(model, total) <= backward)

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.loads import Loads, loads_of
@@ -21,26 +24,17 @@ from tools.estimate.memory.loaded import Judged, judge
 from tools.estimate.memory.room import Room
 from tools.estimate.time_model import TimeModel
 
-HEADS = {  # column -> what it says
-    "": "number of the strategy at even loads, as in the table above; or a schedule, of which it is the fastest layout",
-    "layout": "as above",
-    "even s": "seconds of a step at even loads",
-    "expected s": "mean seconds of a step under the loads",
-    "max/mean": "mean load of the fullest device over the mean of all, at the layout's own expert_parallel",
-    "runs out": "steps that need more memory than the limit, of all steps of the loads",
-    "open": "steps of which the model's known error leaves open if they fit",
-    "fits up to": "max/mean in every layer up to which the layout surely fits",
-}
+# table or picture -> column -> what it says
+TABLES: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).parents[1].joinpath("tables.yaml").read_text(encoding="utf-8")
+)
+HEADS = TABLES["loads"]
 
 
 @dataclass(frozen=True)
 class Uneven:
-    """An `Uneven` is a layout with its predictions under uneven loads.
-
-    Args:
-        name: the number of the layout in the ranking at even loads, the name of a schedule, or "recipe". layout: the
-            layout in words. config: the configuration of the run. even_s: the seconds of a step at even loads. seconds:
-            the expected seconds of a step under `loads`. judged: whether and how the layout fits under `loads`.
+    """An `Uneven` is a layout with its predictions: seconds of a step at even loads, and expected ones under `loads`.
+    Its name is the number of the layout in the ranking at even loads, the name of a schedule, or "recipe".
     """
 
     name: str
@@ -53,9 +47,7 @@ class Uneven:
 
     @property
     def numbered(self) -> bool:
-        """Return whether this layout has a number in the ranking: the search ranked it, and its schedule is 1F1B or
-        interleaved 1F1B.
-        """
+        """Return whether the layout has a number in the ranking: its schedule is (interleaved) 1F1B."""
         return self.name.isdecimal()
 
     @property
@@ -109,16 +101,12 @@ def under(
 
 
 def in_order(every: Sequence[Uneven]) -> list[Uneven]:
-    """Return the layouts sorted by their expected seconds of a step; layouts that run out of memory at some step come
-    last, sorted by the share of such steps.
-    """
+    """Return layouts by expected seconds; those that run out of memory last, by the share of such steps."""
     return sorted(every, key=lambda one: (one.chance, one.seconds))
 
 
 def words(ranked: Sequence[Uneven]) -> list[str]:
-    """Return in words whether the fastest layout under the loads is another one than at even loads, and how much longer
-    a step takes under the loads.
-    """
+    """Return whether the loads change which layout is the fastest, and how much longer a step takes."""
     placed = [one for one in ranked if one.numbered]
     if not placed:
         return []

@@ -44,9 +44,7 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """A `DryRun` holds the result of a dry run of a strategy: the errors other than too much memory, and the bytes of
-    each stage.
-    """
+    """A `DryRun` holds a strategy's errors other than too much memory, and the bytes of each stage."""
 
     problems: list[str]
     exact: list[int]
@@ -71,9 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A `Wrong` is a term of the memory model whose prediction a dry run contradicts, with both values for the stage on
-    which they differ most.
-    """
+    """A `Wrong` is a memory term that a dry run contradicts, with both values where they differ most."""
 
     layout: str
     stage: int
@@ -91,9 +87,7 @@ class Wrong:
         )
 
     def exceeds(self, entry: Entry, cap: float) -> str:
-        """Return why a strategy exceeds the memory cap if the term is larger by the same factor; "" if the strategy
-        does not exceed the cap.
-        """
+        """Return why a strategy is over the cap if the term grows by the same factor; "" if it is not."""
         more = max(0.0, self.found / self.counted - 1) if self.counted else 0.0
         for stage, memory in enumerate(all_stages(entry.config)):
             need = memory.peak + more * (memory.static if self.static else memory.peak - memory.static)
@@ -106,9 +100,7 @@ class Wrong:
 
 
 def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
-    """Return the term of the memory model that a dry run contradicts; return None if the two agree within the dry run's
-    error.
-    """
+    """Return the memory term that a dry run contradicts; None if both agree within the dry run's error."""
     every = all_stages(entry.config)
     if len(found.exact) != len(every):
         return None
@@ -123,9 +115,7 @@ def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
 
 
 def _alike(entry: Entry) -> tuple[object, ...]:
-    """Return the values on which the memory of a layer depends: entries with equal values have the same graph of a
-    layer.
-    """
+    """Return what a layer's memory depends on: entries with equal values have the same graph of a layer."""
     c = entry.candidate
     return c.tp, c.cp, c.ep, c.mode, c.shard
 
@@ -134,9 +124,8 @@ Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is 
 
 
 def dry_run(path: Path, full: bool) -> DryRun:
-    """Check and compile a recipe by a dry run.
-
-    Raises KeyboardInterrupt on Ctrl-C; compiles that had ended before are kept in the dry run's cache.
+    """Check and compile a recipe by a dry run. Raises KeyboardInterrupt on Ctrl-C; compiles that had ended before are
+    kept in the dry run's cache.
     """
     recipe = without_files(load_recipe(path))
     refused = [str(finding) for finding in check_recipe(recipe).errors]
@@ -207,11 +196,8 @@ def verify(
 
 
 def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judged | None = None) -> Verdict:
-    """Return the verdict on a strategy after its dry run.
-
-    Args:
-        loads: the result for the strategy under uneven loads. The bytes that the fullest step adds to a stage,
-            according to the model, are added to the compiled bytes.
+    """Return the verdict on a strategy after its dry run. What the fullest step of the loads adds to a stage, according
+    to the model, is added to the compiled bytes.
     """
     estimate = max(found.total, default=0)
     if not found.exact:

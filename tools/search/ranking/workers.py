@@ -60,9 +60,7 @@ def place_all(
 
 @contextmanager
 def working(at_once: int | None) -> Iterator[Results]:
-    """Yield a function that yields (number of the job, its result) as results arrive from worker processes, or computes
-    the results in this process if one worker is enough.
-    """
+    """Yield a function that yields (job's number, result) as they arrive, of processes or of this one."""
     at_once = at_once or processes()
     if at_once == 1:
         yield lambda work, jobs: ((index, work(*job)) for index, job in enumerate(jobs))
