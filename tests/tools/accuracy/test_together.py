@@ -18,9 +18,7 @@ def cells():
 
 
 def test_the_page_is_what_check_says_of_every_pair():
-    assert together.PAGE.read_text("utf-8") == together.page(cells()), (
-        "run `python -m tools.accuracy.together`"
-    )
+    assert together.PAGE.read_text("utf-8") == together.page(cells()), "run `python -m tools.accuracy.together`"
 
 
 def test_every_plugin_is_tried():
