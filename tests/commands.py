@@ -137,7 +137,7 @@ _OTHERS = {
     r"bash SCRIPT\b": Way("by", "tests/launch/run/test_script_runs.py"),
     r"bash benchmarks/\S+\.sh": Way("by", "tests/test_repository.py"),
     r"msrun --worker_num=1 .* launch/train\.py --config recipes/mini/pretrain\.yaml$": Way(
-        "by", "tests/training/test_one_worker.py"
+        "by", "tests/training/test_workers.py"
     ),
     r"python -m launch\.run\.cores$": Way("by", "tests/launch/run/test_cores.py"),
     r"msrun --bind_numa \S+$": Way("by", "tests/launch/run/test_cores.py"),

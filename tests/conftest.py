@@ -22,6 +22,9 @@ if not os.environ.get("TC3_EXPLORE"):
     # tests that ran before in the same process; no setting leaves them out
     providers._get_local_constants = lambda: providers._local_constants
 
+# imports and the collection of tests make millions of objects that stay: looking for cycles among them finds none
+gc.set_threshold(100_000)
+
 # quiet, and one thread a process: two cores are shared by up to four workers
 os.environ.setdefault("GLOG_v", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,7 +47,6 @@ def pytest_collection_modifyitems(items):
     # thousands of tests live to the end: no collection of garbage needs to look at them again
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000)
 
 
 @pytest.fixture(scope="session")

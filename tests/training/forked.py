@@ -2,8 +2,8 @@
 
 For tests of what a training computes: the workers run `launch/train.py` in the environment and with the arguments that
 it has when a user starts msrun by hand, so that the recipe, the cluster, the graph and all that they write are those of
-a run by `tc3 train`; test_one_worker.py says so of msrun by hand. How workers are started, watched and ended cannot be
-tested this way: test_one_worker.py, test_two_workers.py and others start `tc3 train` for that.
+a run by `tc3 train`; test_workers.py says so of msrun by hand. How workers are started, watched and ended cannot be
+tested this way: test_workers.py and others start `tc3 train` for that.
 """
 
 import contextlib

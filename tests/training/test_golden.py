@@ -4,7 +4,7 @@ To renew what moved for a good reason: TC3_RENEW_GOLDEN=1 tests/run tests/traini
 
 One test trains recipes/mini/pretrain.yaml against tests/golden/mini-pretrain.json and evaluates during the training.
 The held-out loss runs the training graph, which counts the load of experts: it must put the counts back. Two workers
-are compared with one in test_two_workers.py; the command with trainings by `tc3 train` is a check of the rehearsal in
+are compared with one in test_workers.py; the command with trainings by `tc3 train` is a check of the rehearsal in
 tests/launch/firsthour/test_cli.py.
 """
 

@@ -65,7 +65,7 @@ def killed_and_resumed(recipe, folder, corpus):
 
     It dies over its first file of the second checkpoint, and rank 0, which removes the old, has sealed its part: of the
     one that is kept, all is there until all ranks have sealed the next. A rank that dies while it writes a file:
-    test_one_worker.py.
+    test_workers.py.
     """
     cache = runs.compiled_once(folder / "graph")
     hook = runs.dying(TC3_TEST_KILL_SEAL="1:3") | cache  # files 1 and 2 are the first checkpoint's

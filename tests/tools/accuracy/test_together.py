@@ -1,5 +1,7 @@
 """The page of pairs says what `tc3 check` says, and claims nothing that was not shown."""
 
+import functools
+
 import pytest
 
 from plugins import ADAPTERS
@@ -9,10 +11,14 @@ from tools.check.check import check_recipe
 from tools.recipe.view import View
 
 
+@functools.cache
+def cells():
+    """Return what is said of each pair; both tests below read it, and nobody changes it."""
+    return together.cells()
+
+
 def test_the_page_is_what_check_says_of_every_pair():
-    assert together.PAGE.read_text("utf-8") == together.page(together.cells()), (
-        "run `python -m tools.accuracy.together`"
-    )
+    assert together.PAGE.read_text("utf-8") == together.page(cells()), "run `python -m tools.accuracy.together`"
 
 
 def test_every_plugin_is_tried():
@@ -39,7 +45,7 @@ def test_the_recipe_of_a_pair_has_both(pair):
 
 
 def test_a_reason_names_the_key():
-    refused = [cell for cell in together.cells() if cell.how == together.REFUSED]
+    refused = [cell for cell in cells() if cell.how == together.REFUSED]
     assert refused and all(cell.by.split(":")[0].count(".") >= 1 for cell in refused)
 
 

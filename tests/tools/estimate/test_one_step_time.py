@@ -87,12 +87,14 @@ def test_every_tool_says_the_same_seconds_of_a_recipe(file, overlap):
         pytest.skip("nobody to send tokens to")
     recipe = with_overlap(recipe) if overlap else recipe
     seconds, cluster = searched(recipe), load_hardware(cluster_of(recipe))
-    assert seconds_of(resolve(recipe), cluster).whole == seconds
-    assert TimeModel(cluster).step(from_recipe(resolve(recipe)), simulated=True).total == seconds
+    resolved = resolve(recipe)
+    config = from_recipe(resolved)
+    assert seconds_of(resolved, cluster).whole == seconds
+    assert TimeModel(cluster).step(config, simulated=True).total == seconds
     if sends:
         assert advise(recipe, cluster).written.step.total == seconds
-    assert memory._seconds(from_recipe(resolve(recipe)), TimeModel(cluster)) == seconds
-    terms = modelled(from_recipe(resolve(recipe)), cluster, efficiency_of(cluster), None)
+    assert memory._seconds(config, TimeModel(cluster)) == seconds
+    terms = modelled(config, cluster, efficiency_of(cluster), None)
     assert sum(terms.values()) == pytest.approx(seconds, rel=1e-9)
 
 
@@ -204,8 +206,8 @@ def test_auto_is_the_mode_that_search_ranks_first(model, degree, overlap):
     recipe = with_overlap(recipe)
     if not overlap:
         del recipe["plugins"]["ep_overlap"]
-    chosen = resolve(recipe)["plugins"]
-    own = from_recipe(resolve(recipe))
+    resolved = resolve(recipe)
+    chosen, own = resolved["plugins"], from_recipe(resolved)
     asked = request_of(recipe, DEFAULT_HARDWARE)
     seconds = ranked_seconds(asked, own)
     best = MODES[int(np.argmin(seconds))]

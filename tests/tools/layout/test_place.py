@@ -319,11 +319,11 @@ def test_bounds_by_whole_layers_rise_with_their_effort_and_stay_true(pp, chunks,
     config = configuration(model, pp, chunks, micro_batches=3 * pp)
     room = cap * peak_memory(config)
     best = place(config, TIMES, room, Budget(2)).step_s
-    found = [screen(config, TIMES, room, best * (1 + 1e-6), effort=effort) for effort in (0.001, 0.03, 0.1, 5.0)]
+    found = [screen(config, TIMES, room, best * (1 + 1e-6), effort=effort) for effort in (0.001, 0.03, 0.1, 2.0)]
     bounds = [one.least_s / best for one in found]
     assert bounds == sorted(bounds) and bounds[-1] <= 1 + 1e-6
     assert bounds[0] < GOALS[0] <= max(bounds[1:3]) < 1, "by divided layers, then a share of the time to beat"
-    assert all(one.spent <= 1.5 * effort for one, effort in zip(found[1:], (0.03, 0.1, 5.0), strict=True))
+    assert all(one.spent <= 1.5 * effort for one, effort in zip(found[1:], (0.03, 0.1, 2.0), strict=True))
 
 
 def test_what_cannot_fit_says_what_is_missing():
@@ -366,6 +366,6 @@ def test_the_layers_of_a_v_go_down_and_up_again():
 
 def test_the_438b_case_fits_its_45_gb():
     config = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
-    found = place(config, TIMES, 45 * GIB, Budget(3))
+    found = place(config, TIMES, 45 * GIB, Budget(1))
     assert max(found.peak_bytes) <= 45 * GIB
     assert found.step_s < TIMES.step(config, simulated=True).total

@@ -122,7 +122,7 @@ def test_measurements_are_predicted_and_calibrated_against(tmp_path):
 
 def test_the_instance_is_solved(tmp_path):
     instance, out = EXAMPLES / "pipeline.json", tmp_path / "plan.json"
-    assert run("pipeline", instance, "--effort", 4, "--out", out).exit_code == 0
+    assert run("pipeline", instance, "--effort", 1, "--out", out).exit_code == 0
     problem = read_instance(instance)
     assert judge(problem, json.loads(out.read_text("utf-8"))["solution"]).over == {}
 
@@ -147,7 +147,7 @@ def run_layout(*words):
 
 
 def test_it_makes_what_a_launch_reads(recipe):
-    result = run_layout(recipe, "--effort", "2")
+    result = run_layout(recipe, "--effort", "1")
     assert result.exit_code == 0, result.stderr
     assert "layout (Megatron)      E" in result.stdout and "no layout is more than" in result.stdout
     path = recipe.with_suffix(".layout.yaml")

@@ -144,7 +144,7 @@ SHARDINGS = {case.name: case.sharding for case in strategies.CASES if case.shard
 @pytest.mark.parametrize("path", SHARDED_RECIPES)
 def test_every_executed_recipe_is_sound_and_has_the_same_data_and_weights(path, tmp_path):
     base = strategies.one_worker(path)
-    batch = strategies.batch_of(base)
+    batch, checked = strategies.batch_of(base), set()
     for name, sharding in [(case.name, case.sharding) for case in choose(("executed",), base)]:
         changed, alone = (derive_sharded(base, each, 3, "corpus") for each in (sharding, sharding.alone))
         assert chosen(changed) and chosen(alone)
@@ -152,9 +152,11 @@ def test_every_executed_recipe_is_sound_and_has_the_same_data_and_weights(path, 
         for each, recipe in ((sharding, changed), (sharding.alone, alone)):
             parts = each.dp * each.micro * recipe["runner_config"]["gradient_accumulation_steps"]
             assert recipe["runner_config"]["batch_size"] * parts == batch
-        for recipe in (changed, alone):
-            dump_recipe(recipe, tmp_path / "recipe.yaml")
-            assert check_recipe(load_recipe(tmp_path / "recipe.yaml")).errors == [], name
+        for each, recipe in ((sharding, changed), (sharding.alone, alone)):
+            if each not in checked:  # many layouts are compared with the same process
+                dump_recipe(recipe, tmp_path / "recipe.yaml")
+                assert check_recipe(load_recipe(tmp_path / "recipe.yaml")).errors == [], name
+                checked.add(each)
         for key in ("seed", "optimizer", "lr_schedule", "train_dataset", "runner_wrapper", "checkpoint"):
             assert changed.get(key) == alone.get(key), (name, key)
         layout = ("batch_size", "offset", "pp_interleave_num", "npu_nums_per_device")

@@ -200,7 +200,7 @@ def test_no_placement_is_under_its_bounds(changes, cap, draw):
     times, (_, every) = TimeModel(asked.hardware), planned(asked)
     if not every:
         return
-    for index in np.random.default_rng(draw).integers(len(every), size=3):
+    for index in np.random.default_rng(draw).integers(len(every), size=2):
         one, plain = every[index]
         config = configuration(asked, one.candidate)
         found = place(config, times, asked.room, Budget(1))
