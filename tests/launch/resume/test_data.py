@@ -1,5 +1,7 @@
 """These tests check which parts of a corpus `RUN/data.json` covers if the corpus is too large to be read whole."""
 
+import json
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from launch.resume import data as skipped
 from launch.resume.data import Shuffle, all_steps, differences, most_steps, shuffle_of, shuffles
 from launch.run.failure import worker_failure
 from launch.run.supervise import Outcome
+from plugins.attention_balance.plan import epoch_plan, layout_of
 from plugins.attention_balance.samples import build_gpt_index
 from plugins.errors import DataError
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
@@ -24,6 +27,7 @@ from tests.launch.conftest import RECIPE
 from tests.launch.resume.conftest import stored
 from tools.files import atomic
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
 
 
 @pytest.fixture
@@ -252,6 +256,47 @@ def test_so_must_it_with_other_weights_of_its_samples():
     assert differences(windows(4), after, 6) == [], "a run of an earlier version has written none down"
 
 
+def divided(ranks, micro_batches, window=4, skipped=()):
+    """A recipe whose step is four samples, divided among data-parallel ranks and accumulated micro-batches."""
+    found = windows(window, batch=1, per_pair=2, per_token=3)
+    found["runner_config"]["gradient_accumulation_steps"] = micro_batches
+    found["plugins"]["spike_guard"] = {"skipped": [list(pair) for pair in skipped]}
+    return Recipe({**found, "use_parallel": True, "parallel_config": {"data_parallel": ranks}})
+
+
+def trained(recipe, costs, steps):
+    """The samples of each of these steps."""
+    plan = epoch_plan(costs, layout_of(recipe, View(recipe).number(("plugins", "attention_balance", "window"), 1)))
+    return [sorted(step.ravel().tolist()) for step in plan[:steps]]
+
+
+@pytest.mark.usefixtures("corpora")
+@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("layout", [(4, 1), (1, 4)])
+def test_another_layout_must_not_begin_within_a_window(window, layout):
+    """What a resume accepts trains each sample once; the plans of both layouts say what it would train."""
+    before, after = divided(2, 2, window), divided(*layout, window)
+    costs = np.random.default_rng(0).lognormal(size=80) ** 2
+    accepted = [step for step in range(1, 20) if not differences(before, after, step)]
+    for step in range(1, 20):
+        both = [*trained(before, costs, step), *trained(after, costs, 20)[step:]]
+        assert step not in accepted or sorted(chain(*both)) == list(range(80))
+    assert accepted == [step for step in range(1, 20) if step % window == 0]
+    if window > 1:
+        (words,) = differences(before, after, 1)
+        assert words.startswith(f"plugins.attention_balance.window {window} deals samples to other steps in another ")
+
+
+@pytest.mark.usefixtures("corpora")
+def test_samples_that_are_still_to_be_left_out_are_counted_in_the_same_windows():
+    late, early = [(40, 44)], [(4, 8)]
+    assert differences(divided(2, 2, skipped=late), divided(2, 2, skipped=late), 4) == []
+    (words,) = differences(divided(2, 2, skipped=late), divided(4, 1, skipped=late), 4)
+    assert words.endswith("in whose order plugins.spike_guard.skipped counts")
+    assert differences(divided(2, 2, skipped=early), divided(4, 1, skipped=early), 7) == [], "they are behind"
+    assert differences(divided(2, 2, 1, skipped=late), divided(4, 1, 1, skipped=late), 4) == [], "in each step"
+
+
 def test_a_loader_of_another_kind_must_stay_as_it_is():
     def other(**loader):
         return Recipe({"train_dataset": {"data_loader": {"type": "HFDataLoader", **loader}}, "seed": 1})
@@ -341,6 +386,19 @@ def test_a_second_spike_sets_nothing_aside_that_was_made_without_the_first_sampl
     assert train("mini/toy.yaml", "--steps", "20")[0] == 0
     assert [going_on(command) for command in guarded.runs] == [None, 8, 16]
     assert stored(guarded.run_dir)["plugins"]["spike_guard"]["skipped"] == [[88, 96], [144, 152]]
+
+
+def test_checkpoints_of_another_global_batch_are_judged_by_their_samples(tmp_path):
+    """96 samples are 12 steps of 8, or 6 of 16: the steps of both have small and large numbers."""
+    recipe = recipe_with_skipped()
+    write_ledger(tmp_path, [Entry(7, 7, "", ((96, 112),))])  # of a run that went on with 16 samples
+    why = skipped.guilty(recipe, tmp_path)
+    for batch, step in ((8, 8), (8, 12), (16, 6), (8, 13), (8, 14), (16, 7), (32, 3), (32, 4)):
+        folder = tmp_path / f"{batch}_{step}"
+        folder.mkdir()
+        (folder / "common.json").write_text(json.dumps({"global_batch_size": batch}))
+        said = None if batch * step <= 96 else "holds step 7, which spiked"
+        assert why(folder, step) == said, (batch, step)
 
 
 def test_a_guard_that_gives_up_ends_the_run(train, guarded):
