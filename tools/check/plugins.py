@@ -110,7 +110,7 @@ def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found
             hyper_connections.check(view.get(_STREAMS), view.recipe)
     if on(_LORA):
         with _refusals(_LORA, found):
-            lora.check(view.get(_LORA), view.recipe, built.fields)
+            lora.chosen(lora.check(view.get(_LORA), view.recipe), lora.layers_of(built.fields))
 
 
 def _batch_ramp(view: View, found: Findings) -> None:
@@ -130,6 +130,10 @@ def _held_out_loss(view: View, found: Findings) -> None:
     for check in (held_out_loss.check_step, held_out_loss.check_files):
         with _refusals((), found):
             check(view.recipe)
+    settings, _ = held_out_loss.Settings.look(view.get(_HELD_OUT))
+    if settings:  # otherwise the schema's check names what is wrong with them
+        with _refusals((), found):
+            held_out_loss.check_samples(settings, view.global_batch)
 
 
 def _has_experts(section: KeyPath, built: Built, found: Findings) -> bool:
