@@ -110,7 +110,7 @@ def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found
             hyper_connections.check(view.get(_STREAMS), view.recipe)
     if on(_LORA):
         with _refusals(_LORA, found):
-            lora.chosen(lora.check(view.get(_LORA), view.recipe), lora.layers_of(built.fields))
+            lora.check(view.get(_LORA), view.recipe, built.fields)
 
 
 def _batch_ramp(view: View, found: Findings) -> None:
