@@ -234,9 +234,7 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """A `Shuffle` holds two values that determine, together with the seed, the order of one corpus; the number of
-    requested samples affects the order only through these values.
-    """
+    """A `Shuffle` holds the two values through which the number of requested samples affects a corpus's order."""
 
     epochs: int
     last_apart: bool
@@ -378,9 +376,8 @@ def _changed_ramp(before: View, after: View, step: int) -> Iterator[str]:
 
 
 def _cut_steps(before: View, after: View, step: int, batch: int) -> Iterator[str]:
-    """Yield a message if the trained samples are not a whole number of steps of the new size: MindFormers skips whole
-    steps, and would repeat the rest. It rounds their number down, also where its floating-point product is a little
-    below the whole number (`training_process` of its base_trainer.py).
+    """Yield a message if the trained samples are not a whole number of steps of the new size, which MindFormers rounds
+    down, also where its product is a little below the whole number (`training_process` of its base_trainer.py).
     """
     if before.ramp.stages or after.ramp.stages:
         return  # then the size does not change
@@ -394,9 +391,8 @@ def _cut_steps(before: View, after: View, step: int, batch: int) -> Iterator[str
 
 
 def _changed_windows(before: View, after: View, step: int, samples: int) -> Iterator[str]:
-    """Yield a message if a window of plugins.attention_balance would not be finished as it was begun."""
-    blocks = [_window(view) * view.global_batch for view in (before, after)]
-    done = reached(samples, left_out(before.recipe))
+    """Yield a message if plugins.attention_balance would not finish a window, or a step, as it was begun."""
+    done, blocks = reached(samples, left_out(before.recipe)), [_block(view) for view in (before, after)]
     if not any(done % block for block in blocks):
         return
     sizes, last = {before.samples, after.samples}, f"{dotted(_WINDOW)} {_window(before)}"
@@ -410,22 +406,28 @@ def _window(view: View) -> int:
     return view.number(_WINDOW, 1)
 
 
+def _block(view: View) -> int:
+    """Return how many samples are dealt together: their order depends on the layout, and their set does not."""
+    return _window(view) * view.global_batch
+
+
 def _other_windows(before: View, after: View) -> list[str]:
-    """Return in words why plugins.attention_balance would deal the samples of a window of steps to other steps."""
+    """Return in words why plugins.attention_balance would deal the samples of a window of steps otherwise."""
     old, new = _window(before), _window(after)
+    was, would = ("off" if view.get(_BALANCE) in (None, False) else "on" for view in (before, after))
     weights = [((*_BALANCE, name), before.get((*_BALANCE, name)), after.get((*_BALANCE, name))) for name in COST]
     other = [weight for weight in weights if weight[1] not in (None, weight[2])]
-    if max(old, new) == 1:
-        return []
     if old != new:
         return [f"{dotted(_WINDOW)} was {old}, would be {new}"]
+    if was != would:
+        return [f"{dotted(_BALANCE)} was {was}, would be {would}"]
     if other:
         return [_difference(*weight) for weight in other]
     if before.global_batch != after.global_batch:
-        return [f"{_batches(before, after)}, with {dotted(_WINDOW)} {old}"]
-    if layout_of(before.recipe) == layout_of(after.recipe):
+        return [f"{_batches(before, after)}, with {dotted(_WINDOW)} {old}"] * (old > 1)
+    if was == "off" or layout_of(before.recipe) == layout_of(after.recipe):
         return []
-    return [f"{dotted(_WINDOW)} {old} deals samples to other steps in another parallel_config or recompute_config"]
+    return [f"{dotted(_WINDOW)} {old} deals samples otherwise in another parallel_config or recompute_config"]
 
 
 def _batches(before: View, after: View) -> str:
@@ -433,9 +435,7 @@ def _batches(before: View, after: View) -> str:
 
 
 def _changed_skips(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
-    """Yield a message if plugins.spike_guard leaves other samples out of the steps that are already trained, or counts
-    those that it is still to leave out in another order.
-    """
+    """Yield a message if plugins.spike_guard leaves out other samples, of steps that are trained or of later ones."""
     old, new = left_out(before), left_out(after)
     views = View(before), View(after)
     if not same_until(done, old, new):
@@ -443,7 +443,7 @@ def _changed_skips(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
         yield f"{dotted(SKIPPED)} was {was}, would be {would} (RUN/skipped.json says what is left out)"
     elif (old or new) and views[1].get(_BALANCE) and views[0].global_batch != views[1].global_batch:
         yield f"{_batches(*views)}, in whose order {dotted(SKIPPED)} counts"
-    elif new and new[-1][1] > reached(done, new):
+    elif any(end > reached(done, new) and end % _block(view) for view in views for pair in new for end in pair):
         yield from (f"{words}, in whose order {dotted(SKIPPED)} counts" for words in _other_windows(*views))
 
 

@@ -1,7 +1,6 @@
 """These tests check which parts of a corpus `RUN/data.json` covers if the corpus is too large to be read whole."""
 
 import json
-from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,7 @@ from launch.resume import data as skipped
 from launch.resume.data import Shuffle, all_steps, differences, most_steps, shuffle_of, shuffles
 from launch.run.failure import worker_failure
 from launch.run.supervise import Outcome
-from plugins.attention_balance.plan import epoch_plan, layout_of
+from plugins.attention_balance.plan import delivery_order, epoch_plan, layout_of
 from plugins.attention_balance.samples import build_gpt_index
 from plugins.errors import DataError
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
@@ -27,7 +26,6 @@ from tests.launch.conftest import RECIPE
 from tests.launch.resume.conftest import stored
 from tools.files import atomic
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
 
 
 @pytest.fixture
@@ -264,27 +262,30 @@ def divided(ranks, micro_batches, window=4, skipped=()):
     return Recipe({**found, "use_parallel": True, "parallel_config": {"data_parallel": ranks}})
 
 
-def trained(recipe, costs, steps):
-    """The samples of each of these steps."""
-    plan = epoch_plan(costs, layout_of(recipe, View(recipe).number(("plugins", "attention_balance", "window"), 1)))
-    return [sorted(step.ravel().tolist()) for step in plan[:steps]]
+def delivered(recipe):
+    """The order of 80 samples in which the steps of a recipe train them; those that are left out keep their places."""
+    if not recipe["plugins"]["attention_balance"]:
+        return np.arange(80)
+    layout, costs = layout_of(recipe, recipe["plugins"]["attention_balance"]["window"]), np.arange(80) ** 1.5 % 7 + 1
+    return delivery_order(epoch_plan(costs, layout), gathered=layout.micro_batches > 1)
 
 
 @pytest.mark.usefixtures("corpora")
+@pytest.mark.parametrize("skipped", [(), [(2, 4)], [(4, 8)], [(50, 52)], [(2, 4), (30, 32)]])
 @pytest.mark.parametrize("window", [1, 2, 4])
-@pytest.mark.parametrize("layout", [(4, 1), (1, 4)])
-def test_another_layout_must_not_begin_within_a_window(window, layout):
-    """What a resume accepts trains each sample once; the plans of both layouts say what it would train."""
-    before, after = divided(2, 2, window), divided(*layout, window)
-    costs = np.random.default_rng(0).lognormal(size=80) ** 2
-    accepted = [step for step in range(1, 20) if not differences(before, after, step)]
-    for step in range(1, 20):
-        both = [*trained(before, costs, step), *trained(after, costs, 20)[step:]]
-        assert step not in accepted or sorted(chain(*both)) == list(range(80))
-    assert accepted == [step for step in range(1, 20) if step % window == 0]
-    if window > 1:
-        (words,) = differences(before, after, 1)
-        assert words.startswith(f"plugins.attention_balance.window {window} deals samples to other steps in another ")
+@pytest.mark.parametrize("other", [(4, 1), (1, 4), None])
+def test_a_window_or_step_that_is_begun_is_not_finished_in_another_layout(skipped, window, other):
+    """What a resume accepts trains each sample once, and leaves out what was to be left out, in one order or in two."""
+    before, after = divided(2, 2, window, skipped), divided(*(other or (2, 2)), window, skipped)
+    after["plugins"]["attention_balance"] = bool(other) and after["plugins"]["attention_balance"]
+    one, two = delivered(before), delivered(after)
+    kept = [place for place in range(80) if not any(first <= place < stop for first, stop in skipped)]
+    accepted = [step for step in range(1, 19) if not differences(before, after, step)]
+    for step in accepted:
+        done, left = one[kept[: 4 * step]], two[kept[4 * step :]]
+        assert len({*done, *left}) == len(kept) and {*left} == {*one[kept[4 * step :]]}
+    if not skipped:
+        assert accepted == [step for step in range(1, 19) if step % window == 0]
 
 
 @pytest.mark.usefixtures("corpora")
