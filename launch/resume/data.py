@@ -398,7 +398,7 @@ def _changed_windows(before: View, after: View, step: int, samples: int) -> Iter
     sizes, last = {before.samples, after.samples}, f"{dotted(_WINDOW)} {_window(before)}"
     if changed := _other_windows(before, after):
         yield from changed
-    elif _window(before) > 1 and len(sizes) > 1 and done > min(sizes) // blocks[0] * blocks[0]:
+    elif before.get(_BALANCE) not in (None, False) and len(sizes) > 1 and done > min(sizes) // blocks[0] * blocks[0]:
         yield f"step {step} is within the last window ({last}), which more samples would change"
 
 
