@@ -1,11 +1,10 @@
 """This module makes sure that a resumed run trains the same data in three respects: the samples left out, the content
 of each corpus, and the order.
 
-The first part handles samples that are left out (`apply_ledger`, `guilty`). A launch follows the list of left-out
-samples (`plugins/spike_guard/ledger.py`), which is written by the worker that ends a run after a spike. The agent that
-plans the next attempt puts these samples into the effective recipe, and goes on from the newest checkpoint that has
-trained none of them; checkpoints that have trained some of them are set aside once the plan is valid. The agent reads
-all of these files before each plan, because no node knows what another node has planned.
+The first part handles samples that are left out (`apply_ledger`, `guilty`). The worker that ends a run after a spike
+lists them (`plugins/spike_guard/ledger.py`). The agent that plans the next attempt puts them into the effective recipe,
+and goes on from the newest checkpoint that has trained none of them; checkpoints that have trained some of them are set
+aside once the plan is valid. No node knows what another node has planned, so the agent reads the list before each plan.
 
 The second part checks the content of a corpus (`keep_digests`, `replaced`). A resume notices if a corpus was prepared
 again at the same path. A corpus may have terabytes, so `RUN/data.json` covers for each corpus the whole .idx (the
@@ -37,9 +36,9 @@ import click
 import numpy as np
 
 from launch.run.preflight import data_prefixes
-from plugins.attention_balance.plan import COST
+from plugins.attention_balance.plan import COST, layout_of
 from plugins.errors import DataError
-from plugins.sealed_checkpoint.plan import made
+from plugins.sealed_checkpoint.plan import global_batch_of, made
 from plugins.spike_guard import plan as spike_guard
 from plugins.spike_guard.ledger import Ranges, normal, reached, read_ledger, same_until, samples_of
 from tools.checkpoint.scan import iteration, iterations, set_aside
@@ -57,6 +56,7 @@ DATA_PATH = (*LOADER, "config", "data_path")
 SIZES = (*LOADER, "sizes")
 _DATA_FILES = (*LOADER, "data_files")
 _BALANCE, RAMP = ("plugins", "attention_balance"), ("plugins", "batch_ramp")
+_WINDOW = (*_BALANCE, "window")
 _SLOW_INDEX = 2 << 30  # bytes of index that take seconds to read
 _BLEND_MARGIN = 1.005  # a weighted corpus is asked for this much more (_get_size_per_split_per_dataset)
 _WHOLE_EPOCH = 0.80  # GPTDataset shuffles the last epoch apart when less of it is used
@@ -108,20 +108,22 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     before this checkpoint that are left out now.
 
     The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
-    RUN/recipe.yaml leaves out count, so call this function before that file is written again.
+    RUN/recipe.yaml leaves out count, so call this function before that file is written again. Samples are compared, not
+    steps: a step of a run that went on with another global batch has another number.
     """
     entries = read_ledger(run_dir) if guard_is_on(recipe) else []
     stored = run_dir / "recipe.yaml"
     last = left_out(load_recipe(stored)) if entries and stored.exists() else ()
+    ramp = View(recipe).ramp
 
     def why(folder: Path, step: int) -> str | None:
-        late = [entry for entry in entries if step >= entry.first]
-        if not late:
+        if not entries:
             return None
-        own = made(folder).get("skipped")
+        own, batch = made(folder).get("skipped"), global_batch_of(folder)
         known = last if own is None else normal(own)
-        first = min((entry.first for entry in late if normal([*known, *entry.samples]) != known), default=None)
-        return None if first is None else f"holds step {first}, which spiked"
+        done = ramp.samples_until(step) if ramp.stages or not batch else step * batch
+        late = [entry for entry in entries if not same_until(done, known, normal([*known, *entry.samples]))]
+        return f"holds step {min(entry.first for entry in late)}, which spiked" if late else None
 
     return why
 
@@ -194,9 +196,7 @@ def _digest(prefix: str) -> dict[str, Any]:
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
-    """Record digests of the present content of a recipe's data. If data cannot be read, no error is raised here,
-    because the data loader reports it later.
-    """
+    """Record digests of the present content of a recipe's data; the data loader reports data that cannot be read."""
     try:
         write_atomically(run_dir / DIGESTS, json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:
@@ -234,18 +234,14 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """A `Shuffle` holds two values that determine, together with the seed, the order of one corpus; the number of
-    requested samples affects the order only through these values.
-    """
+    """A `Shuffle` holds the two values through which the number of requested samples affects a corpus's order."""
 
     epochs: int
     last_apart: bool
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """Return how GPTDataset shuffles a corpus of `tokens` tokens if it is asked for `samples` samples (and one more
-    token for the last label).
-    """
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens that is asked for `samples` samples, and one token."""
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:
         return Shuffle(1, False)
@@ -278,7 +274,7 @@ def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
 
 @lru_cache
 def _training_tokens(prefix: str, share: float) -> int:
-    """Return the number of tokens of the training documents, which are the first documents of a corpus."""
+    """Return the number of tokens of the training documents, which are the first ones of a corpus."""
     lengths = map_lengths(prefix)
     return int(np.sum(lengths[: round(share * len(lengths))], dtype=np.int64))
 
@@ -324,9 +320,7 @@ def _changed_keys(before: View, after: View) -> Iterator[str]:
 
 
 def _changed_loader(before: View, after: View) -> Iterator[str]:
-    """Yield in words what changed in a loader of another kind, which must stay the same; files may move, and more
-    samples keep the order.
-    """
+    """Yield in words what changed in a loader of another kind; its files may move, and it may get more samples."""
     if _order_of(before) != _order_of(after):
         yield _difference(LOADER, before.get(LOADER), after.get(LOADER))
     old, new = before.instruction_files, after.instruction_files
@@ -336,9 +330,7 @@ def _changed_loader(before: View, after: View) -> Iterator[str]:
 
 
 def _order_of(view: View) -> Any:
-    """Return a loader's section without the number of samples, and without files, which are compared by what they
-    hold.
-    """
+    """Return a loader's section without the number of samples, and without files, whose contents are compared."""
     loader = copy.deepcopy(view.get(LOADER))
     if view.instruction_files:
         loader.pop("data_files")
@@ -354,9 +346,7 @@ def _difference(path: tuple[str, ...], old: Any, new: Any) -> str:
 
 
 def _same_corpora(old: Any, new: Any) -> bool:
-    """Return whether two `data_path` have the same weights and corpora; a corpus that has moved is recognised by its
-    index.
-    """
+    """Return whether two `data_path` have the same weights and corpora; the index of a corpus tells it if it moved."""
     if old == new or not (isinstance(old, list) and isinstance(new, list)):
         return bool(old == new)
     before, after = read_blend(old), read_blend(new)
@@ -367,9 +357,7 @@ def _same_corpora(old: Any, new: Any) -> bool:
 
 
 def _same_corpus(old: Path, new: Path) -> bool:
-    """Return whether two paths are the same file or have the same content; a file that no longer exists is assumed to
-    have moved to the user's new path.
-    """
+    """Return whether two paths have the same content; a file that is gone is assumed to have moved to the new path."""
     if os.path.abspath(old) == os.path.abspath(new) or not old.exists():
         return True
     return new.exists() and filecmp.cmp(old, new, shallow=False)
@@ -388,9 +376,8 @@ def _changed_ramp(before: View, after: View, step: int) -> Iterator[str]:
 
 
 def _cut_steps(before: View, after: View, step: int, batch: int) -> Iterator[str]:
-    """Yield a message if the trained samples are not a whole number of steps of the new size: MindFormers skips whole
-    steps, and would repeat the rest. It rounds their number down, also where its floating-point product is a little
-    below the whole number (`training_process` of its base_trainer.py).
+    """Yield a message if the trained samples are not a whole number of steps of the new size, which MindFormers rounds
+    down, also where its product is a little below the whole number (`training_process` of its base_trainer.py).
     """
     if before.ramp.stages or after.ramp.stages:
         return  # then the size does not change
@@ -404,38 +391,60 @@ def _cut_steps(before: View, after: View, step: int, batch: int) -> Iterator[str
 
 
 def _changed_windows(before: View, after: View, step: int, samples: int) -> Iterator[str]:
-    """Yield a message if plugins.attention_balance changes inside a window of steps, because a window must be finished
-    as it was begun.
-    """
-    *section, _ = path = (*_BALANCE, "window")
-    windows = [view.number(path, 1) for view in (before, after)]
-    blocks = [window * view.global_batch for window, view in zip(windows, (before, after), strict=True)]
-    done = reached(samples, left_out(before.recipe))
-    if max(windows) == 1 or not any(done % block for block in blocks):
+    """Yield a message if plugins.attention_balance would not finish a window, or a step, as it was begun."""
+    done, blocks = reached(samples, left_out(before.recipe)), [_block(view) for view in (before, after)]
+    if not any(done % block for block in blocks):
         return
-    sizes = {before.samples, after.samples}
-    weights = [((*section, name), before.get((*section, name)), after.get((*section, name))) for name in COST]
+    sizes, last = {before.samples, after.samples}, f"{dotted(_WINDOW)} {_window(before)}"
+    if changed := _other_windows(before, after):
+        yield from changed
+    elif before.get(_BALANCE) not in (None, False) and len(sizes) > 1 and done > min(sizes) // blocks[0] * blocks[0]:
+        yield f"step {step} is within the last window ({last}), which more samples would change"
+
+
+def _window(view: View) -> int:
+    return view.number(_WINDOW, 1)
+
+
+def _block(view: View) -> int:
+    """Return how many samples are dealt together: their order depends on the layout, and their set does not."""
+    return _window(view) * view.global_batch
+
+
+def _other_windows(before: View, after: View) -> list[str]:
+    """Return in words why plugins.attention_balance would deal the samples of a window of steps otherwise."""
+    old, new = _window(before), _window(after)
+    was, would = ("off" if view.get(_BALANCE) in (None, False) else "on" for view in (before, after))
+    weights = [((*_BALANCE, name), before.get((*_BALANCE, name)), after.get((*_BALANCE, name))) for name in COST]
     other = [weight for weight in weights if weight[1] not in (None, weight[2])]
-    if windows[0] != windows[1]:
-        yield f"{dotted(path)} was {windows[0]}, would be {windows[1]}"
-    elif other:
-        yield from (_difference(*weight) for weight in other)
-    elif blocks[0] != blocks[1]:
-        batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
-        yield f"{batches}, with {dotted(path)} {windows[0]}"
-    elif len(sizes) > 1 and done > min(sizes) // blocks[0] * blocks[0]:
-        yield f"step {step} is within the last window ({dotted(path)} {windows[0]}), which more samples would change"
+    if old != new:
+        return [f"{dotted(_WINDOW)} was {old}, would be {new}"]
+    if was != would:
+        return [f"{dotted(_BALANCE)} was {was}, would be {would}"]
+    if other:
+        return [_difference(*weight) for weight in other]
+    if before.global_batch != after.global_batch:
+        return [f"{_batches(before, after)}, with {dotted(_WINDOW)} {old}"] * (old > 1)
+    if was == "off" or layout_of(before.recipe) == layout_of(after.recipe):
+        return []
+    return [f"{dotted(_WINDOW)} {old} deals samples otherwise in another parallel_config or recompute_config"]
+
+
+def _batches(before: View, after: View) -> str:
+    return f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
 
 
 def _changed_skips(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
-    """Yield a message if plugins.spike_guard leaves other samples out of the steps that are already trained."""
+    """Yield a message if plugins.spike_guard leaves out other samples, of steps that are trained or of later ones."""
     old, new = left_out(before), left_out(after)
+    views = View(before), View(after)
     if not same_until(done, old, new):
         was, would = ([list(pair) for pair in pairs] or "none" for pairs in (old, new))
         yield f"{dotted(SKIPPED)} was {was}, would be {would} (RUN/skipped.json says what is left out)"
-    elif (old or new) and View(after).get(_BALANCE) and View(before).global_batch != View(after).global_batch:
-        batches = f"the samples of a step were {View(before).global_batch}, would be {View(after).global_batch}"
-        yield f"{batches}, in whose order {dotted(SKIPPED)} counts"
+    elif (old or new) and views[1].get(_BALANCE) and views[0].global_batch != views[1].global_batch:
+        yield f"{_batches(*views)}, in whose order {dotted(SKIPPED)} counts"
+    elif any(end > reached(done, new) and end % _block(view) for view in views for pair in new for end in pair):
+        yield from (f"{words}, in whose order {dotted(SKIPPED)} counts" for words in _other_windows(*views))
 
 
 def _changed_samples(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
@@ -475,9 +484,7 @@ def all_steps(recipe: Recipe) -> int:
 
 
 def most_steps(recipe: Recipe, wanted: int) -> int | None:
-    """Return how many of `wanted` steps the recipe can train without a change of its data's order; None if this cannot
-    be determined.
-    """
+    """Return how many of `wanted` steps the recipe can train in the same order of its data; None if that is unknown."""
     view = View(recipe)
     own = view.ramp.steps_of(view.samples)
     if wanted <= own or not view.megatron or view.number((*RUNNER, "epochs"), 1) > 1:

@@ -5,7 +5,7 @@ The data loader keeps its name, by which MindFormers' trainer finds it, and its 
 `take`, skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads
 changes. Every rank that reads computes the same order from the same index files; nothing is communicated. The order
 follows from the data: a resumed run has the same order as an uninterrupted one, and a run with another number of ranks
-trains the same samples in each step.
+trains the same samples in each step (with a window of several steps, in each window).
 
 Losses stay the same up to rounding, except where the loss is a mean over samples that the plugin moves apart: the mean
 over a micro-batch's unmasked tokens (`eod_mask_loss`), and some auxiliary losses (docs/attention-balance.md).

@@ -17,6 +17,7 @@ import time
 from contextlib import nullcontext
 
 import numpy as np
+from mindformers.dataset import causal_language_model_dataset as stock_dataset
 from mindformers.dataset.base_dataset import BaseDataset
 from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -47,6 +48,8 @@ from plugins.private_hooks import relies_on, steps_before, train_step
 # the step without an update: `overflow` is what keeps it from updating, and `lm_loss` is where it leaves its loss
 relies_on(MFPipelineWithLossScaleCell, "overflow = self.process_loss_scale(cond)")
 relies_on(MFPipelineWithLossScaleCell, "F.assign_add(self.lm_loss_parameter, lm_loss)")
+# training joins the compressed masks of a micro-batch by this function, and so does an evaluation
+relies_on(stock_dataset.asl_batch_wrapper, "per_seq = actual_seq_len[seq_idx] + offset")
 _LOSS = "lm_loss"
 
 
@@ -124,7 +127,12 @@ class HeldOutLoss(Callback):
             data_loader, default_args={"column_names": columns, "num_shards": shards, "shard_id": shard}
         )
         read = loader.batch(samples, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
-        return [tuple(np.array(column) for column in batch) for batch in read]
+        batches = [tuple(np.array(column) for column in batch) for batch in read]
+        if not stock_dataset._use_compressed_eod_mask(data_loader):
+            return batches
+        # attention sees the samples of a micro-batch as one sequence, so the ends of documents count through them
+        joined = (stock_dataset.asl_batch_wrapper(*batch, None, micro_batch_num=self.micro) for batch in batches)
+        return [(*columns, np.stack(ends)) for *columns, ends in joined]
 
     def on_train_begin(self, run_context):
         """Evaluate the held-out loss before the first step."""

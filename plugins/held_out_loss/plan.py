@@ -235,9 +235,7 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
         DataError: there is no corpus at a path of `data_path`.
     """
     ours = Settings.read(settings)
-    if ours.samples is not None and ours.samples < global_batch:
-        wrong = f"{ours.samples} samples are fewer than a step has; write a number of at least {global_batch}"
-        raise RecipeError(wrong, f"{KEY}.samples")
+    check_samples(ours, global_batch)
     command = "instructions" if instructions else "prepare"
     for path in ours.paths:
         for suffix in ("",) if instructions else (".bin", ".idx"):
@@ -246,6 +244,15 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
                 wrong = f"there is no {path}{suffix}; {make}, or `held_out_loss: False` leaves the plugin out"
                 raise DataError(wrong, f"{KEY}.data_path")
     return ours
+
+
+def check_samples(settings: Settings, global_batch: int) -> None:
+    """Raise RecipeError if the plugin is to read fewer samples than the `global_batch` of a step, which is read
+    whole.
+    """
+    if settings.samples is not None and settings.samples < global_batch:
+        wrong = f"{settings.samples} samples are fewer than a step has; write a number of at least {global_batch}"
+        raise RecipeError(wrong, f"{KEY}.samples")
 
 
 def check_files(recipe: Mapping[str, Any]) -> None:

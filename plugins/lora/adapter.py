@@ -43,7 +43,7 @@ from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins import telechat3_moe
 from plugins.errors import RecipeError
-from plugins.lora.plan import FROZEN, KEY, TRAINED, Settings, chosen, frozen
+from plugins.lora.plan import FROZEN, KEY, TRAINED, Settings, check, chosen, frozen
 from plugins.private_hooks import relies_on
 
 for _kind, _line in (
@@ -158,9 +158,10 @@ def enable(config, settings) -> None:
     """Make models that are built later have the adapters that `settings` asks for, and freeze all other weights.
 
     Raises:
-        RecipeError: the settings are impossible, or a pattern matches no layer of the model.
+        RecipeError: the settings are impossible, the recipe has a feature that does not work with frozen weights, or a
+            pattern matches no layer of the model.
     """
-    ours = Settings.read(settings)
+    ours = check(settings, config)
     telechat3_moe.use_edited_model(config, KEY, telechat3_moe.ALL)
     set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
     telechat3_moe.edit_layers(KEY, lambda layers: put_in(layers, ours))

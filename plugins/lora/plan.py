@@ -102,18 +102,19 @@ def chosen(settings: Settings, names: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in settings.targets)]
 
 
-def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any]) -> Settings:
+def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings of `plugins.lora` in a recipe.
 
     Args:
         written: the recipe's `plugins.lora`. fields: the fields of the TransformerConfig that MindFormers makes of the
-            recipe.
+            recipe; None if the built model will show whether the patterns name layers of it.
 
     Raises:
         RecipeError: a setting is wrong, or the recipe has a feature that does not work with frozen weights.
     """
     settings = Settings.read(written)
-    chosen(settings, layers_of(fields))
+    if fields is not None:
+        chosen(settings, layers_of(fields))
     graph_mode_only(recipe, KEY)
     if value_at(recipe, f"{MODEL}.pet_config"):
         wrong = f"MindFormers' own LoRA replaces layers of a model that is already built; use {KEY}, and write null"

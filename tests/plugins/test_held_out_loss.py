@@ -5,7 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mindformers.dataset.causal_language_model_dataset import dataset_batch_func
+from mindformers.tools.register import MindFormerConfig
 from mindspore import Parameter, Tensor
+from mindspore.dataset import GeneratorDataset
 
 from plugins.cpu_backend import model
 from plugins.errors import DataError, RecipeError
@@ -200,6 +203,32 @@ def test_tokens_count_that_neither_the_mask_nor_the_label_leaves_out():
     labels, mask = np.array([[1, -100, 1], [1, 1, 1]]), np.array([[1, 1, 0], [1, 1, 1]])
     assert counted({"input_ids": ids}) == 6
     assert counted({"input_ids": ids, "labels": labels, "loss_mask": mask}) == 4
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("megatron", [True, False])
+@pytest.mark.parametrize("compressed", [True, False])
+def test_batches_are_those_that_training_would_make_of_the_samples(monkeypatch, micro, megatron, compressed):
+    """Of a compressed mask training makes one of the whole micro-batch: [3, 8] and [5, 8] become [3, 8, 13, 16]."""
+    columns = ["input_ids", "actual_seq_len"]
+    samples = [(np.full(8, i, np.int32), np.array([i + 1, 8], np.int32)) for i in range(9)]
+    loader = {"create_compressed_eod_mask": compressed}
+    section = MindFormerConfig(data_loader={"config": loader} if megatron else loader, input_columns=columns)
+    section.update({"batch_size": 4, "micro_batch_num": micro, "drop_remainder": True, "num_parallel_workers": 1})
+
+    def data(*_, **__):
+        return GeneratorDataset(samples, columns, shuffle=False)
+
+    monkeypatch.setattr(adapter, "build_dataset_loader", data)
+    evaluation = object.__new__(HeldOutLoss)
+    evaluation.micro = micro
+    found = evaluation._read(section.data_loader, columns, 4)
+    trained = dataset_batch_func(section, data())
+    wanted = list(trained.create_tuple_iterator(num_epochs=1, output_numpy=True))
+    assert len(found) == len(wanted) == 2
+    for mine, own in zip(found, wanted, strict=True):
+        for one, two in zip(mine, own, strict=True):
+            np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.parametrize("wrong", [3, "x", None, [1], {}, {"pipeline_stage": "2"}])

@@ -84,6 +84,12 @@ def test_what_is_refused(settings, change, says):
         check(settings, RECIPE | change, GROUPED)
 
 
+@pytest.mark.parametrize("change", [{"optimizer": {"type": "Muon"}}, {"plugins": {"expert_balance": {"every": 5}}}])
+def test_a_worker_that_was_started_by_hand_refuses_it_too(change):
+    with pytest.raises(RecipeError, match=next(iter(change))):
+        adapter.enable(RECIPE | change, {"rank": 2})
+
+
 def test_adapters_stand_beside_the_weights_of_their_layers():
     shapes = {
         "decoder.layers.3.self_attention.linear_qkv.weight": (12, 8),

@@ -130,6 +130,10 @@ def _held_out_loss(view: View, found: Findings) -> None:
     for check in (held_out_loss.check_step, held_out_loss.check_files):
         with _refusals((), found):
             check(view.recipe)
+    settings, _ = held_out_loss.Settings.look(view.get(_HELD_OUT))
+    if settings:  # otherwise the schema's check names what is wrong with them
+        with _refusals((), found):
+            held_out_loss.check_samples(settings, view.global_batch)
 
 
 def _has_experts(section: KeyPath, built: Built, found: Findings) -> bool:

@@ -1,5 +1,6 @@
 """These tests check which parts of a corpus `RUN/data.json` covers if the corpus is too large to be read whole."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from launch.resume import data as skipped
 from launch.resume.data import Shuffle, all_steps, differences, most_steps, shuffle_of, shuffles
 from launch.run.failure import worker_failure
 from launch.run.supervise import Outcome
+from plugins.attention_balance.plan import delivery_order, epoch_plan, layout_of
 from plugins.attention_balance.samples import build_gpt_index
 from plugins.errors import DataError
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
@@ -229,8 +231,9 @@ def test_steps_of_a_checkpoint_have_the_batch_with_which_it_was_saved():
     assert said == "the samples of a step were 6, would be 8, of which the 12 trained are not a whole number of steps"
 
 
-def windows(size, steps=20, batch=4, **cost):
-    return Recipe(recipe(steps=steps, batch=batch) | {"plugins": {"attention_balance": {"window": size, **cost}}})
+def windows(size, steps=20, batch=4, skipped=(), **cost):
+    plugins = {"attention_balance": {"window": size, **cost}, "spike_guard": {"skipped": [*map(list, skipped)]}}
+    return Recipe(recipe(steps=steps, batch=batch) | {"plugins": plugins})
 
 
 @pytest.mark.usefixtures("corpora")
@@ -241,6 +244,8 @@ def test_a_window_of_steps_that_is_begun_must_be_finished_as_it_was():
     assert "samples of a step were 4, would be 8" in differences(windows(4), windows(4, 10, batch=8), 6)[0]
     assert differences(windows(4, 18), windows(4, 20), 16) == []
     assert "within the last window" in differences(windows(4, 18), windows(4, 20), 18)[0]
+    part, more = (windows(1, steps, skipped=[(2, 4)]) for steps in (18, 20))
+    assert differences(part, more, 17) == [] and "within the last window" in differences(part, more, 18)[0]
 
 
 @pytest.mark.usefixtures("corpora")
@@ -250,6 +255,48 @@ def test_so_must_it_with_other_weights_of_its_samples():
     assert differences(before, after, 8) == []
     assert differences(windows(1, per_pair=2, per_token=3), windows(1, per_pair=2, per_token=5), 6) == []
     assert differences(windows(4), after, 6) == [], "a run of an earlier version has written none down"
+
+
+def divided(ranks, micro_batches, window=4, skipped=()):
+    """A recipe whose step is four samples, divided among data-parallel ranks and accumulated micro-batches."""
+    found = windows(window, batch=1, skipped=skipped, per_pair=2, per_token=3)
+    found["runner_config"]["gradient_accumulation_steps"] = micro_batches
+    return Recipe({**found, "use_parallel": True, "parallel_config": {"data_parallel": ranks}})
+
+
+def delivered(recipe):
+    """The order of 80 samples in which the steps of a recipe train them; those that are left out keep their places."""
+    if not recipe["plugins"]["attention_balance"]:
+        return np.arange(80)
+    layout, costs = layout_of(recipe, recipe["plugins"]["attention_balance"]["window"]), np.arange(80) ** 1.5 % 7 + 1
+    return delivery_order(epoch_plan(costs, layout), gathered=layout.micro_batches > 1)
+
+
+@pytest.mark.usefixtures("corpora")
+@pytest.mark.parametrize("skipped", [(), [(2, 4)], [(4, 8)], [(50, 52)], [(2, 4), (30, 32)]])
+@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("other", [(4, 1), (1, 4), None])
+def test_a_window_or_step_that_is_begun_is_not_finished_in_another_layout(skipped, window, other):
+    """What a resume accepts trains each sample once, in one order or in two."""
+    before, after = divided(2, 2, window, skipped), divided(*(other or (2, 2)), window, skipped)
+    after["plugins"]["attention_balance"] = bool(other) and after["plugins"]["attention_balance"]
+    one, two = delivered(before), delivered(after)
+    kept = [place for place in range(80) if not any(first <= place < stop for first, stop in skipped)]
+    accepted = [step for step in range(1, 19) if not differences(before, after, step)]
+    for step in accepted:
+        done, left = one[kept[: 4 * step]], two[kept[4 * step :]]
+        assert len({*done, *left}) == len(kept) and {*left} == {*one[kept[4 * step :]]}
+    assert skipped or accepted == [step for step in range(1, 19) if step % window == 0]
+
+
+@pytest.mark.usefixtures("corpora")
+def test_samples_that_are_still_to_be_left_out_are_counted_in_the_same_windows():
+    late, early = [(40, 44)], [(4, 8)]
+    assert differences(divided(2, 2, skipped=late), divided(2, 2, skipped=late), 4) == []
+    (words,) = differences(divided(2, 2, skipped=late), divided(4, 1, skipped=late), 4)
+    assert words.endswith("in whose order plugins.spike_guard.skipped counts")
+    assert differences(divided(2, 2, skipped=early), divided(4, 1, skipped=early), 7) == [], "they are behind"
+    assert differences(divided(2, 2, 1, skipped=late), divided(4, 1, 1, skipped=late), 4) == [], "in each step"
 
 
 def test_a_loader_of_another_kind_must_stay_as_it_is():
@@ -343,6 +390,19 @@ def test_a_second_spike_sets_nothing_aside_that_was_made_without_the_first_sampl
     assert stored(guarded.run_dir)["plugins"]["spike_guard"]["skipped"] == [[88, 96], [144, 152]]
 
 
+def test_checkpoints_of_another_global_batch_are_judged_by_their_samples(tmp_path):
+    """96 samples are 12 steps of 8, or 6 of 16: the steps of both have small and large numbers."""
+    recipe = recipe_with_skipped()
+    write_ledger(tmp_path, [Entry(7, 7, "", ((96, 112),))])  # of a run that went on with 16 samples
+    why = skipped.guilty(recipe, tmp_path)
+    for batch, step in ((8, 8), (8, 12), (16, 6), (8, 13), (8, 14), (16, 7), (32, 3), (32, 4)):
+        folder = tmp_path / f"{batch}_{step}"
+        folder.mkdir()
+        (folder / "common.json").write_text(json.dumps({"global_batch_size": batch}))
+        said = None if batch * step <= 96 else "holds step 7, which spiked"
+        assert why(folder, step) == said, (batch, step)
+
+
 def test_a_guard_that_gives_up_ends_the_run(train, guarded):
     guarded.ends.append(([8], None, (), f"spike: step 12: loss is NaN; the run has gone back 2 times, and {NO_MORE}"))
     code, _, err = train("mini/toy.yaml", "--steps", "20", "--restarts", "3")
@@ -388,9 +448,8 @@ def test_starting_over_forgets_the_ledger(train, guarded):
 def recipe_with_skipped(skipped=(), batch=4, **plugins):
     loader = {"type": "BlendedMegatronDatasetDataLoader", "sizes": [80, 0, 0], "config": {}}
     plugins = {"spike_guard": {"skipped": [list(pair) for pair in skipped]}, **plugins}
-    return Recipe(
-        {"train_dataset": {"data_loader": loader}, "runner_config": {"batch_size": batch}, "plugins": plugins}
-    )
+    runner = {"batch_size": batch}
+    return Recipe({"train_dataset": {"data_loader": loader}, "runner_config": runner, "plugins": plugins})
 
 
 def test_only_what_is_trained_must_have_left_out_the_same():

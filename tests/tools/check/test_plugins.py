@@ -9,6 +9,7 @@ from tools.check import plugins
 from tools.check.check import check_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
 
 OVERLAP = "recipes/mini/pretrain_ep4_overlap.yaml"
 FULL = "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml"
@@ -70,6 +71,15 @@ def test_a_full_size_recipe_can_have_a_held_out_loss_whose_step_tells_the_losses
     recipe["print_separate_loss"] = False
     found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
     assert list(found) == ["print_separate_loss"] and "language model's loss" in found["print_separate_loss"]
+
+
+def test_a_step_of_held_out_samples_is_read_whole():
+    recipe = load_recipe("recipes/mini/pretrain.yaml")
+    batch = View(recipe).global_batch
+    for samples in (batch - 1, batch):
+        recipe["plugins"]["held_out_loss"] = {"data_path": "x", "samples": samples, "every": 5}
+        found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
+        assert list(found) == ["plugins.held_out_loss.samples"] * (samples < batch)
 
 
 def test_one_checkpoint_kept_is_enough():
