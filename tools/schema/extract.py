@@ -113,6 +113,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "recompute_by_number": (_LAYERS, "if layer_id in self.layer_recompute:"),
     "swap_conflict": (_LAYERS, "for layer_idx in recompute_layers:"),
     "exclude": (_LAYERS, "default_off_patterns = []"),
+    "exclude_drops": (_LAYERS, "select_recompute.pop(repeat_key)"),
     "zbv_reversed": (_LAYERS, "select_recompute[1] = select_recompute[1][::-1]"),
     "recompute_lookup": (_LAYERS, "< self.layer_recompute[v_id][pp_id]:"),
     "ep_experts": (_MOE + "moe_layer.py", "if config.num_moe_experts % self.expert_parallel_size != 0:"),
