@@ -314,7 +314,7 @@ def _asked(
     request = with_choices(request, options["groups"], options["swapping"])
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["loads"] is not None:
-        loads_of(options["loads"], request.base)
+        loads_of(options["loads"], request.base, of_many=True)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
     return recipe, request, TimeModel(request.hardware)
