@@ -16,6 +16,7 @@ from tools.check.groups import SHARD, SIZES, refused_group, splits_over
 from tools.estimate.from_recipe import DEGREE, compiles_sharded_gradients, not_compiled, shards_gradients
 from tools.model import model_of
 from tools.recipe.findings import Findings
+from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
@@ -142,20 +143,31 @@ def _divisions(view: View, built: Built, found: Findings) -> None:
 
 def _groups(view: View, built: Built, found: Findings) -> None:
     """Check that MindSpore takes the number of devices, and makes the communication groups of the parallel degrees."""
-    ep = view.ep if built.number("num_moe_experts") and view.dp * view.tp % view.ep == 0 else 1
     if not splits_over(view.devices):
         wrong = f"the degrees make {view.devices} devices, and MindSpore splits a model over {SIZES} only"
         found.error((*PARALLEL, "data_parallel"), wrong, "write degrees whose product is such a number")
-    elif refused := refused_group(view.dp, view.cp, view.tp, ep, _shard_size(view)):
-        ranks = f"{refused.ranks} ranks that are {refused.stride} apart"
-        wrong = f"without an NPU MindSpore makes no communication group of {ranks}, as they lie differently on servers"
-        path, right = (*PARALLEL, refused.key), "write powers of two for the degrees that divide a server of 8 devices"
-        if refused.key == SHARD:
-            path, right = _SHARD_SIZE, "write a power of two, or -1 to shard over as many ranks as possible"
+    elif refused := refused_degree(view, built):
+        path, wrong = refused
         if view.sharded_on_cpu:
+            right = "write powers of two for the degrees that divide a server of 8 devices"
+            if path == _SHARD_SIZE:
+                right = "write a power of two, or -1 to shard over as many ranks as possible"
             found.error(path, wrong, right)
         else:
             found.note(path, f"{wrong}, so that tc3 dryrun cannot compile the recipe")
+
+
+def refused_degree(view: View, built: Built) -> tuple[KeyPath, str] | None:
+    """Return the key that makes a communication group which MindSpore refuses without an NPU, and why it refuses it;
+    None if there is no such group.
+    """
+    ep = view.ep if built.number("num_moe_experts") and view.dp * view.tp % view.ep == 0 else 1
+    refused = refused_group(view.dp, view.cp, view.tp, ep, _shard_size(view))
+    if refused is None:
+        return None
+    ranks = f"{refused.ranks} ranks that are {refused.stride} apart"
+    wrong = f"without an NPU MindSpore makes no communication group of {ranks}, as they lie differently on servers"
+    return _SHARD_SIZE if refused.key == SHARD else (*PARALLEL, refused.key), wrong
 
 
 def _shard_size(view: View) -> int:
