@@ -140,7 +140,7 @@ def test_numbers_of_devices_are_powers_of_two_of_the_cluster():
     assert rank_counts(8, 512, 1024) == [2, 8, 1024]
     assert rank_counts(6, 3, 1024) == [2, 4, 8], "4 devices on each of 2 nodes"
     assert rank_counts(16, 3, 1024) == [2, 16, 32] and rank_counts(7, 5, 8) == [2, 4, 8]
-    assert rank_counts(1, 1, 1024) == []
+    assert rank_counts(1, 1, 1024) == [] == rank_counts(8, 2, 1)
     assert rank_counts(1, 2, 1024) == [2]
 
 
