@@ -283,7 +283,8 @@ class _Watch:
         logged = self._ask_msrun(ended)
         if set(logged) - set(self.family.members):  # it ended before we had seen it; msrun kills the others for it
             logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: (log.stat().st_mtime, log.name))
-            told = [worker_failure(log, int(log.stem.split("_")[-1]), next(iter(logged.values()))) for log in logs]
+            code = next(iter(logged.values()))
+            told = [worker_failure(log, int(log.stem.split("_")[-1]), code) for log in logs if not _says_done(log)]
             return max(told, key=_how_telling, default=None)
         failures = []
         for member in ended:
@@ -321,7 +322,7 @@ class _Watch:
         if code is None or (code == 0 and not self._running()):
             return None
         logs = list(self.logs.glob("worker_*.log"))
-        if self.crashed and not self._running() and len(logs) == self.workers and all(map(_says_done, logs)):
+        if not self._running() and len(logs) == self.workers and all(map(_says_done, logs)):
             return None
         return self._from_log("msrun.log", f"msrun ended with code {code}")
 

@@ -100,7 +100,7 @@ def test_others_that_msrun_kills_for_such_a_crash_have_failed_because_of_it(tmp_
     outcome = run(tmp_path, "crashes_done", "killed_late")
     assert outcome.code == 1 and not running(tmp_path)
     assert outcome.failure.message == "worker 0 was killed (SIGKILL) while exiting, its work done"
-    other = run(tmp_path / "b", "crashes_done", "fail")
+    other = run(tmp_path / "b", "crashes_done", "fail_late")
     assert other.failure.message == "worker 1 failed with exit code 1", "it has an error of its own"
 
 
