@@ -39,9 +39,9 @@ import numpy as np
 from launch.run.preflight import data_prefixes
 from plugins.attention_balance.plan import COST
 from plugins.errors import DataError
-from plugins.sealed_checkpoint.plan import made
+from plugins.sealed_checkpoint.plan import global_batch_of, made
 from plugins.spike_guard import plan as spike_guard
-from plugins.spike_guard.ledger import Ranges, normal, reached, read_ledger, same_until, samples_of
+from plugins.spike_guard.ledger import Ranges, normal, reached, read_ledger, same_until, samples_of, until
 from tools.checkpoint.scan import iteration, iterations, set_aside
 from tools.data.index import map_lengths, read_blend, training_share
 from tools.files.atomic import sampled_digest, whole_digest, write_atomically
@@ -105,7 +105,8 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     """Return the reason why the run must not continue from a checkpoint (its folder and step): the run trained samples
-    before this checkpoint that are left out now.
+    before this checkpoint that are left out now. Samples are compared, because steps of attempts with different global
+    batches do not count the same.
 
     The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
     RUN/recipe.yaml leaves out count, so call this function before that file is written again.
@@ -115,13 +116,14 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     last = left_out(load_recipe(stored)) if entries and stored.exists() else ()
 
     def why(folder: Path, step: int) -> str | None:
-        late = [entry for entry in entries if step >= entry.first]
-        if not late:
+        if not entries:
             return None
-        own = made(folder).get("skipped")
+        own, view = made(folder).get("skipped"), View(recipe)
         known = last if own is None else normal(own)
-        first = min((entry.first for entry in late if normal([*known, *entry.samples]) != known), default=None)
-        return None if first is None else f"holds step {first}, which spiked"
+        batch = global_batch_of(folder) or view.global_batch
+        end = reached(view.ramp.samples_until(step) if view.ramp.stages else step * batch, known)
+        trained = [entry for entry in entries if normal([*known, *until(end, entry.samples)]) != known]
+        return f"holds step {min(entry.first for entry in trained)}, which spiked" if trained else None
 
     return why
 
