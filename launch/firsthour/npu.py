@@ -151,8 +151,8 @@ class NpuHour(Hour):
         device.
         """
         if self.view.devices == 1:
-            words = "the recipe is for one device and has no parallelism, so that nothing was compared"
-            return [Finding("ok", "parallel", words)], {"rows": []}
+            why = "the recipe is for one device and has no parallelism, so that nothing was compared"
+            return [Finding("ok", "parallel", why)], {"rows": []}
         until = time.monotonic() + seconds
         rows: list[dict[str, Any]] = []
         one = self.losses("one", 1)

@@ -186,7 +186,7 @@ def place(
         """Optimise one instance, and add the outcome to the results."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
         if way.groups:  # the optimiser's bound is one of plans that add group after group, which `eased` leaves
-            floors.append(_divided_bound(instance, BOUND_EFFORT) / 1000)
+            floors.append(path_bound(instance, PathModel(instance), Budget(BOUND_EFFORT)) / 1000)  # see `_closer`
         outcomes.append(optimise(instance, part, seed, start=plan_of(first, instance) if first else None))
         plan = outcomes[-1].plan
         return [] if plan is None else [configuration_of(config, instance, plan)]
@@ -284,7 +284,7 @@ def _closer(
     goal, half = 1000 * beat * (1 + IMPROVEMENT), budget.units(budget.effort / 2)
     bound = 0.0 if divided else weighted_bound(instance, goal, half, after) / 1000
     if not bound:  # too many patterns
-        bound = _divided_bound(instance, effort) / 1000 + known
+        bound = path_bound(instance, PathModel(instance), Budget(effort)) / 1000 + known
     if divided:
         return bound, []
     for share in GOALS:
@@ -296,13 +296,6 @@ def _closer(
         if plan is not None or bound < goal:
             return bound, [] if plan is None else [plan]
     return bound, []
-
-
-def _divided_bound(instance: Instance, effort: float) -> float:
-    """Return a lower bound in ms by layers that may be divided, which also holds for plans whose layers recompute any
-    set of groups of operators (see `_closer`).
-    """
-    return max(floor_of(instance)[0], path_bound(instance, PathModel(instance), Budget(effort)))
 
 
 def floor_seconds(

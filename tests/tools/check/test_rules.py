@@ -277,22 +277,6 @@ def test_an_exclusion_of_no_operators_excludes_nothing():
     assert "excludes nothing" in found["recompute_config.select_recompute_exclude"].wrong
 
 
-@pytest.mark.parametrize(
-    ("key", "pattern", "chosen", "dropped"),
-    [
-        ("select_recompute", {r"mlp\.mul": False}, {r"mlp\.(mul|add)": [1]}, True),
-        ("select_recompute", [r".*\.norm"], [r"input_layernorm\.norm"], True),
-        ("select_recompute", [r"mlp\.experts\.mul"], [r"mlp\.experts"], False),
-        ("select_recompute", [r"mlp\.mul"], True, False),
-        ("select_comm_recompute", [r".*\.norm"], [r".*\.norm"], True),
-    ],
-)
-def test_an_exclusion_that_drops_a_chosen_pattern_in_all_layers(key, pattern, chosen, dropped):
-    recipe = change(SEMI, (("recompute_config", key), chosen), (("recompute_config", f"{key}_exclude"), pattern))
-    found = findings(recipe, "warning").get(f"recompute_config.{key}_exclude")
-    assert (found is not None and "in all layers" in found.wrong) == dropped
-
-
 def without(recipe, *keys):
     left = put(recipe, ("seed",), 1)
     for key in keys:

@@ -8,6 +8,7 @@ from the same weights, so each layout is compared with one process that runs the
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -296,7 +297,7 @@ def _apart(recipe: Recipe) -> None:
     model.update(use_attn_mask_compression=False, use_eod_attn_mask_compression=True)
 
 
-def shard_size(sharding: Sharding, recipe: Recipe) -> int:
+def shard_size(sharding: Sharding, recipe: Mapping[str, Any]) -> int:
     """Return the `optimizer_weight_shard_size` of a sharding; 0 if weights are sharded over all ranks with copies."""
     # Muon wants the ranks of a group, at most those of data parallelism
     return sharding.dp if sharding.zero and recipe["optimizer"]["type"] == MUON else 0
