@@ -41,7 +41,7 @@ from tools.ranges import overrides_option
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
-from tools.runs.attempts import INTERRUPTED, STOPPED
+from tools.runs.attempts import DONE, INTERRUPTED, STOPPED
 from tools.schema.versions import require_verified, unverified_option
 
 
@@ -142,4 +142,4 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
 
 
 if __name__ == "__main__":
-    run_then_hard_exit(main)
+    run_then_hard_exit(main, DONE)

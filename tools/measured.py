@@ -25,6 +25,7 @@ from plugins.errors import DataError, not_json, refuse_unknown
 from tools.estimate.configuration import MODEL_VERSION
 from tools.estimate.memory.model import StageMemory
 from tools.files.atomic import atomic_file, what_is
+from tools.hardware.units import GIB
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import load_recipe
 from tools.schema.versions import installed
@@ -336,6 +337,20 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
         raise DataError(f"{path}: the bundle has no measured memory; tc3 firsthour read {path} says why")
     say(origin(bundle))
     return terms
+
+
+def memory_in_words(bundle: Bundle) -> str:
+    """Return a sentence for a command that predicts the memory of other layouts than the one that was measured, as it
+    is modelled: which measured terms of memory the bundle holds.
+    """
+    terms = measured_memory(bundle)
+    if terms is None:
+        return "memory is as modelled: the bundle has no measured memory"
+    return (
+        f"memory is as modelled, without the bundle's measured terms (activations x {terms.activations:.2f}, buffers "
+        f"x {terms.buffers:.2f}, {terms.reserve_bytes / GIB:.2f} GiB beside the model): they were measured on the "
+        "recipe's own layout; --memory and --memory-margin leave more room"
+    )
 
 
 def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:

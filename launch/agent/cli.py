@@ -30,6 +30,7 @@ from launch.run import preflight
 from launch.run.command import checks
 from launch.run.effective import FULL_SIZE, effective_recipe
 from launch.run.msrun import on_ascend, worker_count
+from launch.run.script import node_size
 from launch.run.summary import ResumeCommand, complain, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError, TC3Error
@@ -211,11 +212,11 @@ def agent(**given: Any) -> None:
         raise click.UsageError(
             "--nodes is missing: give a file that lists the hosts; on one host use tc3 train --restarts"
         )
-    hosts, slots = read_hosts(nodes)
-    name = own_host(hosts, asked.host, nodes)
     folder = asked.run_dir or FULL_SIZE.run_dir(recipe)
     run_dir = folder.absolute()
     flat = effective_recipe(recipe, asked.overrides, steps, run_dir)
+    hosts, slots = read_hosts(nodes, node_size(flat))
+    name = own_host(hosts, asked.host, nodes)
     data.apply_ledger(flat, run_dir)
     count = check_hosts(hosts, slots, asked.spares, worker_count(flat), nodes)
     start = Start(flat, run_dir, going_on, otherwise)

@@ -202,7 +202,7 @@ def print_job(given: Mapping[str, Any]) -> None:
         recipe=in_checkout(recipe),
         run_dir=place,
         workers=workers,
-        slots=read_hosts(nodes)[1] if nodes else min(workers, node_size(flat)),
+        slots=read_hosts(nodes, node_size(flat))[1] if nodes else min(workers, node_size(flat)),
         spares=spares,
         target=str((flat.get("context") or {}).get("device_target", "Ascend")),
         options=words,

@@ -27,7 +27,7 @@ from launch.agent.smaller import smaller
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
-from plugins.sealed_checkpoint.plan import progress
+from plugins.sealed_checkpoint.plan import global_batch_of, made, progress
 from tools.checkpoint.scan import CheckpointInfo, newest_saved
 from tools.process.children import collected_signals
 from tools.recipe.load import Recipe
@@ -266,5 +266,7 @@ def _saved(plan: Plan, best: CheckpointInfo) -> int:
     if not plan.resume:
         return best.step
     begin = Path(plan.resume)
+    if not global_batch_of(begin) and made(best.path).get("attempt") == plan.name:
+        return max(best.step, plan.step + 1)  # `begin` is gone (`checkpoint.save_max`), and with it its batch
     come = progress({best.path: best.step, begin: plan.step})
     return plan.step + come[best.path] - come[begin]

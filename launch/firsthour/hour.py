@@ -18,7 +18,7 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, TimeoutExpired
 from typing import Any
@@ -245,7 +245,10 @@ class Hour:
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
         """Compare the recipe's kinds of parallelism with one process."""
         content = ask(self.commands()["parallel"][0], seconds)
-        return judge_parallel(content["rows"]), {"rows": content["rows"]}
+        found = judge_parallel(content["rows"])
+        if self.view.devices == 1:
+            found = [replace(one, seen=f"{one.seen}; the recipe itself is for one device") for one in found]
+        return found, {"rows": content["rows"]}
 
     @property
     def corpus(self) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 from launch.firsthour.checks import Finding
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
-from tools.doctor.compare import compare
+from tools.doctor.compare import ALONE, compare
 from tools.doctor.outliers import MENDS, ON_CORES, Times, outliers, slow
 from tools.doctor.report import Report
 from tools.hardware.units import GIB
@@ -57,8 +57,8 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
 def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: bool) -> list[Finding]:
     """Return the findings of the check `versions` if `versions` is set, otherwise those of the check `hosts`, from the
     reports of the hosts (`hosts_evidence`), which are compared by the doctor's own rules. A difference between hosts is
-    reported for each host; the check of clocks is left out for a single host, because there is no other clock to
-    compare with.
+    reported for each host; nothing that needs a second host, such as the comparison of clocks, is reported for
+    a single host.
     """
     comparison, alone = compare(answers_of(evidence)), len(hosts) == 1
     found: list[Finding] = []
@@ -66,7 +66,7 @@ def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: boo
         if (
             item.what.startswith(VERSIONS) != versions
             or item.what.startswith("probe")
-            or (alone and item.what == "clocks")
+            or (alone and item.what in ("clocks", ALONE))
         ):
             continue
         for host in [""] if len(item.hosts) == len(hosts) and not alone else item.hosts:

@@ -39,7 +39,8 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
         }
         for check in HOUR_CHECKS
     ]  # fmt: skip
-    master = hour.names[0] if hour.nodes else MASTER
+    first = hour.names[0] if hour.nodes else "FIRST_NODE"  # to be named with --nodes
+    master = first if hour.world > hour.each else MASTER
     groups = next(one for one in checks if one["check"] == "collectives")
     groups["measures"] = [words_of(row) for row in hour.group_rows()]
     groups["commands"] = [shlex.join(command_of(hour.work / "collectives", hour.world, hour.each, 0, master))]

@@ -24,13 +24,13 @@ def rank_counts(node: int, nodes: int, most: int) -> list[int]:
     """Return the numbers of devices on which a small model trains: 2, the devices of one node, and the devices of all
     nodes.
 
-    Each number is a power of two and at most `most`, so that the samples or tokens of a step can be divided into that
-    many equal parts. The number of devices of each node is a power of two as well, because msrun starts equally many
-    workers on all nodes.
+    A recipe for one device has none. Each number is a power of two and at most `most`, so that the samples or tokens of
+    a step can be divided into that many equal parts. The number of devices of each node is a power of two as well,
+    because msrun starts equally many workers on all nodes.
     """
     each, times = (1 << count.bit_length() - 1 for count in (node, nodes))
     found = {1 << min(count, most).bit_length() - 1 for count in (2, each, each * times) if 1 < count <= node * nodes}
-    return sorted(found)
+    return sorted(found - {1})
 
 
 def judge_golden(content: Mapping[str, Any], known: str) -> list[Finding]:

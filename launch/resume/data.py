@@ -105,11 +105,11 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     """Return the reason why the run must not continue from a checkpoint (its folder and step): the run trained samples
-    before this checkpoint that are left out now.
+    before this checkpoint that are left out now. Samples are compared, because steps of attempts with different global
+    batches do not count the same.
 
     The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
-    RUN/recipe.yaml leaves out count, so call this function before that file is written again. Samples are compared, not
-    steps: a step of a run that went on with another global batch has another number.
+    RUN/recipe.yaml leaves out count, so call this function before that file is written again.
     """
     entries = read_ledger(run_dir) if guard_is_on(recipe) else []
     stored = run_dir / "recipe.yaml"

@@ -256,6 +256,8 @@ def _dry_run(asked: Asked, flat: Recipe, run_dir: Path) -> None:
         ]
         if done := checkpoints.complete(flat, job.resume):
             click.echo(done, err=True)
+    elif asked.resume:
+        found.append(partial(check_load_path, flat))
     for check in found:
         try:
             check()

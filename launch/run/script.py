@@ -34,7 +34,7 @@ from launch.resume.checkpoints import (
     save_path,
     step_in,
 )
-from launch.resume.model import check_model
+from launch.resume.model import check_load_path, check_model
 from launch.run.msrun import MASTER, ROOT, on_ascend, optimizer_environment, refuse_other_port, worker_count
 from launch.run.preflight import data_prefixes, held_out
 from launch.workers.cores import binds_itself
@@ -96,9 +96,9 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
     whose rank it gets.
 
     The other checks wait until all ranks are connected, because they may fail on only some ranks: each rank reads its
-    share of a sealed checkpoint; rank 0, the only rank that may have to read an index, compares the data and its order,
-    and writes the recipe and the data's digests into the run's folder. If nothing is left to train, the worker says so
-    and ends with code 0.
+    share of a sealed checkpoint; rank 0, the only rank that may have to read an index, compares the data and its order
+    (in a new run, the weights with which it begins), and writes the recipe and the data's digests into the run's
+    folder. If nothing is left to train, the worker says so and ends with code 0.
 
     Raises:
         CheckpointError: as in `tc3 train`, here or later.
@@ -117,7 +117,9 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
         if checkpoint is not None:
             check_share(checkpoint, rank, worker_count(recipe))
         if rank == 0:
-            if checkpoint is not None:
+            if checkpoint is None:
+                check_load_path(recipe)
+            else:
                 check_model(recipe, checkpoint.path)
                 check_data_order(recipe, run_dir, checkpoint)
             dump_recipe(recipe, run_dir / "recipe.yaml")
@@ -160,14 +162,14 @@ def node_size(recipe: Recipe) -> int:
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICES) -> Cluster:
-    """Return the nodes of `hosts_file` (each line has a name and its number of workers, 8 by default); without a file,
-    return names of nodes with `each` workers that the user has to edit.
+    """Return the nodes of `hosts_file` (each line has a name and its number of workers, `each` by default); without a
+    file, return names of nodes with `each` workers that the user has to edit.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
     """
     if hosts_file is not None:
-        hosts, slots = read_hosts(hosts_file)
+        hosts, slots = read_hosts(hosts_file, each)
         if len(hosts) * slots != workers:
             found = f"{len(hosts)} host{'s' * (len(hosts) > 1)} x {slots} = {len(hosts) * slots} workers"
             hint = f": give {workers // slots} hosts of {slots}" if workers % slots == 0 else ""

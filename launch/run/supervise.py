@@ -13,10 +13,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import click
 import psutil
 
 from launch.run.failure import Failure, ends_in_msrun_log, error_of, telling_lines, worker_failure
@@ -24,6 +25,7 @@ from launch.workers.lifetime import adopt_orphans, die_with_parent
 from plugins.errors import CLOSED, OUT_OF_REACH
 from tools.files.atomic import last_lines
 from tools.process.children import collected_signals
+from tools.runs.attempts import DONE
 
 POLL = 0.2  # seconds between looks at the workers
 SCAN = 1.0  # seconds between searches for new descendants
@@ -209,6 +211,8 @@ def supervise(
             watch = _Watch(root, family, logs, run_dir / "metrics", workers, received, tick, ends)
             code, failure = watch.until_the_end()
             failure = explain(failure) if failure else None
+            for each in watch.crashed if code == 0 else ():
+                click.echo(f"{each.message}; the run has finished all the same ({each.log})", err=True)
         finally:
             left = family.kill(grace=0.0 if failure else 2.0)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -226,6 +230,11 @@ def _how_telling(failure: Failure) -> tuple[bool, bool, bool, bool]:
     return failure.user_error and not lost, failure.stopped, failure.has_traceback, killed
 
 
+def _says_done(log: Path) -> bool:
+    """Return whether a worker has said in its log that it had done all of its work, and then left the run."""
+    return DONE in last_lines(log)
+
+
 @dataclass
 class _Watch:
     """A `_Watch` runs the loop of `supervise`."""
@@ -238,6 +247,7 @@ class _Watch:
     received: list[int]
     tick: Callable[[], Failure | None]
     ends: Callable[[int], bool]
+    crashed: list[Failure] = field(default_factory=list)  # of workers that had done all of their work
     scanned: float = 0.0
     sign: object = None  # what logs and metrics were like when a worker had finished, or anything was written since
     quiet: float = 0.0  # seconds since then; of a pause of this process itself only a part counts
@@ -273,15 +283,21 @@ class _Watch:
         logged = self._ask_msrun(ended)
         if set(logged) - set(self.family.members):  # it ended before we had seen it; msrun kills the others for it
             logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: (log.stat().st_mtime, log.name))
-            told = [worker_failure(log, int(log.stem.split("_")[-1]), next(iter(logged.values()))) for log in logs]
+            code = next(iter(logged.values()))
+            told = [worker_failure(log, int(log.stem.split("_")[-1]), code) for log in logs if not _says_done(log)]
             return max(told, key=_how_telling, default=None)
-        failures = [
-            (worker_failure(self._log(member), member.rank, member.code), member.process.pid in logged)
-            for member in ended
-            if member.rank is not None and member.failed
-        ]
+        failures = []
+        for member in ended:
+            if member.rank is not None and member.failed:
+                failure = worker_failure(self._log(member), member.rank, member.code)
+                if _says_done(self._log(member)):
+                    self.crashed.append(replace(failure, message=f"{failure.message} while exiting, its work done"))
+                else:
+                    failures.append((failure, member.process.pid in logged))
         if failures:
-            return max(failures, key=lambda pair: (*_how_telling(pair[0]), pair[1]))[0]
+            worst = max(failures, key=lambda pair: (*_how_telling(pair[0]), pair[1]))[0]
+            # msrun kills the others for one that has crashed
+            return self.crashed[0] if self.crashed and worst.cause == "signal" else worst
         if any(member.rank is None and member.failed for member in ended) and self._running():
             return self._from_log("scheduler.log", "msrun's scheduler failed")
         return None
@@ -304,6 +320,9 @@ class _Watch:
         """Return a failure if msrun itself has ended badly, or while workers still run."""
         code = self.root.poll()
         if code is None or (code == 0 and not self._running()):
+            return None
+        logs = list(self.logs.glob("worker_*.log"))
+        if not self._running() and len(logs) == self.workers and all(map(_says_done, logs)):
             return None
         return self._from_log("msrun.log", f"msrun ended with code {code}")
 

@@ -47,6 +47,7 @@ def call_of(row: Mapping[str, Any], ranks: Sequence[int], rank: int, name: str) 
         part, gather = Tensor(np.ones(count, np.float32)), ops.AllGather(group=name)
         return lambda: gather(part)
     if operator == "AlltoAll":
+        count = max(1, row["bytes"] // _FLOAT // (len(ranks) - 1))  # one row is the rank's own
         rows = Tensor(np.ones((len(ranks), count), np.float32))
         exchange = ops.AlltoAll(len(ranks), 0, 0, group=name)
         return lambda: exchange(rows)

@@ -24,10 +24,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _worker_code: int | None = None
 
 
-def run_then_hard_exit(main: Callable[[], object]) -> None:
-    """Run a worker's `main` and exit with the exit code of `main`, even if something crashes during the exit.
+def run_then_hard_exit(main: Callable[[], object], done: str = "") -> None:
+    """Run a worker's `main` and exit with the exit code of `main`, even if something crashes after the exit functions.
 
     An exception is printed with its traceback as usual. Import this module before MindSpore.
+
+    Args:
+        done: a line that is printed if `main` has succeeded and its threads have ended, before all exit functions:
+            if MindSpore crashes in one of them, the line says that the work had been done.
     """
     global _worker_code
     try:
@@ -36,6 +40,9 @@ def run_then_hard_exit(main: Callable[[], object]) -> None:
     except SystemExit as end:
         _worker_code = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
+    finally:
+        if done and _worker_code == 0:
+            atexit.register(print, done, flush=True)  # the last to be registered is the first to run
 
 
 @atexit.register  # the first to be registered is the last to run: imported before MindSpore, this one is behind its

@@ -75,10 +75,11 @@ def same_until(done: int, one: Ranges, two: Ranges) -> bool:
     order.
     """
     end = reached(done, one)
-    return end == reached(done, two) and _until(end, one) == _until(end, two)
+    return end == reached(done, two) and until(end, one) == until(end, two)
 
 
-def _until(end: int, skipped: Ranges) -> Ranges:
+def until(end: int, skipped: Ranges) -> Ranges:
+    """Return the samples of `skipped` whose numbers are below `end`."""
     return normal((first, min(stop, end)) for first, stop in skipped if first < end)
 
 

@@ -95,6 +95,13 @@ def test_the_exit_code_is_that_of_the_work(end, code):
     assert (done.returncode, done.stdout) == (code, "trained\nleft the cluster\n"), done.stderr
 
 
+@pytest.mark.parametrize(("end", "code"), WAYS)
+def test_the_end_of_the_work_is_said_before_the_first_exit_function(end, code):
+    """A crash in one of MindSpore's own exit functions comes behind it."""
+    done = run(end, call="run_then_hard_exit(main, 'all done')")
+    assert done.stdout == "trained\n" + "all done\n" * (code == 0) + "left the cluster\n"
+
+
 def test_without_it_the_crash_wins():
     assert run("pass", before="", call="main()").returncode == -signal.SIGKILL
 

@@ -219,6 +219,27 @@ def test_of_level3_nothing_is_said(times):
     assert checked_advice(recipe, 10 * GIB).startswith("what would make it fit is unknown: ")
 
 
+@pytest.mark.parametrize(
+    ("value", "unknown"),
+    [
+        ([r"mlp\.mul"], True),
+        ({r"mlp\.mul": [0, 0, 0, 0, 0, 0, 0, 1]}, True),
+        ({r"mlp\.mul": [[0] * 8, True]}, True),
+        ({r"mlp\.mul": [0] * 8, r".*\.norm": False}, False),
+        (True, False),
+        ([], False),
+    ],
+)
+@pytest.mark.parametrize("key", ["select_recompute_exclude", "select_comm_recompute_exclude"])
+def test_of_operators_excluded_from_recomputation_nothing_is_said(times, key, value, unknown):
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
+    recipe["recompute_config"][key] = value
+    if not unknown:
+        return room_of(recipe, times.hardware)
+    with pytest.raises(RecipeError, match=f"{key}: whether a recipe that excludes operators"):
+        room_of(recipe, times.hardware)
+
+
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
-from tools.check.groups import SIZES, refused_group, splits_over
+from tools.check.groups import SHARD, SIZES, refused_group, splits_over
 from tools.estimate.from_recipe import DEGREE, compiles_sharded_gradients, not_compiled, shards_gradients
 from tools.model import model_of
 from tools.recipe.findings import Findings
+from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
 _COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
 _STRATEGY = ("parallel", "dataset_strategy")
+_SHARD_SIZE = ("parallel", "parallel_optimizer_config", SHARD)
 
 
 def check_arithmetic(view: View, built: Built, found: Findings) -> None:
@@ -141,18 +143,37 @@ def _divisions(view: View, built: Built, found: Findings) -> None:
 
 def _groups(view: View, built: Built, found: Findings) -> None:
     """Check that MindSpore takes the number of devices, and makes the communication groups of the parallel degrees."""
-    ep = view.ep if built.number("num_moe_experts") and view.dp * view.tp % view.ep == 0 else 1
     if not splits_over(view.devices):
         wrong = f"the degrees make {view.devices} devices, and MindSpore splits a model over {SIZES} only"
         found.error((*PARALLEL, "data_parallel"), wrong, "write degrees whose product is such a number")
-    elif refused := refused_group(view.dp, view.cp, view.tp, ep):
-        ranks = f"{refused.ranks} ranks that are {refused.stride} apart"
-        wrong = f"without an NPU MindSpore makes no communication group of {ranks}, as they lie differently on servers"
-        right = "write powers of two for the degrees that divide a server of 8 devices"
+    elif refused := refused_degree(view, built):
+        path, wrong = refused
         if view.sharded_on_cpu:
-            found.error((*PARALLEL, refused.key), wrong, right)
+            right = "write powers of two for the degrees that divide a server of 8 devices"
+            if path == _SHARD_SIZE:
+                right = "write a power of two, or -1 to shard over as many ranks as possible"
+            found.error(path, wrong, right)
         else:
-            found.note((*PARALLEL, refused.key), f"{wrong}, so that tc3 dryrun cannot compile the recipe")
+            found.note(path, f"{wrong}, so that tc3 dryrun cannot compile the recipe")
+
+
+def refused_degree(view: View, built: Built) -> tuple[KeyPath, str] | None:
+    """Return the key that makes a communication group which MindSpore refuses without an NPU, and why it refuses it;
+    None if there is no such group.
+    """
+    ep = view.ep if built.number("num_moe_experts") and view.dp * view.tp % view.ep == 0 else 1
+    refused = refused_group(view.dp, view.cp, view.tp, ep, _shard_size(view))
+    if refused is None:
+        return None
+    ranks = f"{refused.ranks} ranks that are {refused.stride} apart"
+    wrong = f"without an NPU MindSpore makes no communication group of {ranks}, as they lie differently on servers"
+    return _SHARD_SIZE if refused.key == SHARD else (*PARALLEL, refused.key), wrong
+
+
+def _shard_size(view: View) -> int:
+    """Return `optimizer_weight_shard_size`; 0 if the optimizer is not sharded, or shards over all ranks."""
+    size = view.get(_SHARD_SIZE)
+    return size if type(size) is int and view.flag(("parallel", "enable_parallel_optimizer")) else 0
 
 
 def _nodes(view: View, built: Built, found: Findings) -> None:
@@ -363,8 +384,7 @@ def _optimizer_shard(view: View, found: Findings) -> None:
         found.warning(
             (*section, "optimizer_level"), f"{more}the memory model does not know level3", "see docs/memory.md"
         )
-    path = (*section, "optimizer_weight_shard_size")
-    size = view.get(path)
+    path, size = _SHARD_SIZE, view.get(_SHARD_SIZE)
     copies = view.dp * view.cp
     if type(size) is int and size != -1:
         if size < 1:

@@ -7,7 +7,6 @@ errors only with `here` (the run starts on this machine). A file on which the co
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from plugins.attention_balance.samples import padding_under
 from plugins.errors import CheckpointError, DataError
 from tools.checkpoint.stored import refuse_moved
-from tools.data.index import IndexReader, read_blend
+from tools.data.index import IndexReader, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, PARALLEL, View
@@ -50,8 +49,10 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
             missing((*LOADER, "data_files"), f"there is no file {name} on this machine")
     if view.megatron:
         split = view.get((*_CONFIG, "split"))
-        if isinstance(split, str) and re.match(r"[^.0-9]*(0+\.?0*|\.0+)(?![.0-9])", split):
-            found.error((*_CONFIG, "split"), f"{split!r} leaves no samples for training", "write '1, 0, 0'")
+        try:
+            training_share(split if isinstance(split, str) else "1")
+        except DataError as error:
+            found.error((*_CONFIG, "split"), f"{split!r}: {error}")
         for prefix, share in _corpora(view.get(_PATH), found):
             _dataset(prefix, share, view, built, found, missing)
 

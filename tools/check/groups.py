@@ -11,11 +11,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SERVER = 8  # devices, whatever the hardware has
+SHARD = "optimizer_weight_shard_size"
 SIZES = "1, 2, 4 or a multiple of 8"
 
 
 class Group(NamedTuple):
-    """A `Group` is a number of ranks at equal distances; `key` is the degree of `parallel_config` that makes it."""
+    """A `Group` is a number of ranks at equal distances; `key` is the degree of `parallel_config` that makes it, or
+    `SHARD`.
+    """
 
     key: str
     ranks: int
@@ -27,19 +30,27 @@ def splits_over(devices: int) -> bool:
     return devices in (1, 2, 4) or devices % SERVER == 0
 
 
-def refused_group(dp: int, cp: int, tp: int, ep: int = 1) -> Group | None:
+def refused_group(dp: int, cp: int, tp: int, ep: int = 1, shard: int = 0) -> Group | None:
     """Return a group of a pipeline stage's ranks that MindSpore refuses on a host without an NPU, or None if it makes
     all groups of these parallel degrees: of the ranks that divide a tensor, and of those that have copies of a weight
-    or of an expert. Tensor-parallel ranks are neighbours; an EP group is `ep` neighbours, and its experts' copies are
-    `ep` ranks apart.
+    or of an expert.
+
+    Tensor-parallel ranks are neighbours; an EP group is `ep` neighbours, and its experts' copies are `ep` ranks apart.
+
+    Args:
+        shard: `optimizer_weight_shard_size`, if the optimizer is sharded. MindSpore cuts the ranks with copies into
+            parts of this size, each of which shards a weight, and also makes groups of the ranks with the same shard
+            (`CreateGroupForOptShard`).
     """
-    groups = [
-        Group("model_parallel", tp, 1),
-        Group("context_parallel", cp, tp),
+    copies = [
         Group("data_parallel", dp * cp, tp),
         Group("data_parallel", dp * cp * tp, 1),
         Group("expert_parallel", dp * cp * tp // ep, ep),
     ]
+    groups = [Group("model_parallel", tp, 1), Group("context_parallel", cp, tp), *copies]
+    for _, ranks, stride in copies:
+        if shard > 1 and ranks % shard == 0:
+            groups += [Group(SHARD, shard, stride), Group(SHARD, ranks // shard, stride * shard)]
     return next((group for group in groups if group.ranks > 1 and not _made(group)), None)
 
 

@@ -297,12 +297,16 @@ def _weight(word: str) -> float | None:
         return None
 
 
+_SPLITS = 3  # of a corpus: for training, validation and test
+
+
 def training_share(split: str) -> float:
     """Return the share of a corpus's documents, from the first one on, on which a recipe's `split` trains, normalised
     as MindFormers does.
 
     Raises:
-        DataError: `split` does not begin with a number above 0. The message does not say where it stands.
+        DataError: `split` does not begin with a number above 0, or has more numbers than MindFormers takes. The message
+            does not say where it stands.
     """
     try:
         shares = [float(text) for text in re.findall(r"[.0-9]+", split)]
@@ -310,6 +314,8 @@ def training_share(split: str) -> float:
         shares = []
     if not shares or not shares[0]:
         raise DataError("this trains on no document; write '1, 0, 0'")
+    if len(shares) > _SPLITS:
+        raise DataError(f"this has {len(shares)} numbers, but there are {_SPLITS} parts; write '1, 0, 0'")
     return shares[0] / sum(shares)
 
 

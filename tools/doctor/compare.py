@@ -23,6 +23,7 @@ from tools.doctor.report import Report
 from tools.process.host import shorten
 
 SKEW = 0.1  # seconds, as the check `clock` allows
+ALONE = "comparison"  # what is unknown where only one host has a report
 ORDER: Sequence[Verdict] = ("fail", "warn", "unknown")
 _SAME = "install the same package on every host"
 # fact, or what it begins with -> (verdict where a host has another value, what to do)
@@ -77,6 +78,8 @@ def compare(answers: Mapping[str, Answer]) -> Comparison:
     names = dict.fromkeys(name for report in reports.values() for name in report.facts)
     facts = [item for name in names for item in _fact(name, reports)]
     found = [*_troubles(answers), *_clocks(answers), *facts, *_probes(reports), *_first_hour(reports)]
+    if len(reports) == 1:
+        found.append(Outlier(ALONE, "unknown", list(reports), "no other host has a report to compare this one with"))
     everywhere: dict[Verdict, list[str]] = {}
     checks = dict.fromkeys(item.check for report in reports.values() for item in report.findings)
     checks.pop("probe", None)  # each host's own view of it; `_probes` sees all of them, `_first_hour` the rest

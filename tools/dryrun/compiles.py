@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ import psutil
 from rich.console import Console
 
 from plugins.errors import ClusterError, DataError
+from tools.check.arithmetic import refused_degree
 from tools.dryrun.plan import Job, Plan
 from tools.estimate.from_recipe import LEVEL
 from tools.files.atomic import atomic_file
@@ -38,6 +40,8 @@ from tools.process.children import HUGE_PAGES, kill, terminate_as_interrupt
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 # what a result depends on: not how it is put together and shown
@@ -185,8 +189,12 @@ class _Run:
         if self.out.exists():
             return json.loads(self.out.read_text(encoding="utf-8"))
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if refused := next(filter(None, map(_GROUP.search, lines)), None):
+            error = {"type": "RuntimeError", "message": refused[0]}
+            return {"rank": self.job.rank, "stage": self.job.stage, "error": error}
         code = self.process.returncode
-        why = f"ended by signal {-code}, as the kernel does when memory is short" if code < 0 else f"exit code {code}"
+        why = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+        why += ", as the kernel does when memory is short" * (code == -signal.SIGKILL)
         last = f": {lines[-1]}" if lines else ""
         raise ClusterError(f"the compile of rank {self.job.rank} ended without a result ({why}){last}")
 
@@ -267,24 +275,33 @@ def _code() -> str:
 _M = "model.model_config"
 _P = "parallel_config"
 
-# what stands in the message -> the key; the first that matches counts
+# a name of a key, or words of which the cause is known, in the message -> the key; the first that matches counts
 _KEYS: tuple[tuple[str, str], ...] = (
     (r"no attribute 'qk_pos_emb_head_dim'", f"{_M}.position_embedding_type"),  # YaRN without multi-latent attention
     (r"offset", f"{_M}.offset"),
     (r"pipeline_scheduler|seqvpp|zero_bubble", "parallel.pipeline_config.pipeline_scheduler"),
-    (r"pp_interleave_num|pipeline_interleave|interleave", f"{_M}.pp_interleave_num"),
+    (r"pp_interleave_num|pipeline_interleave", f"{_M}.pp_interleave_num"),
     (r"micro_batch|micro size|micro_size", f"{_P}.micro_batch_num"),
-    (r"num_attention_heads|attention head|num_heads", f"{_P}.model_parallel"),
-    (r"expert_parallel|expert_model_parallel|num_experts|expert num", f"{_P}.expert_parallel"),
-    (r"dispatcher", f"{_M}.moe_token_dispatcher_type"),
+    (r"expert_parallel|expert_model_parallel", f"{_P}.expert_parallel"),
+    (r"token_dispatcher_type", f"{_M}.moe_token_dispatcher_type"),
     (r"dataset_strategy", "parallel.dataset_strategy"),
-    (r"context_parallel|ulysses|ring attention", f"{_P}.context_parallel"),
-    (r"vocab", f"{_M}.vocab_size"),
-    (r"pipeline_stage|stage_num|stage num", f"{_P}.pipeline_stage"),
+    (r"context_parallel", f"{_P}.context_parallel"),
+    (r"vocab_size", f"{_M}.vocab_size"),
+    (r"pipeline_stage", f"{_P}.pipeline_stage"),
     (r"data_parallel", f"{_P}.data_parallel"),
-    (r"model_parallel|tensor_model_parallel", f"{_P}.model_parallel"),
+    (r"model_parallel", f"{_P}.model_parallel"),
+    (r"seq_length", f"{_M}.seq_length"),
+)
+# other words in the message -> a key that may be the cause
+_GUESSES: tuple[tuple[str, str], ...] = (
+    (r"interleave", f"{_M}.pp_interleave_num"),
+    (r"num_attention_heads|attention head|num_heads", f"{_P}.model_parallel"),
+    (r"num_experts|expert num", f"{_P}.expert_parallel"),
+    (r"ulysses|ring attention", f"{_P}.context_parallel"),
+    (r"vocab", f"{_M}.vocab_size"),
+    (r"stage_num|stage num", f"{_P}.pipeline_stage"),
     (r"device_num|device num|devices", f"{_P}.data_parallel"),
-    (r"seq_length|sequence length|seq_len", f"{_M}.seq_length"),
+    (r"sequence length|seq_len", f"{_M}.seq_length"),
 )
 # where in the Python sources a collective or an error stands -> the key
 _SOURCES: tuple[tuple[str, str], ...] = (
@@ -294,6 +311,8 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (r"attention", f"{_P}.context_parallel"),
     (r"tensor_parallel/", f"{_P}.model_parallel"),
 )
+# MindSpore's front end makes no group of ranks; the process may crash after it has said so
+_GROUP = re.compile(r"Create communication group failed.*")
 _NOISE = re.compile(r"\n-{3,}.*", re.DOTALL)  # MindSpore appends framework call stacks below ruled lines
 
 
@@ -303,7 +322,8 @@ _INTERNAL = re.compile(r"pointer\[\w+\] is null|Illegal AnfNode for evaluating")
 
 def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     """Return one line: the recipe's key that caused the message, if it is known, and the message without the
-    framework's call stacks.
+    framework's call stacks. A key that only may be the cause, because of words of the message or of the place in the
+    sources, stands behind the message, and is called a guess.
 
     Args:
         kind: the class of the exception. recipe: the compiled recipe; some causes are visible only in its keys.
@@ -311,9 +331,13 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):
         return f"{_internal(recipe)}{kind}: {said} (an error inside MindSpore, which names no key)"
-    key = _first(_KEYS, said) or source_key(message)
-    place = f"{key}: " if key else ""
-    return f"{place}{kind}: {said}" + ("" if key else " (no key of the recipe is known for this message)")
+    if _GROUP.search(said):
+        return f"{_of_group(recipe)}{kind}: {said}"
+    if key := _first(_KEYS, said):
+        return f"{key}: {kind}: {said}"
+    guess = _first(_GUESSES, said) or source_key(message)
+    known = f"the key is a guess: {guess}" if guess else "no key of the recipe is known for this message"
+    return f"{kind}: {said} ({known})"
 
 
 def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
@@ -330,6 +354,12 @@ def _internal(recipe: Recipe | None) -> str:
     return (
         f"{dotted(LEVEL)}: level3: MindSpore 2.9.0 compiled no pipeline with it that was tried, and did with level1: "
     )
+
+
+def _of_group(recipe: Recipe | None) -> str:
+    """Return the key that makes a group of ranks which MindSpore refuses, and why, if the degrees make one."""
+    found = refused_degree(View(recipe), convert(View(recipe), load_schema())) if recipe else None
+    return f"{dotted(found[0])}: {found[1]}: " if found else ""
 
 
 def source_key(source: str) -> str:

@@ -80,13 +80,29 @@ class Noted(TimeModel):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """Add the exchange of the experts' tokens to the list, with the bytes of its slowest step."""
+        """Add the exchange of the experts' tokens to the list of calls: the slowest All-to-All of the whole group, or
+        for a dispatch in two steps (`plugins.hierarchical_ep`) the slowest call between nodes and the slowest one
+        inside a node.
+        """
         if config.ep == 1 or not config.model.experts:
             return
-        step = max(self.exchanges(self.dispatched(config)), key=lambda one: self._step(one, 1.0))
+        config = self.dispatched(config)
         ranks = config.ep * (config.tp if config.expert_tp else 1)
+        slowest: dict[str, Step] = {}
+        for step in self.exchanges(config):
+            if step.inter_peers or step.intra_peers:
+                before = slowest.setdefault(step.stream, step)
+                slowest[step.stream] = max(before, step, key=lambda one: self._step(one, 1.0))
+        nodes = slowest["inter"].inter_peers + 1 if "inter" in slowest else 1
         with self._of("ep"):
-            self._note(EXCHANGE, step.inter_bytes + step.intra_bytes, ranks, 1, self._step(step, 1.0))
+            for stream, step in slowest.items():
+                seconds, size = self._step(step, 1.0), step.inter_bytes + step.intra_bytes
+                if stream != "inter":
+                    self._note(EXCHANGE, size, ranks // nodes, 1, seconds)
+                elif config.ep_mode == "hierarchical":  # every rank of the group gets all rows
+                    self._note(GATHER, size * nodes / step.inter_peers, nodes, ranks // nodes, seconds)
+                else:
+                    self._note(EXCHANGE, size, nodes, ranks // nodes, seconds)
 
     def sending(self, size: float, span: int) -> float:
         """Return the seconds of `TimeModel.sending`, and add the call to the list of calls."""

@@ -165,11 +165,17 @@ def moe_layers(config: Configuration) -> tuple[int, ...]:
     return tuple(number for number, kind in enumerate(config.model.pattern) if kind == "moe")
 
 
-def loads_of(text: str, config: Configuration) -> Loads:
-    """Return the loads of a run's devices that the option `--loads` describes, in one of `FORMS`.
+def loads_of(text: str, config: Configuration, of_many: bool = False) -> Loads:
+    """Return the loads of a run's devices that the option `--loads` describes.
+
+    Args:
+        text: the value of `--loads`, in one of `FORMS`; a file has a form that `read_loads` reads.
+        of_many: whether `text` is for several EP degrees, of which `config` has one. A max/mean that so few devices
+            cannot have is then the largest that they can have; otherwise it is refused.
 
     Raises:
-        RecipeError: the run has no experts, or a number in `text` is out of range. DataError: see `read_loads`.
+        RecipeError: the run has no experts, or a number in `text` is out of range or impossible for the run. DataError:
+            see `read_loads`.
     """
     if not config.model.experts:
         raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
@@ -186,8 +192,27 @@ def loads_of(text: str, config: Configuration) -> Loads:
     if word == "spread" and not Path(text).exists():
         return spread(_number(number, _SPREAD, "--loads spread"), *sizes)
     if is_number(text) and not Path(text).exists():
-        return uniform(_number(text, RANGES["skew"], "--loads"))
+        return uniform(_possible(_number(text, RANGES["skew"], "--loads"), config, of_many))
     return read_loads(Path(text), config)
+
+
+def _possible(ratio: float, config: Configuration, of_many: bool) -> float:
+    """Return a max/mean of the devices' loads that the run can have: a device holds at most all tokens' copies, and as
+    each of a token's copies goes to another expert, an expert gets at most one copy of each token.
+
+    Raises:
+        RecipeError: see `loads_of`.
+    """
+    experts, chosen = config.model.experts, config.model.top_k
+    for most, why in (
+        (experts / chosen, f"each token goes to {chosen} of {experts} experts"),
+        (config.ep, f"{config.ep} device{'s' * (config.ep > 1)} share{'s' * (config.ep == 1)} the experts"),
+    ):
+        if ratio > most and of_many and most == config.ep:
+            return most
+        if ratio > most:
+            raise RecipeError(f"--loads {ratio:g}: the largest load over the mean is at most {most:g}, because {why}")
+    return ratio
 
 
 def _number(text: str, span: Range, name: str) -> float:

@@ -181,8 +181,8 @@ def place(
     def optimised(way: Way, part: Budget) -> list[Configuration]:
         """Optimise one instance, and add the outcome to the results."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
-        if way.groups:  # the solver's bound is one of plans that add group after group, which `eased` does not keep to
-            floors.append(_floor(config, model, instance, math.inf)[0])
+        if way.groups:  # the optimiser's bound is one of plans that add group after group, which `eased` leaves
+            floors.append(path_bound(instance, PathModel(instance), Budget(BOUND_EFFORT)) / 1000)  # see `_closer`
         outcomes.append(optimise(instance, part, seed, start=plan_of(first, instance) if first else None))
         plan = outcomes[-1].plan
         return [] if plan is None else [configuration_of(config, instance, plan)]

@@ -145,9 +145,9 @@ _DIGITS = 4  # of the number of workers of a host
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
-def read_hosts(path: Path) -> tuple[list[str], int]:
+def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
     """Return the names of the hosts in a hosts file, and the number of workers of each host. Each line is HOST or HOST
-    SLOTS, and `#` starts a comment.
+    SLOTS, and `#` starts a comment; a host without SLOTS has `each` workers.
 
     Raises:
         ClusterError: the file cannot be read, names no host, names a host twice, or gives hosts unequal numbers of
@@ -171,7 +171,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
             raise ClusterError(f"{path}:{number}: each line must be HOST or HOST SLOTS (node0 8), not {text!r}")
         if len(match["slots"] or "") > _DIGITS:
             raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has that many slots")
-        host, here = match["host"], int(match["slots"] or DEVICES)
+        host, here = match["host"], int(match["slots"] or each)
         if host in seen:
             raise ClusterError(f"{path}:{number}: {host} is already named in line {seen[host]}")
         if slots and here != slots:

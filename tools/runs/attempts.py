@@ -36,7 +36,8 @@ Decision = Literal["done", "restart", "spare", "smaller", "give up", "leave"]
 # were told to save or to end; `tc3: ` and any other words are an error of the user
 STOPPED, INTERRUPTED = "tc3: stopped: ", "tc3: interrupted"
 SAVED, ASKED = "tc3: saved on request: ", "tc3: asked to save"
-TOLD = (INTERRUPTED, SAVED, ASKED)
+DONE = "tc3: all work is done"  # said before MindSpore's exit functions, in which a worker may still crash
+TOLD = (INTERRUPTED, SAVED, ASKED, DONE)
 _LARGEST = 1e15  # of any number in these files
 FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "beat-", "end-"
 

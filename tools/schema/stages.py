@@ -97,6 +97,43 @@ def check_recompute(view: View, total: int, found: Findings) -> None:
                 found.warning(path, "excludes nothing, because the value names no operators", right, rule="exclude")
         else:
             _recompute(view, view.get(path), path, found)
+            if key in EXCLUDE:
+                _dropped(view, path, found)
+
+
+def excludes(value: Any) -> bool:
+    """Return whether a value of a key of `EXCLUDE` keeps operators of at least one layer out of recomputation."""
+    if isinstance(value, dict):
+        return any(map(_of_layers, value.values()))
+    return bool(value) and _has_patterns(value)
+
+
+def _of_layers(value: Any) -> bool:
+    return any(map(_of_layers, value)) if isinstance(value, list) else bool(value)
+
+
+def _dropped(view: View, path: KeyPath, found: Findings) -> None:
+    """Warn of the patterns that MindFormers takes out of a recompute key because an exclusion matches them: it takes
+    them out for all layers, whatever layers the exclusion names (`LayerSetting._check_repeat_recompute`).
+    """
+    key = str(path[1]).removesuffix("_exclude")
+    chosen = view.get(("recompute_config", key))
+    for pattern in view.get(path):
+        for other in chosen if _has_patterns(chosen) else ():
+            if _same_operators(str(pattern), str(other)):
+                wrong = f"{pattern} makes MindFormers drop {other} from {key} in all layers"
+                found.warning(path, wrong, "let the two name different operators", rule="exclude_drops")
+
+
+def _same_operators(pattern: str, other: str) -> bool:
+    parts, others = pattern.split(r"\."), other.split(r"\.")
+    if len(parts) != len(others):
+        return False
+    try:
+        pairs = list(zip(parts, others, strict=True))
+        return all(re.fullmatch(one, two) or re.fullmatch(two, one) for one, two in pairs)
+    except re.error:  # `_expressions` refuses it
+        return False
 
 
 def swaps(view: View) -> bool:

@@ -78,8 +78,9 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
     help=(
-        "Search for the cluster that tc3 firsthour measured with RECIPE. With --write the measured cluster is saved "
-        "beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "Search for the cluster that tc3 firsthour measured with RECIPE. The memory of a device stays as modelled: the "
+        "measured memory terms hold for RECIPE's layout, and a line says what they are. With --write the measured "
+        "cluster is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
 @click.option(
@@ -249,14 +250,14 @@ def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict
         )
     if measured is None and bundle is None:
         return DEFAULT_HARDWARE if cluster_name is None else cluster_name
-    from tools.measured import measured_cluster, origin, read_bundle
+    from tools.measured import measured_cluster, memory_in_words, origin, read_bundle
     from tools.search.measured import cluster_from
 
     path = overlay.with_suffix(".cluster.yaml") if overlay else folder / "calibrated.yaml"
     keep_existing("--write", path, options["force"])
     if bundle is not None:
         found = read_bundle(bundle, recipe)
-        text, words = measured_cluster(found), origin(found)
+        text, words = measured_cluster(found), f"{origin(found)}\n{memory_in_words(found)}"
     else:
         text, words = cluster_from(measured, recipe, cluster_name, path.name.split(".")[0])
     write_atomically(path, text)
@@ -307,7 +308,7 @@ def _asked(
     request = with_choices(request, options["groups"], options["swapping"])
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["loads"] is not None:
-        loads_of(options["loads"], request.base)
+        loads_of(options["loads"], request.base, of_many=True)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
     return recipe, request, TimeModel(request.hardware)

@@ -224,6 +224,7 @@ class Comparison:
         changes: all other tensors, the largest relative difference first.
         differing: ("A" or "B", the name of a tensor, the ranks whose copy in this checkpoint differs from that of the
             first rank). Only the copies of the first ranks were compared between A and B.
+        hint: why no tensor could be compared, and what to do first; "" where nothing of the kind is known.
     """
 
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -231,6 +232,7 @@ class Comparison:
     same: tuple[str, ...]
     changes: tuple[Change, ...]
     differing: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    hint: str = ""
 
     @property
     def equal(self) -> bool:
@@ -261,7 +263,18 @@ def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name:
             changes.append(_change(name, first, second))
     changes.sort(key=lambda change: -change.relative if change.relative == change.relative else -math.inf)
     only = (tuple(name for name in left if name not in right), tuple(name for name in right if name not in left))
-    return Comparison(only, tuple(other), tuple(same), tuple(changes), tuple(differing))
+    hint = "" if {*left} & {*right} else _of_other_names(a, b)
+    return Comparison(only, tuple(other), tuple(same), tuple(changes), tuple(differing), hint)
+
+
+def _of_other_names(a: Source, b: Source) -> str:
+    """Return a sentence about two checkpoints of which one has the names of Hugging Face and one has MindFormers'."""
+    if {a.form, b.form} != {"Hugging Face", "MindFormers"}:
+        return ""
+    return (
+        f"A has tensors with the names of {a.form}, B with those of {b.form}, so that none could be compared: convert "
+        "one of them first with tc3 weights convert"
+    )
 
 
 def _compared_names(source: Source) -> list[str]:
@@ -341,6 +354,8 @@ def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
     if comparison.equal:
         yield f"equal, bit by bit: {len(comparison.same):,} tensors"
         return
+    if comparison.hint:
+        yield comparison.hint
     for side, names in zip("AB", comparison.only, strict=True):
         if names:
             yield f"only in {side}: {len(names):,}, such as {names[0]}"

@@ -333,3 +333,15 @@ def test_a_save_after_a_larger_batch_is_progress_although_its_number_is_smaller(
     plan = Plan(1, 0.0, ["here"], 1, "here", 1, resume=str(folders[100]), step=100)
     assert (loop._saved(plan, CheckpointInfo(folders[step], step)) > plan.step) == progress
     assert loop._saved(replace(plan, resume=None, step=0), CheckpointInfo(folders[step], step)) == step
+
+
+@pytest.mark.parametrize(("attempt", "progress"), [("0002-abc", True), ("0001-def", False)])
+def test_an_attempts_own_save_is_progress_although_what_it_began_from_is_gone(tmp_path, attempt, progress):
+    """With `checkpoint.save_max: 1` the first save removes it, and the larger batch gave the save a smaller number."""
+    folder = tmp_path / "iteration_00000052"
+    folder.mkdir()
+    (folder / "common.json").write_text(json.dumps({"global_batch_size": 16}))
+    (folder / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights")
+    write_seal(folder, 0, 1, 52, made={"attempt": attempt})
+    plan = Plan(2, 0.0, ["a"], 1, "a", 1, resume=str(tmp_path / "iteration_00000100"), step=100, name="0002-abc")
+    assert (loop._saved(plan, CheckpointInfo(folder, 52)) > plan.step) == progress

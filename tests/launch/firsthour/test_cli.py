@@ -254,6 +254,8 @@ def test_search_takes_the_measured_cluster(hour, monkeypatch):
     done = CliRunner().invoke(tc3, ["search", str(R438), "--measured", str(hour[0] / "b.zip")])
     assert isinstance(done.exception, Seen)
     assert done.exception.args[0] == pytest.approx(0.55, rel=0.01)
+    assert "memory is as modelled, without the bundle's measured terms (activations x 1.00" in done.stderr
+    assert "2.00 GiB beside the model)" in done.stderr
 
 
 def test_the_small_recipe_trains_on_made_up_data_and_saves(tmp_path):

@@ -77,6 +77,13 @@ def test_kinds_of_parallelism(hour, monkeypatch, status, wanted):
     assert verdict(hour.parallel(60, {})[0]) == "unknown"
 
 
+def test_a_recipe_for_one_device_has_no_parallelism_that_was_compared(tmp_path, monkeypatch):
+    row = {"name": "data_parallel_2", "status": "pass", "reason": "", "tensors": 5, "used": 0.4, "findings": []}
+    answering(monkeypatch, {"rows": [row]})
+    (found,) = Hour(MINI, tmp_path).parallel(60, {})[0]
+    assert found.verdict == "ok" and found.seen.endswith("; the recipe itself is for one device")
+
+
 def test_the_strategies_are_those_of_the_recipe(tmp_path):
     assert Hour(MINI, tmp_path).strategies() == ["data_parallel_2"]
     large = Hour(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml", tmp_path)

@@ -3,6 +3,7 @@ tests write what the commands would have written; the small recipes are compiled
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from launch.firsthour.checks import judged
 from launch.firsthour.collectives import words_of
 from launch.firsthour.hour import Hour
 from launch.firsthour.npu import NpuHour, hour_of
+from launch.firsthour.plan import plan_of
 from launch.firsthour.trainings import CURVE, judge_curves
 from plugins.errors import ClusterError, RecipeError
 from tools.accuracy.judge import tolerance
@@ -196,6 +198,27 @@ def test_too_few_devices_for_a_stage_leave_the_other_checks_alone(tmp_path):
         hour.stage(60, {})
     hour.npus = []  # a plan for as many nodes as the recipe needs
     assert (hour.world, hour.counts) == (4096, [2, 8, 64])
+
+
+def test_a_recipe_for_one_device_is_not_compared_with_itself(tmp_path):
+    """One device was the only number of devices, and agreed with the one device."""
+    degrees = "{data_parallel: 1, model_parallel: 1, context_parallel: 1, pipeline_stage: 1}"
+    (tmp_path / "r.yaml").write_text(f"base_config: {R36}\nparallel_config: {degrees}\n")
+    hour = NpuHour(tmp_path / "r.yaml", tmp_path / "work")
+    assert hour.counts == [] and hour.commands()["parallel"] == []
+    ((found,), _) = hour.parallel(60, {})
+    assert found.verdict == "ok" and "has no parallelism, so that nothing was compared" in found.seen
+
+
+def test_a_plan_for_several_nodes_names_the_first_one_as_master(tmp_path):
+    def master(hour):
+        groups = next(one for one in plan_of(hour, 3600)["checks"] if one["check"] == "collectives")
+        return re.search(r"--master_addr=(\S+)", groups["commands"][0])[1]
+
+    assert master(NpuHour(R438, tmp_path)) == "FIRST_NODE", "nobody has said what the nodes are called"
+    (tmp_path / "hosts").write_text("a 8\nb 8\n")
+    assert master(NpuHour(R438, tmp_path, tmp_path / "hosts")) == "a"
+    assert master(Hour(R438, tmp_path, tmp_path / "hosts")) == "127.0.0.1", "CPU workers of this node"
 
 
 def test_a_plan_has_nodes_for_all_devices_also_where_they_do_not_fill_the_last(tmp_path):

@@ -25,7 +25,7 @@ from tests.launch.agent.test_decide import A, attempt, end
 from tests.launch.conftest import RECIPE
 from tests.launch.resume.conftest import stored
 from tools.files import atomic
-from tools.recipe.load import Recipe
+from tools.recipe.load import Recipe, load_recipe
 
 
 @pytest.fixture
@@ -476,6 +476,21 @@ def test_a_window_is_finished_where_the_left_out_samples_end():
         "window was 4, would be 2"
         in differences(recipe_with_skipped([(4, 8)], **one), recipe_with_skipped([(4, 8)], **two), 8)[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "guilty"),
+    [(90, 8, False), (49, 16, False), (50, 16, True), (98, 8, False), (99, 8, True), (25, 32, True), (24, 32, False)],
+)
+def test_what_a_checkpoint_was_trained_on_is_counted_in_samples(tmp_path, step, batch, guilty):
+    """The spike was step 50 of 16 samples; the checkpoint that this attempt had begun from was one of 8 samples."""
+    write_ledger(tmp_path, [Entry(50, 50, "", ((49 * 16, 50 * 16),))])
+    folder = tmp_path / f"iteration_{step:08d}"
+    folder.mkdir()
+    (folder / "common.json").write_text(json.dumps({"global_batch_size": batch}))
+    (tmp_path / "r.yaml").write_text(GUARDED)
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert (skipped.guilty(recipe, tmp_path)(folder, step) is not None) == guilty
 
 
 def test_a_recipe_without_the_guard_leaves_nothing_out_and_touches_nothing(tmp_path):

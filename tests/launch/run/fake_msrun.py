@@ -26,7 +26,10 @@ ACTIONS = {
     "fail_at_once": "raise RuntimeError('the first error')",
     "user_error": "time.sleep(0.5); print('tc3: plugins.x: no such plugin'); sys.exit(2)",
     "stopped": f"time.sleep(0.5); os.kill(os.getpid(), signal.SIGSTOP); {SLEEP}",
+    "fail_late": "time.sleep(4); raise RuntimeError('an error of its own')",
+    "killed_late": "time.sleep(4); os.kill(os.getpid(), signal.SIGKILL)",
     "killed": "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)",
+    "crashes_done": "time.sleep(2); print('tc3: all work is done', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
     "heeds": (  # steps, and at the step that it is asked for it agrees with the others, and leaves
         f"sys.path.insert(0, {str(Path(__file__).parents[3])!r})\nfrom tests.launch.run.fake_msrun import heed\nheed()"
     ),

@@ -65,6 +65,14 @@ def test_a_dry_run_of_an_ascend_recipe_works_without_npus_and_says_what_is_missi
     assert os.path.exists("/dev/davinci1") or "would be refused here: context.device_target: Ascend" in err
 
 
+def test_a_dry_run_looks_at_the_weights_with_which_a_resume_begins_if_nothing_is_saved(train, workplace):
+    words = ("mini/toy.yaml", "--resume", "auto", "--set", "checkpoint.load_path=nothere")
+    code, _, err = train(*words, "--dry-run")
+    assert code == 0 and "would be refused here: checkpoint.load_path: nothere: this is not a folder" in err
+    code, _, err = train(*words)
+    assert code == 2 and "checkpoint.load_path: nothere: this is not a folder" in err
+
+
 def test_a_run_ends_with_its_numbers_its_files_and_the_command_to_go_on(train, runs, workplace):
     runs.saves = True
     code, out, err = train("mini/toy.yaml", "--set", "runner_config.batch_size=2")

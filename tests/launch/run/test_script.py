@@ -18,10 +18,11 @@ from launch.run.script import (
     cluster_for,
     in_checkout,
     launch_script,
+    of_script,
     reference_scripts,
     sourcing_script,
 )
-from plugins.errors import ClusterError, RecipeError
+from plugins.errors import CheckpointError, ClusterError, RecipeError
 from tests.launch.run.scripts import MINI, ascend, generate
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -102,6 +103,22 @@ def test_nodes_are_those_that_the_recipe_assumes():
 def test_a_hosts_file_gives_the_nodes_in_its_order(hosts, text, workers, nodes, slots, names):
     cluster = cluster_for(workers, hosts(text))
     assert (cluster.nodes, cluster.slots, cluster.names) == (nodes, slots, names)
+
+
+def test_hosts_without_numbers_are_those_that_the_recipe_assumes(hosts):
+    of_16 = {**ascend(data_parallel=32), "model": {"model_config": {"npu_nums_per_device": 16}}}
+    text = launch_script(Launch("a.yaml", "output/a"), of_16, hosts("a\nb 16\n"))
+    assert "\nSLOTS=16 " in text and "32 workers on 2 nodes" in text
+
+
+def test_weights_to_begin_with_are_checked_by_the_first_worker(tmp_path):
+    recipe = load_recipe(MINI)
+    recipe["checkpoint"] |= {"save_path": str(tmp_path / "saves"), "load_path": str(tmp_path / "nothere")}
+    check_and_keep = of_script(recipe, tmp_path / "run", None)
+    check_and_keep(1)
+    with pytest.raises(CheckpointError, match=r"load_path: \S+nothere: this is not a folder that can be read"):
+        check_and_keep(0)
+    assert not (tmp_path / "run").exists()
 
 
 REFUSED = {

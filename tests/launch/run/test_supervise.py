@@ -87,6 +87,23 @@ def test_a_worker_killed_by_sigkill_is_called_that(tmp_path):
     assert not running(tmp_path)
 
 
+@pytest.mark.parametrize("others", [[], ["ok"], ["crashes_done"]])
+def test_a_worker_that_crashes_after_its_work_has_not_failed(tmp_path, monkeypatch, capsys, others):
+    monkeypatch.setattr(module, "FINISH", 0.1)
+    outcome = run(tmp_path, "crashes_done", *others)
+    assert (outcome.code, outcome.failure, outcome.left) == (0, None, ()) and not running(tmp_path)
+    told = capsys.readouterr().err
+    assert " was killed (SIGKILL) while exiting, its work done; the run has finished all the same (" in told
+
+
+def test_others_that_msrun_kills_for_such_a_crash_have_failed_because_of_it(tmp_path):
+    outcome = run(tmp_path, "crashes_done", "killed_late")
+    assert outcome.code == 1 and not running(tmp_path)
+    assert outcome.failure.message == "worker 0 was killed (SIGKILL) while exiting, its work done"
+    other = run(tmp_path / "b", "crashes_done", "fail_late")
+    assert other.failure.message == "worker 1 failed with exit code 1", "it has an error of its own"
+
+
 def test_a_worker_that_finishes_while_another_hangs_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STRAGGLE", 1.0)
     outcome = run(tmp_path, "ok", "sleep")

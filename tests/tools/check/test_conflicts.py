@@ -1,5 +1,5 @@
 """MindFormers' own relocation of experts: what is refused, and the demonstration that it is wrong. The micro-batches
-that zero_bubble_v needs. Flags of chunks among recompute settings.
+that zero_bubble_v needs. Flags of chunks, and exclusions, among recompute settings.
 """
 
 import types
@@ -165,3 +165,19 @@ def test_flags_of_chunks_without_a_list_count_for_stages_and_are_refused(layout,
     assert STAGES == 4
     found = findings(put(layout, ("recompute_config", "recompute"), flags))
     assert "does not fit 4 stages" in found["recompute_config.recompute"].wrong
+
+
+@pytest.mark.parametrize(
+    ("key", "pattern", "chosen", "dropped"),
+    [
+        ("select_recompute", {r"mlp\.mul": False}, {r"mlp\.(mul|add)": [1]}, True),
+        ("select_recompute", [r".*\.norm"], [r"input_layernorm\.norm"], True),
+        ("select_recompute", [r"mlp\.experts\.mul"], [r"mlp\.experts"], False),
+        ("select_recompute", [r"mlp\.mul"], True, False),
+        ("select_comm_recompute", [r".*\.norm"], [r".*\.norm"], True),
+    ],
+)
+def test_an_exclusion_that_drops_a_chosen_pattern_in_all_layers(key, pattern, chosen, dropped):
+    recipe = change(SEMI, (("recompute_config", key), chosen), (("recompute_config", f"{key}_exclude"), pattern))
+    found = findings(recipe, "warning").get(f"recompute_config.{key}_exclude")
+    assert (found is not None and "in all layers" in found.wrong) == dropped

@@ -77,6 +77,9 @@ def test_a_command_with_data_of_its_own_does_not_look_at_the_recipes(tmp_path, s
         ("0 0 0", False),
         ("0/1/0", False),
         (".0, 1, 0", False),
+        ("1.2.3", False),
+        ("1, 0, 0, 0", False),
+        ("", False),
     ],
 )
 def test_a_split_that_leaves_nothing_to_train(prefix, split, trains):
@@ -160,7 +163,7 @@ def test_shares_of_a_blend_that_are_none(shares, prefix):
 
 def test_a_split_that_leaves_nothing_to_train_on(prefix):
     found = wrong(put(on(prefix), (*LOADER, "config", "split"), "0, 0, 0.0"))
-    assert "no samples for training" in found["train_dataset.data_loader.config.split"].wrong
+    assert "this trains on no document" in found["train_dataset.data_loader.config.split"].wrong
 
 
 def test_passes_over_a_corpus_count_its_share_of_the_samples(tmp_path):

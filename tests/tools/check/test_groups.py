@@ -39,6 +39,23 @@ def test_degrees_with_a_group_that_mindspore_refuses(degrees, refused):
     assert refused_group(**{"dp": 1, "cp": 1, "tp": 1, **degrees}) == refused
 
 
+@pytest.mark.parametrize(
+    ("dp", "tp", "ep", "shard", "refused"),
+    [
+        (12, 2, 1, 6, Group("optimizer_weight_shard_size", 6, 2)),
+        (12, 2, 1, 4, None),
+        (12, 2, 1, 2, None),
+        (3, 8, 1, 3, Group("optimizer_weight_shard_size", 3, 1)),
+        (24, 1, 1, 8, None),
+        (24, 1, 1, 3, Group("optimizer_weight_shard_size", 3, 1)),
+        (24, 1, 1, -1, None),
+    ],
+)
+def test_parts_of_copies_over_which_the_optimizer_is_sharded(dp, tp, ep, shard, refused):
+    assert refused_group(dp, 1, tp, ep) is None
+    assert refused_group(dp, 1, tp, ep, shard) == refused
+
+
 def test_powers_of_two_are_never_refused_and_few_numbers_of_devices_taken():
     for degrees in itertools.product((1, 2, 4, 8, 16), repeat=3):
         assert all(refused_group(*degrees, ep) is None for ep in (1, 2, 4, 8) if degrees[0] * degrees[2] % ep == 0)

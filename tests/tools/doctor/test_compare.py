@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tests.tools.doctor.reports import CHECKS, FACTS, folder, probe, report, scale, without
 from tools.doctor.ask import Answer, Skew, Trouble, parsed, read_folder
 from tools.doctor.cli import doctor
-from tools.doctor.compare import compare
+from tools.doctor.compare import compare, text
 from tools.doctor.report import Report, ReportError, read_report
 
 
@@ -29,6 +29,14 @@ def hosts(count, **others):
 def test_a_report_is_read_as_it_was_written():
     written = report({"driver": None}, probe=probe(), swap="warn")
     assert read_report(written.text()) == written
+
+
+def test_a_single_host_cannot_be_compared():
+    """It had no outlier, as hosts have that are alike."""
+    words = "no other host has a report to compare this one with"
+    assert outliers(hosts(1)) == {("comparison", "unknown"): (["node0"], words)}
+    answers = {"node0": Answer(report(), Skew(0.0, 0.001))}
+    assert text(answers, compare(answers)).endswith("\n1 unknown")
 
 
 def test_hosts_alike_have_no_outlier():
@@ -133,7 +141,8 @@ def test_many_wrong_clocks_are_one_line():
 
 def test_hosts_that_cannot_be_reached_are_one_line():
     away = {f"n{n}": Answer(Trouble("ssh", f"ssh: connect to host n{n} port 22: timed out", "x")) for n in (1, 2)}
-    found = compare({"n0": Answer(report(), Skew(0.0, 0.001)), **away}).outliers
+    there = {f"n{n}": Answer(report(), Skew(0.0, 0.001)) for n in (0, 3)}
+    found = compare({**there, **away}).outliers
     assert [(list(item.hosts), item.seen) for item in found] == [
         (["n1", "n2"], "ssh: connect to host HOST port 22: timed out")
     ]
@@ -204,7 +213,7 @@ def test_a_host_all_of_whose_workers_are_slow():
     probes = probed_hosts(8)
     for worker in probes["node5"]["workers"]:
         scale(worker["matmul"], 0.5)
-    assert probed_outliers({"node5": report(probe=probes["node5"])}) == []
+    assert probed_outliers({"node5": report(probe=probes["node5"])}) == [("comparison", "unknown", ["node5"])]
     found = probed_outliers(reports(probes))
     assert found == [("probe matmul", "fail", ["node5"])]
 
@@ -215,7 +224,8 @@ def test_a_host_that_was_not_probed():
 
 
 def test_workers_without_a_peer_are_unknown():
-    assert probed_outliers(reports({"a": probe(workers=1)})) == [("probe", "unknown", ["a"])]
+    found = probed_outliers(reports({"a": probe(workers=1)}))
+    assert sorted(found) == [("comparison", "unknown", ["a"]), ("probe", "unknown", ["a"])]
 
 
 WORKER = {"matmul": "fast", "memory": [1.0, float("nan")], "failed": None, "disk": [0.0], "rank": "0"}

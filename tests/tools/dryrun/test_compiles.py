@@ -7,6 +7,7 @@ import gzip
 import importlib.metadata
 import os
 import re
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -34,23 +35,69 @@ from tools.recipe.load import load_recipe
     [
         ("ValueError", "The sum of offset 6 is not equal to 5", "model.model_config.offset"),
         ("ValueError", "It is not supported that pipeline_scheduler is seqvpp", "parallel.pipeline_config"),
-        ("ValueError", "num_attention_heads must be divisible by tp", "parallel_config.model_parallel"),
         (
             "AttributeError",
             "'TransformerConfig' object has no attribute 'qk_pos_emb_head_dim'",
             "model.model_config.position_embedding_type",
-        ),
-        ("RuntimeError", "the expert num 6 cannot be divided", "parallel_config.expert_parallel"),
-        (
-            "RuntimeError",
-            'at File "mindformers/moe/token_dispatcher.py:3"',
-            "model.model_config.moe_token_dispatcher_type",
         ),
     ],
 )
 def test_messages_lead_to_keys(kind, message, key):
     line = diagnose(kind, message)
     assert line.startswith(key) and f"{kind}: " in line
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("num_attention_heads must be divisible by tp", "parallel_config.model_parallel"),
+        ("the expert num 6 cannot be divided", "parallel_config.expert_parallel"),
+        ('at File "mindformers/moe/token_dispatcher.py:3"', "model.model_config.moe_token_dispatcher_type"),
+    ],
+)
+def test_a_key_that_only_may_be_the_cause_is_called_a_guess(message, key):
+    assert diagnose("ValueError", message) == f"ValueError: {message} (the key is a guess: {key})"
+
+
+GROUP = "Create communication group failed, the rank list is: [const vector]{0, 4, 8}"
+
+
+def test_a_group_that_mindspore_does_not_make_leads_to_the_degree_that_makes_it():
+    """The call stack below the message names the sources of the experts."""
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
+    degrees = {"data_parallel": 3, "model_parallel": 4, "expert_parallel": 1}
+    recipe["parallel_config"] |= degrees
+    stack = '\n\n----------------\nat File "mindformers/moe/token_dispatcher.py:3"'
+    line = diagnose("RuntimeError", GROUP + stack, recipe)
+    assert line.startswith("parallel_config.data_parallel: without an NPU MindSpore makes no communication group of 3 ")
+    assert line.endswith(f"RuntimeError: {GROUP}")
+    recipe["parallel_config"]["data_parallel"] = 4
+    assert (
+        diagnose("RuntimeError", GROUP + stack, recipe) == f"RuntimeError: {GROUP}" == diagnose("RuntimeError", GROUP)
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "number", "words"), [(b"", 11, "signal 11\\)$"), (b"", 9, "9, as the kernel .* short")]
+)
+def test_only_a_kill_is_called_a_lack_of_memory(tmp_path, monkeypatch, log, number, words):
+    run = crashed(tmp_path, monkeypatch, log, number)
+    with pytest.raises(ClusterError, match=words):
+        run.result()
+
+
+def test_a_crash_after_a_refused_group_is_a_refusal(tmp_path, monkeypatch):
+    run = crashed(tmp_path, monkeypatch, f"[ERROR] PARALLEL CreateGroup] {GROUP}\nmore\n".encode(), 11)
+    assert run.result() == {"rank": 0, "stage": 0, "error": {"type": "RuntimeError", "message": GROUP}}
+
+
+def crashed(folder, monkeypatch, log, number):
+    """A compile that wrote `log` and ended by a signal."""
+    job = plan_jobs(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"), (0,)).jobs[0]
+    monkeypatch.setattr(compiles.subprocess, "Popen", lambda *_, **__: SimpleNamespace(returncode=-number))
+    run = compiles._Run(job, folder / "run")
+    run.log.write_bytes(log)
+    return run
 
 
 def test_call_stacks_of_the_framework_are_left_out():

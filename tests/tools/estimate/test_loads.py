@@ -314,6 +314,8 @@ def test_bad_tables_are_refused_with_line_and_key(tmp_path, name):
         ("spread:9", "out of range"),
         ("0.5", "out of range"),
         ("nan", "not finite"),
+        ("4.5", "at most 4, because 4 devices share the experts"),
+        ("900", r"at most \d+, because each token goes to \d+ of \d+ experts"),
     ],
 )
 def test_bad_words_are_refused(text, message):
@@ -322,3 +324,13 @@ def test_bad_words_are_refused(text, message):
     with pytest.raises(RecipeError, match="no experts"):
         dense = replace(MODEL, pattern=("dense",) * 8, experts=0, top_k=0)
         loads_of("even", Configuration(dense, layers=((8,),)))
+
+
+def test_a_number_for_several_degrees_is_at_most_what_few_devices_can_have():
+    most = MODEL.experts / MODEL.top_k
+    assert loads_of("4.5", run(), of_many=True).typical == DEVICES == 4
+    assert loads_of("1.5", run(ep=1), of_many=True).typical == 1
+    assert loads_of(f"{most}", run(dp=32, ep=32)).typical == most == 8
+    for of_many in (True, False):
+        with pytest.raises(RecipeError, match="because each token goes to"):
+            loads_of(f"{most + 1}", run(), of_many)

@@ -269,12 +269,38 @@ def test_noting_changes_no_prediction():
 def test_groups_are_those_of_the_mesh_and_their_largest_tensors():
     run = config("telechat3_438b/pretrain_4k")
     found = {(one.group, one.ranks, one.stride): one for one in collectives_of(run, HARDWARE)}
-    assert set(found) == {("tp", 2, 1), ("ep", 16, 1), ("dp", 32, 16), ("dp", 256, 2), ("dp", 512, 1), ("pp", 2, 512)}
+    assert set(found) == {
+        ("tp", 2, 1),
+        ("ep", 2, 8),
+        ("ep", 8, 1),
+        ("dp", 32, 16),
+        ("dp", 256, 2),
+        ("dp", 512, 1),
+        ("pp", 2, 512),
+    }
     tokens, hidden, bf16 = 4096, 5120, 2
     assert found["tp", 2, 1].bytes == tokens * hidden * bf16  # a sample, gathered
     assert found["pp", 2, 512].bytes == tokens * hidden * bf16 // 2  # each rank of tp sends its half
-    assert found["ep", 16, 1].operator == "AlltoAll"
+    rows = tokens // 2 * (hidden * bf16 + 8 * (4 + 4))  # with ids and probabilities of a token's eight experts
+    assert (found["ep", 2, 8].operator, found["ep", 2, 8].bytes) == ("AllGather", 2 * rows)
+    assert found["ep", 8, 1].operator == "AlltoAll"
     assert found["tp", 2, 1].seconds == TimeModel(HARDWARE)._collective(tokens * hidden * bf16, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [
+        ("global", {("AlltoAll", 16, 1)}),
+        ("hierarchical", {("AllGather", 2, 8), ("AlltoAll", 8, 1)}),
+        ("deduplicated", {("AlltoAll", 2, 8), ("AlltoAll", 8, 1)}),
+    ],
+)
+def test_a_dispatch_in_two_steps_has_a_group_for_each(mode, calls):
+    run = replace(config("telechat3_438b/pretrain_4k"), ep_mode=mode)
+    found = [one for one in collectives_of(run, HARDWARE) if one.group == "ep"]
+    assert {(one.operator, one.ranks, one.stride) for one in found} == calls
+    (inside,) = collectives_of(replace(run, ep=8), HARDWARE)[1:2]
+    assert (inside.group, inside.operator, inside.ranks, inside.stride) == ("ep", "AlltoAll", 8, 1)
 
 
 def test_context_parallel_groups_lie_between_tensor_and_data():

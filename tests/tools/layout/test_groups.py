@@ -15,6 +15,7 @@ from tools.estimate.memory.activations import mtp_option
 from tools.estimate.memory.model import all_stages, layer_options, stage_memory
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
+from tools.layout.floor import floor_of
 from tools.layout.place import (
     configuration_of,
     eased,
@@ -146,6 +147,8 @@ def test_no_tables_are_much_faster(share):
     reference, tables = best_of_all_tables(replace(config, layers=found.configuration.layers), cap)
     reached = TIMES.step(found.configuration, simulated=True).pipeline
     assert found.bound_s <= found.step_s - reached + reference  # the bound is that of all tables
+    floor = min(floor_of(pipeline_instance(config, TIMES, cap, *way))[0] / 1000 for way in group_ways(config, TIMES))
+    assert found.bound_s - (found.step_s - reached) > floor * (1 + 1e-4), "not only what one stage takes"
     assert reference * (1 - 1e-9) <= reached <= 1.002 * reference, (found.configuration.recompute, tables)
 
 

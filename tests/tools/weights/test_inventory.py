@@ -21,7 +21,7 @@ from tools.recipe.load import load_recipe
 from tools.weights.cli import weights
 from tools.weights.hugging_face_config import config_of
 from tools.weights.hugging_face_names import hugging_face_shapes
-from tools.weights.inventory import SALVAGED, compare, inventory
+from tools.weights.inventory import SALVAGED, compare, comparison_lines, inventory
 from tools.weights.source import CHECKSUMS, open_source
 
 EXPERTS = "decoder.layers.0.mlp.experts"
@@ -198,6 +198,16 @@ def test_one_bit_is_a_difference_and_a_nan_is_equal_to_itself(tmp_path):
         saved_in(tmp_path / "b", 1, (1, 1), odd=np.float32([-0.0]), same=nan),
     )
     assert found.same == ("linear.weight", "same") and [change.name for change in found.changes] == ["odd"]
+
+
+def test_names_of_two_libraries_are_called_so(tmp_path):
+    ours = saved_in(tmp_path / "a", 1, (1, 1))
+    (tmp_path / "hf").mkdir()
+    save_file({"model.norm.weight": numbered(4)}, tmp_path / "hf" / "model.safetensors")
+    found = compare(ours, open_source(tmp_path / "hf"))
+    assert found.hint.startswith("A has tensors with the names of MindFormers, B with those of Hugging Face")
+    assert found.hint in comparison_lines(found, tmp_path / "a", tmp_path / "hf")
+    assert not compare(ours, saved_in(tmp_path / "b", 1, (1, 1), 1.0)).hint
 
 
 def test_a_copy_that_differs_on_one_rank_is_no_equal_checkpoint(two_ranks, tmp_path):

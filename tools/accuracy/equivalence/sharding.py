@@ -8,6 +8,7 @@ from the same weights, so each layout is compared with one process that runs the
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -205,6 +206,12 @@ def _apart(recipe: Recipe) -> None:
     model.update(use_attn_mask_compression=False, use_eod_attn_mask_compression=True)
 
 
+def shard_size(sharding: Sharding, recipe: Mapping[str, Any]) -> int:
+    """Return the `optimizer_weight_shard_size` of a sharding; 0 if weights are sharded over all ranks with copies."""
+    # Muon wants the ranks of a group, at most those of data parallelism
+    return sharding.dp if sharding.zero and recipe["optimizer"]["type"] == MUON else 0
+
+
 def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     """Set degrees, micro-batches, where samples and layers go (in place)."""
     model = recipe["model"]["model_config"]
@@ -228,8 +235,8 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     )
     if sharding.zero:
         config = {"parallel_optimizer_threshold": 0}
-        if recipe["optimizer"]["type"] == MUON:  # it wants the ranks of a group, at most those of data parallelism
-            config["optimizer_weight_shard_size"] = sharding.dp
+        if size := shard_size(sharding, recipe):
+            config["optimizer_weight_shard_size"] = size
         recipe["parallel"]["parallel_optimizer_config"] = config
     if sharding.pp > 1:
         interleaved, row = sharding.vpp > 1, [0] * sharding.pp

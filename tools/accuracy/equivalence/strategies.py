@@ -22,7 +22,7 @@ from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.accuracy.equivalence.runs import MONITORS, MUON, PASSES, refuse_other_data
-from tools.accuracy.equivalence.sharding import CLIP, Sharding
+from tools.accuracy.equivalence.sharding import CLIP, Sharding, shard_size
 from tools.check.arithmetic import without_copies
 from tools.check.check import require_sound
 from tools.check.groups import refused_group, splits_over
@@ -261,7 +261,9 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
         "layers cannot be cut": sharding.layers % (sharding.pp * sharding.vpp),
         "the last stage would have no layer": sharding.uneven and sharding.layers < 2 * sharding.pp * sharding.vpp,
         "MindSpore does not split a model over so many devices": not splits_over(sharding.workers),
-        "MindSpore refuses a group of ranks": refused_group(sharding.dp, sharding.cp, sharding.tp, sharding.ep),
+        "MindSpore refuses a group of ranks": refused_group(
+            sharding.dp, sharding.cp, sharding.tp, sharding.ep, shard_size(sharding, recipe)
+        ),
         "too few micro-batches": sharding.micro < sharding.pp,
         "a schedule of chunks needs two stages and four micro-batches": sharding.schedule != "1f1b"
         and (sharding.pp, sharding.vpp, sharding.micro) != (2, 2, 4),

@@ -24,6 +24,7 @@ from tools.hardware import Hardware
 from tools.hardware.units import GIB
 from tools.recipe.findings import refusal
 from tools.recipe.view import limit_of, look
+from tools.schema.stages import EXCLUDE, excludes
 
 ROWS = Path(__file__).parent / "rows.yaml"
 FILE = Path(__file__).parent / "errors.yaml"
@@ -157,7 +158,7 @@ def require_known(recipe: Mapping[str, Any]) -> None:
     """Raise an error for a recipe whose memory the model cannot predict.
 
     Raises:
-        RecipeError: the recipe's `optimizer_level` is level3.
+        RecipeError: the recipe's `optimizer_level` is level3, or operators are excluded from recomputation.
     """
     if look(recipe, LEVEL) == "level3":
         words = (
@@ -165,3 +166,10 @@ def require_known(recipe: Mapping[str, Any]) -> None:
             "level2 is (docs/memory.md)"
         )
         raise refusal(recipe, LEVEL, words)
+    for path in (("recompute_config", key) for key in EXCLUDE):
+        if excludes(look(recipe, path)):
+            words = (
+                "whether a recipe that excludes operators from recomputation fits is unknown, because what these "
+                "operators keep is not modelled; without this key it is (docs/memory.md)"
+            )
+            raise refusal(recipe, path, words)

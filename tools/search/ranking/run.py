@@ -237,7 +237,7 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
-    skews = tuple((ep, loads_of(text, replace(request.base, dp=ep, tp=1, cp=1, ep=ep)).typical) for ep in sizes)
+    skews = tuple((ep, loads_of(text, replace(request.base, dp=ep, tp=1, cp=1, ep=ep), True).typical) for ep in sizes)
     if all(ratio == request.base.skew for _, ratio in skews):
         return
     try:

@@ -95,7 +95,7 @@ def under(
     Raises:
         RecipeError, DataError: as for `tools.estimate.loads.loads_of`.
     """
-    loads = loads_of(text, config)
+    loads = loads_of(text, config, of_many=True)
     seconds = times.under(config, loads, simulated=True).total
     return Uneven(name, layout, config, even_s, seconds, loads, judge(config, room, loads))
 
