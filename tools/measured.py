@@ -241,7 +241,10 @@ def _manifest(path: Path, text: str) -> Manifest:
         raise DataError(f"{place}: the file {not_json(error)}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
-        raise DataError(f"{place}: format is {found!r}, but this tc3 reads format {FORMAT}; use the tc3 that wrote it")
+        raise DataError(
+            f"{place}: format is {found!r}, but this tc3 reads format {FORMAT}; use the version of tc3 "
+            f"that wrote the bundle"
+        )
     names = [one.name for one in fields(Manifest)]
     refuse_unknown(f"{place}: ", content, [*names, "seal"], DataError)
     if missing := [name for name in [*names, "seal"] if name not in content]:

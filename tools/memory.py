@@ -317,7 +317,7 @@ _WIDTH = 130  # of tables in a file or pipe
     "picture",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the memory in use on a stage over one step (.svg, .png), or write its numbers (.json).",
+    help="Draw the memory in use on a stage over one step (.svg, .png), or write the values (.json).",
 )
 @click.option(
     "--stage",

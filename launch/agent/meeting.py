@@ -330,7 +330,10 @@ class Meeting:
         found = self.disk.read(path)
         form = parse(found.text, kind) if found else None
         if found and form is None:
-            raise DataError(f"{path} is broken; move the folder of this attempt away, and start the agents again")
+            raise DataError(
+                f"{path} cannot be read, because its content is damaged; move the folder of this attempt "
+                f"away, and start the agents again"
+            )
         return form
 
 

@@ -194,11 +194,11 @@ class Text:
     help="Generate at most this many tokens for each prompt.",
 )
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
-@click.option("--top-k", type=Number("top_k"), help="Draw each token only from the K likeliest ones.")
+@click.option("--top-k", type=Number("top_k"), help="Draw each token only from this many likeliest tokens.")
 @click.option(
     "--top-p",
     type=Number("top_p"),
-    help="Draw each token only from the likeliest ones whose probabilities together reach this number.",
+    help="Draw each token only from the smallest set of likeliest tokens whose probabilities add up to this number.",
 )
 @click.option(
     "--seed",

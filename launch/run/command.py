@@ -141,7 +141,9 @@ class Asked:
 )
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start nothing, and write nothing.")
 @unverified_option
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, everything else on stderr.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and everything else on stderr."
+)
 def train(**given: Any) -> None:
     """Train RECIPE under msrun, and watch its workers until the end.
 

@@ -160,7 +160,7 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
     view = View(recipe)
     if not _takes_steps(view):
         raise RecipeError(
-            f"{recipe.source}: --steps cannot work, because the recipe lacks a key that it needs: add "
+            f"{recipe.source}: --steps cannot work, because the recipe lacks a key that --steps needs: add "
             "runner_config.batch_size and train_dataset.data_loader.sizes (for HFDataLoader: a last handler of type "
             "`take`), or leave --steps out"
         )

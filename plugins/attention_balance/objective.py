@@ -150,7 +150,8 @@ def objective_of(
     if max(expert_parallel, devices) % min(expert_parallel, devices) or data_parallel % together:
         raise RecipeError(
             f"parallel_config.expert_parallel: an EP group of {expert_parallel} devices neither consists of whole "
-            f"data-parallel ranks nor divides one (a rank has context_parallel {context_parallel} x model_parallel "
+            f"data-parallel ranks nor divides a data-parallel rank (a rank has context_parallel {context_parallel} x "
+            f"model_parallel "
             f"{tensor_parallel} devices, and data_parallel is {data_parallel}); write a divisor or multiple of "
             f"{devices} that divides {data_parallel * devices}"
         )

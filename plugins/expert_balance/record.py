@@ -147,7 +147,7 @@ def read(path: Path, until: int | None = None, say: Callable[[str], None] | None
     records = read_steps(path, _record, _follow, say)
     if not records:
         raise DataError(
-            f"{path}: the file holds the loads of no step; the run that writes it has not finished its first step"
+            f"{path}: the file holds no loads yet, because the run that writes it has not finished its first step"
         )
     return [record for record in records if until is None or record.step <= until]
 
@@ -156,8 +156,8 @@ def _follow(before: Record, record: Record, place: str) -> None:
     layouts = {(each.layers, each.tokens.shape, each.devices) for each in (before, record)}
     if len(layouts) > 1:
         raise DataError(
-            f"{place}: the layers, the experts or the devices are not those of the lines above; write one file for "
-            "each layout"
+            f"{place}: the number of layers, experts or devices differs from that in the lines above; write one file "
+            f"for each layout"
         )
 
 

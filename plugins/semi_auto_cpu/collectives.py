@@ -335,8 +335,8 @@ class Collectives:
         if not 0 <= place < len(members) or members[place] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
             raise ClusterError(
-                f"{told}: the index {place} is not that of another member of the group, with which this rank could "
-                "exchange a message"
+                f"{told}: {place} is not the index of another member of the group, with which this rank could "
+                f"exchange a message"
             )
         peer = members[place]
         fault = self._test.begin(name)

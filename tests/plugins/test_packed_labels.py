@@ -79,7 +79,7 @@ def test_what_cannot_be_learnt_is_left_out():
 @pytest.mark.parametrize("labels", [[2, IGNORE], [2, 3, IGNORE, IGNORE]])
 def test_a_conversation_needs_as_many_labels_as_tokens(labels):
     """The labels of all conversations behind it were at other places than their tokens."""
-    with pytest.raises(DataError, match=rf"conversation 0 has 3 tokens and {len(labels)} labels, should be as many"):
+    with pytest.raises(DataError, match=rf"conversation 0 has 3 tokens but {len(labels)} labels; each token must"):
         pack([{"input_ids": [1, 2, 3], "labels": labels}], True, 8, 0, IGNORE)
 
 

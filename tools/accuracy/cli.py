@@ -104,7 +104,7 @@ def dump(
 @click.option(
     "--promoted",
     is_flag=True,
-    help="Do not report as a finding that GOLDEN was computed in a wider data type than BENCH.",
+    help="Accept that a tensor of GOLDEN has a wider data type than in BENCH; without this option, that is a finding.",
 )
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
     """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first tensor that diverges.
@@ -254,7 +254,7 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
 @click.option(
     "--shipped",
     is_flag=True,
-    help="Also compare the golden results that this host computes with those that another CPU computed.",
+    help="Also compare the golden results that this host computes with the stored golden results of another CPU.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @page_option

@@ -70,7 +70,7 @@ def read_headers(file: Path) -> dict[str, Header]:
             length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
             text = data.read(min(length, size))
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{file}: the file cannot be read ({error.strerror})") from None
     try:
         content = json.loads(text)
         content.pop("__metadata__", None)

@@ -85,7 +85,8 @@ def doctor(
             )
         if nodes.is_dir() and wants_probe:
             raise click.UsageError(
-                "--probe does not go with reports in a folder, which hold their probes already; leave out --probe"
+                "--probe cannot be given with a folder of reports, which already hold the results of their probes; "
+                "leave out --probe"
             )
         words = [] if recipe is None else [str(recipe.absolute())]
         words += ["--probe"] * wants_probe + (["--workers", str(workers)] if workers is not None else [])

@@ -189,7 +189,8 @@ class _Run:
             return json.loads(self.out.read_text(encoding="utf-8"))
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         code = self.process.returncode
-        why = f"ended by signal {-code}, as the kernel does when memory is short" if code < 0 else f"exit code {code}"
+        full = "which the kernel sends when memory is full"
+        why = f"ended by signal {-code}, {full}" if code < 0 else f"exit code {code}"
         last = f": {lines[-1]}" if lines else ""
         raise ClusterError(f"the compile of rank {self.job.rank} ended without a result ({why}){last}")
 

@@ -243,7 +243,9 @@ class Degrees(click.ParamType):
     metavar="NAME|FILE",
     help="Predict the costs for this cluster.",
 )
-@click.option("--hardware", hidden=True, help="Do the same as --cluster, which was called --hardware before.")
+@click.option(
+    "--hardware", hidden=True, help="Give the cluster in this way if a script still uses the old name of --cluster."
+)
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--skew",

@@ -96,17 +96,17 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
     try:
         return yaml.load(small_text(path, error), _Loader)
     except OSError as wrong:
-        raise error(f"{name}: cannot be read: {wrong.strerror}") from None
+        raise error(f"{name}: the file cannot be read: {wrong.strerror}") from None
     except yaml.MarkedYAMLError as wrong:
         mark = wrong.problem_mark or wrong.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise error(f"{name}{line}: cannot be read: {wrong.problem or wrong.context}") from None
+        raise error(f"{name}{line}: the file cannot be read: {wrong.problem or wrong.context}") from None
     except (yaml.YAMLError, RecursionError) as wrong:
-        raise error(f"{name}: cannot be read: {' '.join(str(wrong).split()) or 'nested too deep'}") from None
+        raise error(f"{name}: the file cannot be read: {' '.join(str(wrong).split()) or 'nested too deep'}") from None
     except TC3Error:
         raise
     except ValueError as wrong:  # a date or a number that is none
-        raise error(f"{name}: cannot be read: {' '.join(str(wrong).split())}") from None
+        raise error(f"{name}: the file cannot be read: {' '.join(str(wrong).split())}") from None
 
 
 FOLDER = Path(__file__).parent

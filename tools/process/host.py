@@ -155,12 +155,12 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise ClusterError(f"--nodes {path}: it cannot be read, because it is not an ordinary file")
+            raise ClusterError(f"--nodes {path}: the file cannot be read, because it is not an ordinary file")
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ClusterError(f"--nodes {path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
     except OSError as error:
-        raise ClusterError(f"--nodes {path}: cannot be read ({error.strerror})") from None
+        raise ClusterError(f"--nodes {path}: the file cannot be read ({error.strerror})") from None
     seen: dict[str, int] = {}
     slots = 0
     for number, line in enumerate(lines, 1):

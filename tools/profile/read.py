@@ -137,7 +137,7 @@ def _rows(path: Path) -> list[Row]:
             rows = [{(key or "").strip(): value or "" for key, value in row.items() if isinstance(value, str | None)}
                     for row in csv.DictReader(file)]  # fmt: skip
     except (UnicodeDecodeError, csv.Error, OSError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        raise DataError(f"{path}: the file cannot be read: {error}") from None
     if not rows:
         raise DataError(f"{path}: the table has no rows")
     return rows
@@ -274,7 +274,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{path}: {not_json(error)}") from None
+        raise DataError(f"{path}: the file {not_json(error)}") from None
     return content if isinstance(content, dict) else {}
 
 

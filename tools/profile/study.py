@@ -61,7 +61,7 @@ def _attention(profile: Profile, config: Configuration, stages: Sequence[int]) -
     wanted = [config.micro_batches * _attended(config, stage) for stage in stages]
     if count not in [steps * each for each in wanted]:
         more = count / wanted[0] if wanted[0] else 0.0
-        advice = f"; if the profile holds {more:.0f} steps, say --steps {more:.0f}" if more == int(more) > 1 else ""
+        advice = f"; if the profile holds {more:.0f} steps, give --steps {more:.0f}" if more == int(more) > 1 else ""
         raise DataError(
             f"{profile.source}: the profile has {count} FlashAttentionScoreGrad kernels, but the recipe's layers and "
             f"micro-batches need {steps * wanted[0]} in {steps} step{'s' if steps > 1 else ''}{advice}"

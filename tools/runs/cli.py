@@ -213,7 +213,7 @@ class Scalars:
                 old.unlink()
             self.writer: Any = EventFileWriter(str(self.folder), filename_suffix=_EVENTS_SUFFIX)
         except OSError as error:
-            raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from None
+            raise DataError(f"{self.folder}: this path cannot be written ({error.strerror or error})") from None
         self.event, self.summary = Event, Summary
 
     def add(self, record: dict[str, Any]) -> None:
@@ -250,7 +250,9 @@ class Exporter:
 
     def __init__(self, path: Path):
         if path.suffix != ".prom":
-            raise DataError(f"--prometheus {path}: the file must end in .prom, as node_exporter reads only those")
+            raise DataError(
+                f"--prometheus {path}: the file must end in .prom, because node_exporter reads only such files"
+            )
         try:
             import prometheus_client
         except ImportError:
@@ -279,7 +281,8 @@ class Exporter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.client.write_to_textfile(str(self.path), registry)
         except OSError as error:
-            raise DataError(f"--prometheus {self.path}: cannot be written ({error.strerror or error})") from None
+            reason = error.strerror or error
+            raise DataError(f"--prometheus {self.path}: this path cannot be written ({reason})") from None
 
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})

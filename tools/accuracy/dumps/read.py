@@ -116,7 +116,8 @@ class NpyFile:
             self._file: BinaryIO = path.open("rb", buffering=0)
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be read ({error.strerror}), but dump.json names this file, so the dump is not complete"
+                f"{path}: the file cannot be read ({error.strerror}), but dump.json names it, so the dump is not "
+                f"complete"
             ) from None
         try:
             head = self._file.read(_HEAD)
@@ -260,7 +261,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
             raise DataError(
-                f"{path}: msprobe does not give such names to the file of a kernel's tensor; make the dump again"
+                f"{path}: msprobe does not give this name to the file of a kernel's tensor; make the dump again"
             )
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:
@@ -373,8 +374,8 @@ def _ranks(step: Path) -> dict[int, Path]:
     processes = [path for path in folders if _PROCESS.match(path.name)]
     if len(processes) > 1 or (processes and ranks):
         raise DataError(
-            f"{step}: the name {processes[0].name} does not tell the rank; where several processes dump, give "
-            "msprobe's start() a rank_id in each"
+            f"{step}: the name {processes[0].name} does not contain the rank; if several processes dump, each of "
+            f"them must pass a rank_id to msprobe's start()"
         )
     return ranks or dict(enumerate(processes))
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     metavar="NAME,...",
-    help="Run only the strategies with these names, or all of a kind (baseline, trained or executed); may be repeated.",
+    help="Run only the strategies with these names, or all strategies of a kind (baseline, trained or executed); may "
+    "be repeated.",
 )
 @click.option(
     "--steps", default=3, show_default=True, type=Number("curve_steps"), help="Train this many steps in each run."
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 @click.option(
     "--update",
     is_flag=True,
-    help="Record the numbers of the trained runs as the new golden numbers instead of comparing them with the old "
-    "ones.",
+    help="Store the losses and norms of the trained runs as the new golden numbers, instead of comparing them with "
+    "the stored ones.",
 )
 @click.option(
     "--golden",
@@ -170,7 +171,7 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
     if another and (folder or update):
         raise RecipeError(
             f"{'--golden' if folder else '--update'}: {file} holds the golden numbers of {another}, not of {recipe}; "
-            "--golden FOLDER keeps those in another folder"
+            "give another folder with --golden FOLDER"
         )
     if folder and not update and not file.exists():
         raise RecipeError(f"--golden {folder}: there is no {file.name} for this recipe; --update writes it")

@@ -139,7 +139,7 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
             if name.startswith("draw_"):
                 raise RecipeError(
                     f"--only {name}: this strategy is known only with the --draws, --seed and --most with which it "
-                    "was drawn; give these, too"
+                    f"was drawn; give these options, too"
                 )
             raise RecipeError(f"--only {name}: there is no such strategy{did_you_mean(name, words)}; --list shows all")
     usual = [case for case in known if case.how != EXECUTED or case.name in USUAL]
