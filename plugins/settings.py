@@ -161,8 +161,8 @@ def count_at(recipe: Any, path: str) -> int:
 
 
 def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
-    """Raise RecipeError if the plugin at `key`, which changes what a loader delivers, would not be applied to the
-    loader.
+    """Raise RecipeError for PyNative mode, in which the plugin at `key`, which changes the samples of a loader, would
+    have no effect.
     """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         wrong = f"{key} works only in graph mode, because PyNative mode builds its data loader in another way; write 0"

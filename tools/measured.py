@@ -144,7 +144,7 @@ class _Hidden:
     replaced: Callable[[str], str]
 
     def of(self, value: Any, key: str = "", check: str = "") -> Any:
-        """Return the value that stands at a key within the outcome of a check."""
+        """Return the value at a key of the outcome of a check, with the names of hosts replaced."""
         if isinstance(value, list):
             return [self.of(each, key, check) for each in value]
         if isinstance(value, dict):

@@ -66,8 +66,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """A `Began` names the `host` that caused a failure, with the `end` of its part of the attempt; if `host` is None,
-    no host can be blamed, and `why` holds the reason.
+    """A `Began` names the `host` that caused a failure, with the record `end` of how its workers ended; if `host` is
+    None, no host can be blamed, and `why` holds the reason.
     """
 
     why: str
@@ -77,8 +77,8 @@ class Began:
 
 
 def initiator(attempt: Attempt, now: float = math.inf) -> Began:
-    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is a time by the disk's
-    clock.
+    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is the present time by the
+    shared disk's clock, in seconds since 1970.
     """
     known = _of_all_hosts(attempt, now)
     failed = {host: end for host, end in known.items() if end.outcome == "failed"}
@@ -96,9 +96,7 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
-    """Return the hosts of the plan that no longer give a sign of life and have not written how their part of the
-    attempt ended.
-    """
+    """Return the hosts of the plan that no longer give a sign of life and have not written how their workers ended."""
     assert attempt.plan
     hosts = [host for host in attempt.plan.hosts if host not in attempt.ends]
     return [host for host in hosts if host not in attempt.beats or now - attempt.beats[host].time > SILENT]
@@ -198,9 +196,7 @@ def _progress(end: End) -> tuple[int, int]:
 
 
 def words(end: End) -> str:
-    """Return a clause that says how a host's part of an attempt ended: on which host and worker, with what failure, and
-    in which phase.
-    """
+    """Return a clause that says how the workers of a host ended: the host, the worker, the failure, and the phase."""
     what = end.message or {"lost node": "no sign of life"}.get(end.cause or "", end.cause or "failed")
     return f"{end.host}: {what} ({_where(end)})"
 

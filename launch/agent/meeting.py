@@ -59,8 +59,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A `Watch` records for how long each observed value has not changed. `most` is the limit, in seconds, on the time
-    that one observation can add.
+    """A `Watch` records for how long each observed value has not changed. `most` is the largest number of seconds that
+    counts between two observations of a value.
 
     An observation after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says
     little about other hosts: the same cause may have delayed them, and they must get time to write. So an observation
@@ -191,7 +191,7 @@ class Meeting:
         return quiet >= self.lost_after and self.ended(number, host) is None
 
     def end(self, number: int, end: End) -> None:
-        """Write the end of a host's part of the attempt, unless it was written before. If the part ended badly, also
+        """Write how the workers of a host ended, unless this was written before. If they ended with a failure, also
         write that the attempt is over.
         """
         self._publish(number, file_of(folder_of(self.run_dir, number), END, end.host).name, text_of(end))
@@ -200,12 +200,14 @@ class Meeting:
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return how a host's part of the attempt ended; None if the host has not written its end."""
+        """Return how the workers of a host ended; None if the host has not written this yet."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
     def lost(self, number: int, host: str, why: str) -> None:
-        """Write, for a host that can no longer write, that its part has ended in the phase of its last sign of life."""
+        """Write, for a host that can no longer write, that its workers ended in the phase of the host's last sign of
+        life.
+        """
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         beat = (parse(found.text, Beat) if found else None) or Beat(host, 0.0, "start", 0.0)
@@ -213,8 +215,8 @@ class Meeting:
         self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
 
     def over(self, number: int) -> str | None:
-        """Return the host whose part of the attempt was the first to end badly; None if no part ended badly. If the
-        file is broken, the result says that a part ended badly and that its host is not known.
+        """Return the host whose workers were the first to end with a failure; None if no host reported a failure. If
+        the file is broken, the result says that there was a failure and that its host is not known.
         """
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(_content(found.text).get("host", "an unknown host")) if found else None

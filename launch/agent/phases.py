@@ -146,7 +146,7 @@ class Phases:
         self.evaluated = -1
 
     def look(self) -> None:
-        """Read what the workers have written into their metrics since the last call."""
+        """Read the lines that the workers have appended to their metrics files since the last call."""
         before = [worker.step for worker in self._workers]
         for worker in self._workers:
             self._read(worker)

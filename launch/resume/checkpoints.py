@@ -290,8 +290,9 @@ def clear_save_path(root: Path) -> None:
 
 
 def take_stock(run_dir: Path, root: Path) -> None:
-    """Put complete saves of ended attempts in their places (`adopt`), and then set aside again what the newest branch
-    of the run in `run_dir` has left behind. Whoever looks for the newest checkpoint calls this first.
+    """Move complete checkpoints of ended attempts into `root` (`adopt`), and then rename again the checkpoints that the
+    run in `run_dir` abandoned when it last went back to an older checkpoint. Call this function before looking for the
+    newest checkpoint.
 
     A host that died or was held up while it set a checkpoint aside had taken its name already; `adopt` gives the name
     back, and the checkpoint would be the newest one. An attempt that saved elsewhere has left nothing behind here.
@@ -308,7 +309,8 @@ def take_stock(run_dir: Path, root: Path) -> None:
 
 
 def leave_behind(root: Path, checkpoint: Path, attempt: int, unnamed: bool = True) -> None:
-    """Set aside the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on.
+    """Rename the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on, so
+    that no resume finds them.
 
     Checkpoints of that attempt and of later attempts are not changed, because several nodes may call this function, one
     of them late. Checkpoints whose seals name no attempt come from workers that a script or msrun has started; they

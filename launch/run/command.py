@@ -66,7 +66,7 @@ class Asked:
 
     @cached_property
     def size(self) -> Size:
-        """Return the size at which the recipe is trained; raise UsageError if the options do not go together."""
+        """Return the size at which the recipe is trained; raise UsageError if the options contradict each other."""
         return Size.chosen(self.mini, self.parallel, self.workers)
 
     def refuse_conflicts(self) -> None:

@@ -48,7 +48,7 @@ class Size:
 
     @classmethod
     def chosen(cls, mini: bool, parallel: bool, workers: int | None) -> Size:
-        """Return the size that the options ask for; raise click.UsageError if they do not go together."""
+        """Return the size that the options ask for; raise click.UsageError if the options contradict each other."""
         if parallel and not mini:
             raise click.UsageError("--parallel works only with --mini: add --mini")
         if workers is not None and not parallel:
@@ -61,8 +61,8 @@ class Size:
 
     def run_dir(self, recipe: Path) -> Path:
         """Return the default folder of a run, ``output/<recipe's folder>-<recipe>`` below the working folder; for a
-        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``. A run's own ``recipe.yaml``
-        goes on in the folder of that run.
+        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``. For the ``recipe.yaml`` in the
+        folder of a run, return that folder.
         """
         if not self.mini and is_of_run(recipe):
             return recipe.absolute().parent

@@ -92,8 +92,8 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Make the checks that are the same for all workers, and return a function that makes the checks of the worker
-    whose rank it gets.
+    """Make the checks that are the same for all workers, and return a function that makes the checks of one worker,
+    given its rank.
 
     The other checks wait until all ranks are connected, because they may fail on only some ranks: each rank reads its
     share of a sealed checkpoint; rank 0, the only rank that may have to read an index, compares the data and its order,

@@ -121,7 +121,7 @@ def draw_loss_curve(
     steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, Evaluation]
 ) -> Path:
     """Draw the loss over `steps` (step -> its record), and as points the losses in `evaluations` (step -> held-out
-    losses); if there are several corpora, each has a line of its own.
+    losses); if there are several corpora, each has a separate line.
 
     Matplotlib is imported only here; its Agg backend needs no display. The function returns `out_path`.
     """
@@ -233,7 +233,7 @@ def words_to_go_on(
     steps: int | None = None,
 ) -> list[str]:
     """Return the command that continues a run, or that starts a new run from `weights`, with `--steps` if `steps` is
-    not None; it has no override that contradicts this option.
+    not None; the command contains no override that contradicts `--steps`.
 
     Args:
         begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.

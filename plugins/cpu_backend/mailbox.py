@@ -91,7 +91,8 @@ def send(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive(connection: socket.socket) -> Frame:
-    """Read one frame from the connection into a buffer of its own; the call blocks until the frame is complete.
+    """Read one frame from the connection into a new buffer, and return the frame; the call blocks until the frame is
+    complete.
 
     Raises:
         Disconnected: the other side closed the connection, or the bytes are not a frame;

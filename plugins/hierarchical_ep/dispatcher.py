@@ -436,6 +436,6 @@ class RoutedLayer(nn.Cell):
 
 
 def cut(slices):
-    """Return (pieces, whole) for the token indices of the chunks, in the form in which `RoutedLayer` takes them."""
+    """Return the arguments (pieces, whole) of `RoutedLayer` for chunks with these token indices."""
     whole = np.argsort(np.concatenate(slices))
     return tuple(Tensor(piece, mstype.int32) for piece in slices), Tensor(whole, mstype.int32)

@@ -174,8 +174,8 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A `RankPlan` holds index arrays that say which rows one rank sends, holds and computes. The rank has N tokens of
-    its own, sends S rows in the first step, holds G rows after it, sends C copies of these rows in the second step, and
+    """A `RankPlan` holds index arrays that say which rows one rank sends, holds and computes. The rank begins with N
+    tokens, sends S rows in the first step, holds G rows after it, sends C copies of these rows in the second step, and
     computes M copies.
 
     Attributes:

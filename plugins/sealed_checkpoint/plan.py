@@ -49,15 +49,15 @@ def iterations(root: Path) -> list[Path]:
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders of iterations, the one whose run had come furthest first."""
+    """Return the checkpoint folders, sorted by the progress of their runs (`progress`), the furthest first."""
     come = progress({folder: iteration(folder) for folder in folders})
     return sorted(come, key=lambda folder: come[folder], reverse=True)
 
 
 def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
-    """Return how far the run of each checkpoint, whose step is given, had come: in steps or, where their global batches
-    differ, in samples. A resume with a larger batch gives later checkpoints smaller numbers, because MindFormers counts
-    steps of the recipe's own batch.
+    """Return for each checkpoint, given with its step, the progress of its run: the number of trained steps or, if the
+    global batches of the checkpoints differ, the number of trained samples. A resume with a larger batch gives later
+    checkpoints smaller numbers, because MindFormers counts steps of the recipe's own batch.
     """
     batches = {folder: global_batch_of(folder) for folder in steps}
     known = {batch for batch in batches.values() if batch}
@@ -68,7 +68,7 @@ def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
 
 
 def global_batch_of(folder: Path) -> int:
-    """Return the samples of a step of the run that saved a checkpoint; 0 if the checkpoint does not say it."""
+    """Return the number of samples in a step of the run that saved a checkpoint; 0 if the checkpoint does not state it."""
     try:
         return int(json.loads((folder / "common.json").read_text(encoding="utf-8"))["global_batch_size"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -132,7 +132,9 @@ def _fault(match: re.Match[str]) -> Fault:
 
 
 class Groups:
-    """A `Groups` finds the communication group of each operator on one rank, `ranks`."""
+    """A `Groups` finds the communication group of each operator on one rank; `ranks` describes the cluster from that
+    rank's point of view.
+    """
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks

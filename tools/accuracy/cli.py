@@ -222,7 +222,7 @@ class DtypeName(click.ParamType):
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def accuracy() -> None:
-    """Verify that the arithmetic is right, as section 3 of the training report does."""
+    """Verify that operators and trainings compute right results, by the methods of section 3 of the training report."""
 
 
 for each in (align, dump, compare, equivalence_command, collectives_command, fusion_command, diagnose_command):

@@ -28,9 +28,9 @@ def splits_over(devices: int) -> bool:
 
 
 def refused_group(dp: int, cp: int, tp: int, ep: int = 1) -> Group | None:
-    """Return a group of a pipeline stage's ranks that MindSpore refuses on a host without an NPU, or None if it makes
-    all groups of these parallel degrees: of the ranks that divide a tensor, and of those that have copies of a weight
-    or of an expert.
+    """Return a group of a pipeline stage's ranks that MindSpore refuses on a host without an NPU; None if it refuses no
+    group of these parallel degrees. The groups consist of ranks that divide a tensor, or of ranks that have copies of a
+    weight or of an expert.
 
     Tensor-parallel ranks are neighbours; an EP group is `ep` neighbours, and its experts' copies are `ep` ranks apart.
     """

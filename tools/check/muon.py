@@ -62,7 +62,7 @@ def check_muon(view: View, built: Built, found: Findings) -> None:
 
 
 def check_averages(view: View, found: Findings) -> None:
-    """Report averages of PmaAdamW that would shrink the weights, which they replace every `fused_num` times.
+    """Report settings with which PmaAdamW replaces the weights by an average that is clearly smaller than the weights.
 
     MindFormers begins an exponential average at zero and does not correct it: n equal weights have the average
     1 - (1 - ema_alpha)^n of them.

@@ -26,7 +26,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` is one compile, which runs in a process of its own: a recipe and a rank.
+    """A `Job` is one compile of a recipe for one rank, which runs in a separate process.
 
     Args:
         recipe: the flat recipe, with the number of micro-batches (and in a quick run the layers) to compile.

@@ -30,7 +30,7 @@ def target_of(folder: Path) -> Path:
 def restore_order(
     folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None, salvage: bool = False
 ) -> tuple[int, Sequence[str]]:
-    """Copy the checkpoint `folder` to `target`, with every expert in the slot of its own number, and record the
+    """Copy the checkpoint `folder` to `target`, with expert e in slot e for every e, and record the
     checksums of the new files. Return the number of restored layers, and the damaged values that were copied
     nevertheless.
 

@@ -179,7 +179,7 @@ class Instance:
     @property
     def more(self) -> np.ndarray:
         """Return the memory that a layer of a column needs once beyond `least_static`, [2, stages, K]: for its passes
-        and for its buffers. The largest on a stage counts of each.
+        and for its buffers. On a stage only the largest value for passes and the largest value for buffers count.
         """
         return self._once[1]
 

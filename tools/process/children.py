@@ -167,7 +167,8 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
-    first receives SIGTERM and has this time to end; then `kill` ends it. What it had started ends with it.
+    first receives SIGTERM and has this time to end; then `kill` ends it. The processes that this process has started
+    end with it.
 
     After a second Ctrl-C, `kill` ends the process at once. `options` are passed to Popen. Raises OSError if the process
     cannot be started.

@@ -49,8 +49,8 @@ def _print(line: str) -> None:
 
 
 def saying(what: str, after: float | None = None) -> AbstractContextManager[None]:
-    """Print a line on stderr after two seconds (or after `after` seconds), and again every 15 seconds while the block
-    runs: ``WHAT (22 s so far)``.
+    """While the block runs, print a line such as ``WHAT (22 s so far)`` on stderr after two seconds (or after `after`
+    seconds), and then every 15 seconds.
 
     This function serves work that cannot report its progress.
     """

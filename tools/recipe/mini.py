@@ -341,8 +341,8 @@ def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
 
 
 def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Change the callbacks so that the small recipe prints every step, saves at the end, and counts the tokens of its
-    own number of experts.
+    """Change the callbacks so that the small recipe prints every step, saves at the end, and counts tokens for as many
+    experts as it has.
     """
     kept = []
     for callback in mini.get("callbacks", []):

@@ -49,13 +49,13 @@ class _Given:
     named: set[KeyPath] = field(default_factory=set)
 
     def name(self, paths: Sequence[KeyPath], override: str) -> None:
-        """Keep that an override names `paths`."""
+        """Record that an override names the key paths `paths`."""
         self.named.update(paths)
         self.by.update(dict.fromkeys(paths, override))
 
     def places(self, path: KeyPath) -> list[KeyPath]:
-        """Return `path` and the places that share its value, without those inside a whole that an override has set:
-        this override says what stands there, whichever of the two comes first.
+        """Return `path` and the key paths that share its value through an anchor. Key paths inside a mapping or list
+        that an override has set as a whole are left out, because that override decides their values.
         """
         own, *shared = shared_paths(self.before, path)
         return [own, *(place for place in shared if not any(place[:end] in self.by for end in range(1, len(place))))]
@@ -120,8 +120,8 @@ def apart(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def with_part(override: str, places: Sequence[str], value: Any) -> str:
-    """Return an override of a list, in which the items that the dotted names `places` name are replaced by `value`,
-    each at its place in the list.
+    """Return an override that sets a whole list, in which each item that one of the dotted names `places` names is
+    replaced by `value`.
     """
     name, _, text = override.partition("=")
     begin = f"{name.strip()}."

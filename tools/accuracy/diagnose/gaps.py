@@ -196,8 +196,8 @@ def _asked(side: Side) -> int:
 
 
 def listed(steps: Iterable[int], verb: str = " is| are") -> str:
-    """Return the steps in words, with the verb in the right number; of many that do not follow each other, the number
-    and the first.
+    """Return the steps in words, followed by the verb in the singular or plural; of many steps that are not
+    consecutive, only their number and the first step are named.
     """
     found = sorted(steps)
     one, _, many = verb.partition("|")
