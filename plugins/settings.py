@@ -110,7 +110,9 @@ class Section:
 
 
 def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
-    """Return a value without a form of its own: one of some words, or a number within limits."""
+    """Return a valid value of a key whose type is a choice of words, or a number within limits; raise RecipeError
+    otherwise.
+    """
     if choices := limits.get("choices"):
         if value not in choices:
             near = f"is none of {', '.join(choices)}{did_you_mean(value, list(choices))}"

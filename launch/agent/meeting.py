@@ -270,7 +270,9 @@ class Meeting:
         return found
 
     def _chosen(self, number: int, what: str) -> bool:
-        """Give a sign of life, and look whether it is ours to do `what`; both only now and then."""
+        """Give a sign of life if one is due, and return whether this agent has the claim to do `what`; the claim is
+        checked only now and then.
+        """
         if self._due(number, "sign", SIGNS):
             self._say_there(number)
         return self._due(number, what, LOOKS) and self._claim(number, what).hold()
@@ -284,7 +286,7 @@ class Meeting:
         return self._claims[number, what]
 
     def _due(self, number: int, what: str, times: int) -> bool:
-        """Return whether something is due that this agent does `times` times within `lost_after` seconds."""
+        """Return whether a task is due that this agent does `times` times within `lost_after` seconds."""
         now = self.disk.ticks()
         if now < self._next.get((number, what), now):
             return False
@@ -314,8 +316,8 @@ class Meeting:
         return self._watch.unchanged((number, holder), sign, self.disk.now(folder_of(self.run_dir, number)))
 
     def _sign(self, number: int, holder: Holder) -> object:
-        """Return something that differs after each sign of life; None where another process took the host's place, or
-        left.
+        """Return a value that changes with each sign of life; None if another process has taken the host's place, or if
+        the host has left.
         """
         folder = folder_of(self.run_dir, number)
         there = self.disk.read(file_of(folder, THERE, holder.host))
@@ -348,7 +350,7 @@ def _left(there: Found | None) -> bool:
 
 
 def _content(text: str) -> dict[str, Any]:
-    """Return the mapping that a file holds; an empty one for a file that a host which went down has left broken."""
+    """Return the mapping that a file holds; an empty mapping if a host that crashed has left the file broken."""
     with suppress(ValueError):
         content = json.loads(text)
         if isinstance(content, dict):

@@ -188,8 +188,8 @@ def firsthour_command(
 
 
 def _cluster_of(hour: Hour, simulate: Path | None) -> dict[str, str]:
-    """Return the facts that tell the cluster of this start from others: its nodes and devices, or the file that is
-    simulated and its digest.
+    """Return facts that distinguish the cluster of this call from other clusters: its nodes and devices, or the
+    simulated cluster's file and its digest.
     """
     if simulate is None:
         return {"nodes": shorten(hour.names), "devices": f"{hour.world} x {hour.device}", "simulated": "None"}

@@ -133,7 +133,7 @@ def _of_rank(folder: Path, rank: int) -> list[list[float]]:
 
 
 def _seconds(groups: Sequence[Sequence[int]], ranks: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return for each group the seconds of each round: those of its slowest rank."""
+    """Return for each group the seconds of each round on the slowest rank of the group."""
     return [[max(times) for times in zip(*(ranks[rank] for rank in group), strict=True)] for group in groups]
 
 
@@ -174,7 +174,7 @@ def _slow_groups(
 
 
 def _as_predicted(row: Mapping[str, Any], place: str) -> Finding:
-    """Return the finding about groups of which none is slower than the others."""
+    """Return the finding about groups none of which is slower than the other groups."""
     took = min(median(rounds) for rounds in row["seconds"])
     words = f"{row['operator']} of {row['bytes'] / 1e6:,.1f} MB took {1e3 * took:.3g} ms"
     words += f" in the fastest group of {len(row['groups'])}"

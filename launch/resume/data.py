@@ -167,7 +167,9 @@ def tokenizer_folders(recipe: Recipe) -> list[str]:
 
 
 def _tokenizers(recipe: Recipe) -> list[str]:
-    """Return what each tokenizer folder says about ids; hidden files and the model's are not part."""
+    """Return the paths of the files in the tokenizer folders that determine token ids; hidden files and files of the
+    model are left out.
+    """
     files = [file for folder in tokenizer_folders(recipe) for file in sorted(Path(folder).glob("tokenizer*"))]
     return [str(file) for file in files if file.is_file()]
 
@@ -324,8 +326,8 @@ def _changed_keys(before: View, after: View) -> Iterator[str]:
 
 
 def _changed_loader(before: View, after: View) -> Iterator[str]:
-    """Yield in words what changed in a loader of another kind, which must stay the same; files may move, and more
-    samples keep the order.
+    """Yield in words the changes of a loader of another kind, which must stay the same, except that files may move and
+    that the number of samples may grow.
     """
     if _order_of(before) != _order_of(after):
         yield _difference(LOADER, before.get(LOADER), after.get(LOADER))
@@ -336,8 +338,8 @@ def _changed_loader(before: View, after: View) -> Iterator[str]:
 
 
 def _order_of(view: View) -> Any:
-    """Return a loader's section without the number of samples, and without files, which are compared by what they
-    hold.
+    """Return a loader's section without the number of samples and without files, because files are compared by their
+    content.
     """
     loader = copy.deepcopy(view.get(LOADER))
     if view.instruction_files:
@@ -439,7 +441,9 @@ def _changed_skips(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
 
 
 def _changed_samples(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
-    """Yield a message if another number of samples changes how they are shuffled, or where a pass over them ends."""
+    """Yield a message if another number of samples changes the order of shuffled samples, or the end of a pass over
+    them.
+    """
     views = View(before), View(after)
     passes = [view.number((*RUNNER, "epochs"), 1) for view in views]
     old, new = (view.samples for view in views)

@@ -177,7 +177,9 @@ def _takes_steps(view: View) -> bool:
 
 
 def _number_of_steps(recipe: Recipe, view: View, steps: int) -> list[str]:
-    """Return the overrides of the keys that say how many steps a run has; the samples are the first."""
+    """Return the overrides of the keys that determine the number of steps of a run; the override of the number of
+    samples comes first.
+    """
     found = [f"{dotted(view.samples_key or ())}={view.ramp.samples_until(steps)}"]
     if view.number((*RUNNER, "epochs"), 1) > 1:
         found.append("runner_config.epochs=1")
@@ -205,7 +207,7 @@ def beside_steps(recipe: Recipe, steps: int | None, given: Sequence[str]) -> lis
 
 
 def _places(recipe: Recipe, name: str) -> list[str]:
-    """Return the dotted names of the values that are one with that of `name` through anchors, its own included."""
+    """Return the dotted names of all keys that share the value of `name` through anchors, including `name` itself."""
     path = tuple(int(word) if word.isdigit() else word for word in name.split("."))
     wholes = [(path[:end], path[end:]) for end in range(1, len(path) + 1)]
     return [dotted((*place, *rest)) for whole, rest in wholes for place in shared_paths(recipe, whole)]
@@ -283,7 +285,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
 
 
 def _conversation_handler(view: View) -> dict[str, Any] | None:
-    """Return the handler that makes conversations, with the number of its place, where its samples can be counted."""
+    """Return the handler that makes conversations, and its index, if its samples can be counted."""
     handlers = view.get(("train_dataset", "data_loader", "handler"))
     if view.get(tuple(PACKED.split("."))) in (None, False) or not isinstance(handlers, list) or len(handlers) < 2:
         return None
@@ -295,7 +297,7 @@ def _conversation_handler(view: View) -> dict[str, Any] | None:
 
 
 def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raise DataError where the held-out conversations make fewer samples than are asked for, or than a step."""
+    """Raise DataError if the held-out conversations make fewer samples than the recipe asks for, or than a step has."""
     file = Path(settings["data_path"])
     made = count_samples([(f"{HELD_OUT}.data_path", file)], handler["seq_length"], tokenizer)
     if made is None:

@@ -36,7 +36,8 @@ from plugins.pipeline_layout import FORWARD, one_forward_one_backward
 
 @lru_cache(maxsize=16)
 def _levels(stages: int, micro_batches: int) -> list[np.ndarray]:
-    """Return operations in levels that depend only on earlier ones, at most one a stage in each.
+    """Return the operations of a pipeline in levels: an operation depends only on operations in earlier levels, and
+    each level has at most one operation of a stage.
 
     A level is int64 [4, operations]: the stage; its duration's row, in forwards and then backwards by micro-batch; the
     row where its input's end stands; the row where its own end goes. Rows of ends: (direction, stage + 1, micro-batch),

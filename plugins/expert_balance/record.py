@@ -224,7 +224,7 @@ def _copies(content: dict[str, Any]) -> np.ndarray | None:
 
 
 def _check(record: Record, place: str) -> None:
-    """Refuse what no run writes: every later computation takes these for granted."""
+    """Refuse values that no run writes, because every later computation relies on their form."""
     shape = record.tokens.shape
     placements = [record.slots] + ([record.moved.slots] if record.moved else [])
     wrong = ""
@@ -259,7 +259,7 @@ def _check(record: Record, place: str) -> None:
 
 
 def _strange(slots: np.ndarray, copies: np.ndarray | None, devices: int) -> str:
-    """Return what is wrong with the copies of a step; "" if nothing is."""
+    """Return in words what is wrong with the copies of a step; "" if they are right."""
     if copies is None:
         return ""
     layers, experts = slots.shape

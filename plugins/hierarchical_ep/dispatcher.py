@@ -44,7 +44,7 @@ UNCUT = tuple((0, step) for step in STEPS)
 
 
 class _Enter(nn.Cell):
-    """This cell returns its rows, but makes them wait for the turn."""
+    """This cell returns its rows unchanged, but makes them depend on the value `turn` of the collective before."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -59,7 +59,7 @@ class _Enter(nn.Cell):
 
 
 class _Leave(nn.Cell):
-    """This cell returns its rows, and a turn that is there only after these rows."""
+    """This cell returns its rows unchanged, and a value that depends on these rows."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)

@@ -133,7 +133,9 @@ def enough(wanted: int, made: int) -> None:
 
 
 def _check(tokens: Sequence[int], labels: Sequence[int], number: int, ignore: int) -> None:
-    """Hold a conversation to what its labels have to be; the last may be of a token that was cut off."""
+    """Raise DataError if the labels of a conversation are not its next tokens; the last label may be that of a token
+    that was cut off.
+    """
     if len(tokens) != len(labels):
         raise DataError(
             f"{LOADER}.data_files: conversation {number} has {len(tokens)} tokens but {len(labels)} labels; each "

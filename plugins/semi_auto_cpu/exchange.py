@@ -260,7 +260,7 @@ def _result(out: np.ndarray) -> np.ndarray:
 
 
 def _pieces(flat: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
-    """Return views of what lies before each end, from the end before it."""
+    """Return views of an array between consecutive ends."""
     return [flat[begin:end] for begin, end in pairwise([0, *ends])]
 
 
@@ -270,7 +270,7 @@ def _fits(meeting: Meeting, array: np.ndarray, size: int) -> None:
 
 
 def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:
-    """Return elements for each member, from blocks for each member."""
+    """Return the number of elements for each member, computed from the number of blocks for each member."""
     counts = (np.asarray(numbers, np.int64).reshape(-1) * block).tolist()
     if len(counts) != meeting.size or min(counts) < 0:
         raise ClusterError(

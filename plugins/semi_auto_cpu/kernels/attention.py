@@ -277,7 +277,7 @@ def _band(call: Call, part: _Part) -> tuple[int, int]:
 
 
 def _outside(first: int, last: int, start: int, stop: int, lower: int, upper: int) -> np.ndarray | None:
-    """Return [1, rows, columns]: where a key lies outside the band; None if none does."""
+    """Return [1, rows, columns], which is True where a key lies outside the band; None if every key lies inside it."""
     if start - first >= lower + (last - 1 - first) and stop - 1 - first <= upper:
         return None
     distance = np.arange(start, stop) - np.arange(first, last)[:, None]
@@ -398,7 +398,7 @@ def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | No
 
 
 def _scores(q: np.ndarray, k: np.ndarray, block: Block) -> np.ndarray:
-    """Return [heads, rows, columns]; hidden ones at the least number."""
+    """Return the scores [heads, rows, columns]; hidden scores have the smallest number of the type."""
     scores = with_keys(q, k)
     if block.hidden is not None:
         np.copyto(scores, _HIDDEN, where=block.hidden)
