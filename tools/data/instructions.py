@@ -148,7 +148,7 @@ def _collect(options: Options, skips: Skips) -> _Found:
 
 
 def _module(path: Path) -> str:
-    """Return what a file is imported as, without the packages around it."""
+    """Return the name of the module that a file is imported as, without the names of packages."""
     return path.parent.name if path.stem == "__init__" else path.stem
 
 

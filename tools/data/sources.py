@@ -274,7 +274,9 @@ def _is_jsonl(path: Path) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yield (stream of content, raw file whose `tell` is bytes on disk); both are the same without gzip."""
+    """Yield (stream of the decompressed content, raw file whose `tell` counts bytes on the disk); without gzip both are
+    the same file.
+    """
     try:
         with open(path, "rb") as raw:
             if path.name.endswith(".gz"):

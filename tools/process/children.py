@@ -73,7 +73,9 @@ def interruptibly(work: Callable[[], Result]) -> Result:
 
 
 def _leave_behind(outcome: Future[Any]) -> None:
-    """End the process around work that goes on: Rust panics when it comes back to an interpreter that is torn down."""
+    """End this process although a thread still works, because Rust code panics when it returns to an interpreter that
+    has ended.
+    """
     if not outcome.done():  # an interrupted join takes its thread for stopped: is_alive() does not tell
         sys.stdout.flush()
         sys.stderr.flush()

@@ -61,7 +61,9 @@ def saying(what: str, after: float | None = None) -> AbstractContextManager[None
 
 
 class _OnStderr:
-    """An `_OnStderr` shows work by a bar of rich's on a terminal, elsewhere by what `_say` prints now and then."""
+    """An `_OnStderr` shows the progress of work: on a terminal by a progress bar of the library rich, elsewhere by the
+    lines that `_say` prints now and then.
+    """
 
     COLUMNS: tuple[str, ...] = ("TimeElapsedColumn",)  # of rich, behind words and bar
     _bar: Any = None

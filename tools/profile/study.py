@@ -53,7 +53,9 @@ def require_match(profile: Profile, config: Configuration, stage: int | None) ->
 
 
 def _attention(profile: Profile, config: Configuration, stages: Sequence[int]) -> None:
-    """Check gradients of fused attention: one a layer and micro-batch; context parallelism may cut them further."""
+    """Check the number of gradients of fused attention: one for each layer and micro-batch, or a multiple if context
+    parallelism divides them further.
+    """
     kernels = [kernel for kernel in profile.step.kernels if "flashattentionscoregrad" in kernel.kind.lower()]
     count, steps = sum(kernel.count for kernel in kernels), profile.step.repeats
     if not count or config.cp > 1:
@@ -73,7 +75,7 @@ def _attended(config: Configuration, stage: int) -> int:
 
 
 def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> None:
-    """Check FLOPs of the matmuls whose shapes are known, as long as these are most of them."""
+    """Check the FLOPs of the matmuls whose shapes are known, if these are most matmuls."""
     kernels = [kernel for kernel in profile.step.kernels if term_of(kernel, config) == "matmul"]
     known = [(matmul_of(kernel), kernel) for kernel in kernels]
     seen = sum(kernel.seconds for matmul, kernel in known if matmul)
