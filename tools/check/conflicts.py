@@ -304,7 +304,7 @@ def _callbacks(view: View, built: Built, found: Findings) -> None:
 
 
 def _trainer(view: View, found: Findings) -> None:
-    """Check settings of the trainer's own."""
+    """Check the settings that only the trainer reads."""
     for key, owner in _REPLACED.items():
         value = view.get(("train_dataset", key))
         if value is not None and value != view.get(tuple(owner.split("."))):
@@ -372,7 +372,9 @@ Rule = tuple[bool, KeyPath, str, str]  # whether it holds, where, what is right,
 
 
 def _on_cpu(view: View, built: Built, found: Findings) -> None:
-    """Report what the CPU refuses deep inside MindSpore, and what only CPU gets wrong in silence."""
+    """Report settings that a CPU refuses deep inside MindSpore, and settings that only a CPU silently computes
+    wrongly.
+    """
     mode, clip = view.get(("context", "mode"), 0), ("runner_wrapper", "use_clip_grad")
     unclipped = "True, with a max_grad_norm above every gradient"
     rules: list[Rule] = [

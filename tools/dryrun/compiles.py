@@ -80,7 +80,7 @@ def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = 
 
 
 def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> list[dict[str, Any]]:
-    """Compile with a bar on a terminal; a result is kept as soon as it is there."""
+    """Compile with a progress bar on a terminal; each result is stored as soon as its compile ends."""
     if not jobs:
         return []
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

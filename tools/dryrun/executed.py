@@ -139,8 +139,8 @@ def _differences(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
 
 
 def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: Sequence[_Call]) -> list[str]:
-    """Return executed calls that stand before one that they need: each is taken for the first that fits and may
-    start.
+    """Return the executed calls that ran before a call whose result they need; each executed call is matched with the
+    first reported call that fits and could start.
     """
     lines: list[str] = []
     left, over = dict(enumerate(reported)), set[int]()

@@ -462,7 +462,7 @@ def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequ
 
 
 def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[int]) -> tuple[str, str]:
-    """Return one way of a gradient."""
+    """Return the judgement of one path of a gradient."""
     if way.start == _CONSTANT:
         return WRONG, "its gradient is a constant in the graph"
     received = way.start.startswith(_RECEIVED)

@@ -363,14 +363,16 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
 
 
 def _kept(chunk: Mapping[str, Any]) -> Bytes:
-    """Return what a micro-batch leaves, by module; of a chunk whose modules are not known all of it is "other"."""
+    """Return the bytes that a micro-batch keeps in a chunk, by module; if the modules of the chunk are not known, all
+    bytes count as "other".
+    """
     modules = chunk.get("modules") or {OTHER: chunk["saved"]}
     return {Owner(KEPT, module): float(size) for module, size in modules.items()}
 
 
 def _inside(op: Op, chunk: Mapping[str, Any]) -> list[Bytes]:
-    """Return what is alive in a pass beside what is kept, of which a forward's own part is among what is alive in
-    it.
+    """Return the bytes in memory during a pass in addition to the bytes kept by earlier passes; the bytes that a
+    forward pass itself keeps are subtracted.
     """
     kind, name, own = ("F", "forward", chunk["saved"]) if op.kind == "F" else ("B", "backward", 0)
     curve = chunk.get("curves", {}).get(kind) or [chunk[name]]

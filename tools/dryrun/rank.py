@@ -140,8 +140,8 @@ def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
 
 
 def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: VirtualCluster, view: View) -> list[Held]:
-    """Return what the rank keeps, by MindSpore's layouts: [2] is the slice, [5] the optimizer's group, [6] the
-    whole.
+    """Return the parameters that the rank keeps, from MindSpore's layouts: [2] is the slice, [5] the optimizer's group,
+    [6] the whole shape.
     """
     held, away = [], on_host(cell)
     for name, layout in cell.parameter_layout_dict.items():
@@ -153,7 +153,9 @@ def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: Virt
 
 
 def _built(cell: Any, view: View) -> list[Held]:
-    """Return what a data-parallel rank keeps: all of it, but of the experts its own (`layerwise_parallel`)."""
+    """Return the parameters that a data-parallel rank keeps: all parameters, but of the experts only its own
+    (`layerwise_parallel`).
+    """
     held, parameters, away = [], parameters_of(cell), on_host(cell)
     for item in cell.get_parameters():
         part = tuple(item.shape)
@@ -362,7 +364,9 @@ def _direct(item: Collective, every: Sequence[Collective]) -> list[int]:
 
 
 def _plain(item: Collective, rank: int, groups: dict[tuple[int, ...], int], rows: int) -> dict[str, Any]:
-    """Return one collective; `bytes` is what one rank's tensor holds on its larger side."""
+    """Return one collective as plain values; `bytes` is the size of one rank's tensor on the larger of the two
+    sides.
+    """
     side = getattr(item, _LARGER_SIDE.get(item.op, "inputs"))[:1]
     block = item.attributes.get("block_size", 1)
     plain = {

@@ -190,7 +190,7 @@ class ExpertTimes(DeviceTimes):
 
 
 def _limited(config: Configuration, nodes: int) -> float:
-    """Return share of the expected traffic between nodes that is left where routing visits few nodes for a token."""
+    """Return the share of the expected traffic between nodes that remains if routing limits a token to few nodes."""
     limit, model = config.model.node_limit, config.model
     if not limit or nodes <= limit:
         return 1.0
@@ -322,8 +322,8 @@ class LayerTimes(ExpertTimes):
         )
 
     def _accumulating(self, config: Configuration, matmul: Matmul) -> float:
-        """Return seconds by which reading and writing summed gradients outlasts the matmul that makes them (it adds
-        them).
+        """Return the seconds by which reading and writing the summed gradients takes longer than the matmul that
+        computes and adds them.
         """
         moving = accumulated_bytes(config, matmul) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
         return max(0.0, moving - self._matmul(config, matmul))
@@ -369,8 +369,8 @@ class LayerTimes(ExpertTimes):
         return launched * (self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0))
 
     def _backward_tp(self, config: Configuration) -> float:
-        """Return share of forward's tensor-parallel time that backward shows: gradients of weights can hide that of
-        inputs.
+        """Return the share of the forward's tensor-parallel communication time that the backward pass does not hide;
+        the gradients of weights can hide the communication of the gradients of inputs.
         """
         if not config.overlap_tp_backward:
             return 1.0

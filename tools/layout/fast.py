@@ -74,8 +74,8 @@ def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
 
 
 def _even(costs: StageCosts, before: int, count: int) -> Stage:
-    """Return a stage's layers shared evenly among its chunks, with so many layers on the stages before it; what is not
-    of the last type is in the first chunk.
+    """Return the layers of a stage distributed evenly over its chunks, given the number of layers on the stages before
+    it; all layers that are not of the last type are in the first chunk.
     """
     chunks = costs.instance.chunks
     first = before if chunks == 1 else min(round(before / chunks), costs.layers - count)

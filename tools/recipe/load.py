@@ -309,8 +309,7 @@ def _yaml_message(file: str, error: yaml.YAMLError) -> str:
 
 
 def _nearby(file: str, recipe: str = "") -> str:
-    """Return a hint (did you mean) from the YAML files around a path that does not exist and from those of this
-    repository.
+    """Return a hint (did you mean) with a YAML file near a path that does not exist, or of this repository.
 
     Args:
         recipe: the file that names the path, if it is that of a base: the path is then told as it stands there.

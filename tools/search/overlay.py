@@ -370,8 +370,8 @@ def left_off(recipe: Recipe, config: Configuration) -> list[str]:
 def _swapped_alike(
     view: View, key: str, now: Any, config: Configuration, table: Table | None, same_layers: bool
 ) -> bool:
-    """Return whether a recompute key of a recipe that swaps says what is wanted: as many layers on each chunk, or
-    those.
+    """Return whether a recompute key of a recipe that swaps activations already has the wanted value: the same number
+    of layers on each chunk or, with `same_layers` False, the same layers.
     """
     if table_of(key, now, config.layers, reader_of(view)) != table:
         return False
@@ -383,7 +383,7 @@ def _swapped_alike(
 
 
 def _difference(before: Any, after: Any) -> dict[str, Any]:
-    """Return what a child must write, nested, to turn `before` into `after`."""
+    """Return the nested keys that a child recipe must write to turn `before` into `after`."""
     found: dict[str, Any] = {}
     for key, value in after.items():
         old = look(before, (key,))

@@ -223,7 +223,9 @@ def _stages(found: Found) -> list[str]:
 
 
 def _under_loads(found: Found) -> list[str]:
-    """Return the placed layouts under the loads that were asked for."""
+    """Return the HTML of the table of layouts under the requested loads; the list is empty if no loads were
+    requested.
+    """
     if not found.uneven:
         return []
     return [

@@ -87,8 +87,8 @@ def align(
 
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yield the folder of the runs, removed behind us unless it is `keep`; and what leaves in it all but the large
-    files.
+    """Yield the folder of the two runs, and a function that keeps all of its files but the large ones. Unless the
+    folder is `keep` or this function was called, the folder is removed at the end of the block.
     """
     if keep is not None:
         yield keep.absolute(), lambda: None

@@ -349,7 +349,7 @@ def _read_states(side: Side, file: Path, rank: int, experts: dict[str, int]) -> 
 
 
 def _notes(side: Side, recorded: bool) -> None:
-    """Note what the folder cannot tell, a line each, with how to record it.
+    """Add a line to the notes for each kind of evidence that the folder does not hold, with the way to record it.
 
     Args:
         recorded: whether the run has recorded states, all of which may have gaps.

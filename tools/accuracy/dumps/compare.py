@@ -105,7 +105,7 @@ def _path(row: Row) -> str:
 
 
 def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
-    """Return whether something that was computed, or taken in, differs before this parameter is seen.
+    """Return whether a computed value, or an input, differs before the call that uses this parameter.
 
     What goes into a call inside the parameter's own cell does not count: the cell may have passed the parameter on.
     """
@@ -150,8 +150,8 @@ def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
 
 
 def _moved(row: Row, rows: list[Row]) -> str:
-    """Return the weights of a later step: what the optimizer did to them, by what most of the wrong updates look
-    like.
+    """Return a sentence about weights that differ at a later step, which names the optimizer and the cause that
+    explains most of the wrong updates.
     """
     wrong = [each for each in rows if each.phase == WEIGHTS and each.kind]
     weights = sum(each.phase == WEIGHTS and each.role == row.role for each in rows)
@@ -279,7 +279,9 @@ class Report:
         return found
 
     def _about_updates(self) -> list[str]:
-        """Return which updates were judged how well; without any, the optimizer was not looked at."""
+        """Return lines that say which weight updates were judged, and how precisely; without judged updates, a line
+        says that the optimizer was not compared.
+        """
         judged, found = self.judged, []
         if self.updates > judged.exact:
             least = "they moved the same on both sides, or not at all in GOLDEN"

@@ -170,8 +170,8 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
 
 
 def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
-    """Return whether all bits agree; the sum of squares of `want` (0 for integers, not finite where it holds NaN or
-    inf).
+    """Return whether all bits of two arrays agree, and the sum of squares of `want` (0 for integers, not finite if it
+    holds NaN or inf).
     """
     identical, total = want.dtype == got.dtype, 0.0
     with np.errstate(all="ignore"):
@@ -185,7 +185,9 @@ def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
 
 
 def _worst(want: NpyFile, got: NpyFile, tolerance: float, error_of: ErrorOf) -> Measured:
-    """Return the largest error, and how many are over the tolerance; `error_of` a piece of `want` and of `got`."""
+    """Return the largest error, and the number of elements over the tolerance; `error_of` computes the errors of one
+    piece of `want` and `got`.
+    """
     worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):

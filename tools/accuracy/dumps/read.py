@@ -355,7 +355,7 @@ def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict
 
 
 def _elsewhere(folder: Path) -> str:
-    """Return where the dump might be meant."""
+    """Return a hint at the folder that the user may have meant."""
     if (folder / "dump.json").exists():
         return f"; it is one rank of a dump: give {folder.parent.parent}"
     if any(folder.glob("*/dump.json")):
@@ -455,7 +455,7 @@ def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
 
 
 def _wrong(node: dict[str, Any]) -> str | None:
-    """Return what a tensor's node has that none can have; None if nothing."""
+    """Return in words the fault of a tensor's entry that no dump can have; None if the entry is right."""
     dtype, shape, name = node.get("dtype"), node.get("shape"), node.get("data_name")
     if not isinstance(dtype, str):
         return f"dtype {dtype!r}"

@@ -159,7 +159,8 @@ def equivalence_command(
 
 
 def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, str]:
-    """Return (the golden file of a recipe, the recipe whose numbers it holds where that is another).
+    """Return the path of a recipe's golden file, and the recipe to which the numbers in this file belong if that is
+    another recipe.
 
     Raises:
         RecipeError: --golden has none for it, or another's; --update would overwrite another's.
@@ -181,8 +182,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
 def _gate(
     matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
 ) -> tuple[list[str], list[str]]:
-    """Return (what differs from the golden numbers, runs that have none); with `update` they are written and nothing
-    does.
+    """Return the differences from the golden numbers, and the runs that have no golden numbers; with `update` write the
+    numbers instead, and return two empty lists.
 
     Args:
         file: where this recipe's numbers stand, or would; None where another recipe's do.

@@ -138,8 +138,8 @@ def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[F
 
 
 def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterator[Finding]:
-    """Yield comparisons of every weight's gradient of step 1, element by element: the one that errs most is nearest to
-    the fault.
+    """Yield comparisons of every weight's gradient of step 1, element by element; the weight with the largest error is
+    nearest to the fault.
     """
     for name in shared(run, reference, FIRST):
         sides = run.state[FIRST + name], reference.state[FIRST + name]
@@ -165,7 +165,9 @@ def _held_out(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield comparisons of weights and moments after the last step; one that only one side has is wrong."""
+    """Yield comparisons of weights and moments after the last step; a tensor that only one training has is a
+    finding.
+    """
     last = len(reference.steps)
     for name in sorted(run.state.keys() ^ reference.state.keys()):
         side = "no checkpoint of the run holds it" if name in reference.state else "one process has none"
@@ -175,7 +177,7 @@ def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def _moves(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield for each router the share of all moves of its biases that go another way than in one process."""
+    """Yield for each router the share of all moves of its biases that go in another direction than in one process."""
     for name in shared(run, reference, BIAS):
         moves, right = (_directions(side.state[BIAS + name]) for side in (run, reference))
         others = float(np.mean(moves != right))
@@ -189,8 +191,8 @@ def _directions(biases: np.ndarray) -> np.ndarray:
 
 
 def _turns(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield for the first step after which biases differ each router whose do; nothing if one has more than `TURNED` of
-    them, which rounding does not explain.
+    """Yield a finding for each router whose biases moved in another direction in the first step after which any biases
+    differ; yield nothing if a router has more than `TURNED` such biases, which rounding does not explain.
     """
     other = {
         name: _directions(run.state[BIAS + name]) != _directions(reference.state[BIAS + name])
@@ -212,7 +214,7 @@ def _with_bias(row: Finding, step: float) -> bool:
 
 
 def _norm_with_share(run: Trained, step: int, norm: float | None) -> float | None:
-    """Return what a pipeline with an MTP layer takes for the global norm, from that of one process.
+    """Return the global norm that a pipeline with an MTP layer computes, derived from the norm of one process.
 
     The last stage's share of the embedding's gradient is in the first stage's, and counts once more
     (docs/stock-differences.md).
@@ -359,7 +361,9 @@ def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
 
 
 class _Record:
-    """A `_Record` collects norms, and what the optimizer divided by, step by step."""
+    """A `_Record` collects, step by step, gradient norms and the mean squared gradients by which the optimizer
+    divided.
+    """
 
     def __init__(self, adam: Adam):
         self.adam = adam

@@ -344,7 +344,7 @@ def as_html(matrix: Matrix, golden: list[str]) -> str:
 
 
 def _page_rows(row: Row) -> list[list[str | Cell]]:
-    """Return a strategy's own row, and below it what is to be said of it."""
+    """Return the table row of a strategy, and below it rows with remarks about the strategy."""
     compared, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
     result = Cell(row.status, CLASSES[row.status])
     findings = failure_lines(row, len(row.findings)) if row.findings or row.status == FAIL else []

@@ -140,7 +140,9 @@ def _told(
     one: Ranked,
     placement: Placement,
 ) -> None:
-    """Take what could be placed, or why it could not."""
+    """Add the layout of a placed candidate to `entries`, or the reason why the candidate could not be placed to
+    `whys`.
+    """
     found.cut |= placement.cut
     if placement.configuration is None:
         whys[one] = placement.why
