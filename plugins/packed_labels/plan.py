@@ -141,10 +141,10 @@ def _check(tokens: Sequence[int], labels: Sequence[int], number: int, ignore: in
             f"{LOADER}.data_files: conversation {number} has {len(tokens)} tokens but {len(labels)} labels; each "
             f"token must have one label"
         )
-    for place, (after, label) in enumerate(zip(tokens[1:], labels, strict=False)):
+    for position, (after, label) in enumerate(zip(tokens[1:], labels, strict=False)):
         if label not in (ignore, after):
             raise DataError(
-                f"{LOADER}.data_files: conversation {number}: the label at token {place} is {label}, but the next "
+                f"{LOADER}.data_files: conversation {number}: the label at token {position} is {label}, but the next "
                 f"token is {after}: {KEY} supports only handlers in which each label is the next token or ignored"
             )
 

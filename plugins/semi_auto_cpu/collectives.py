@@ -338,14 +338,14 @@ class Collectives:
         other member.
         """
         members = self.groups.members(name, attrs)
-        place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
-        if not 0 <= place < len(members) or members[place] == self.mesh.rank:
+        index = int(attrs["dest_rank" if name == "Send" else "src_rank"])
+        if not 0 <= index < len(members) or members[index] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
             raise ClusterError(
-                f"{told}: {place} is not the index of another member of the group, with which this rank could "
+                f"{told}: {index} is not the index of another member of the group, with which this rank could "
                 f"exchange a message"
             )
-        peer = members[place]
+        peer = members[index]
         fault = self._test.begin(name)
         if record:
             self._record(name, members, inputs, outputs, peer, int(attrs.get("sr_tag", 0)))

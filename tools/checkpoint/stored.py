@@ -223,12 +223,12 @@ class Stored:
         return Tensor(self.files[copies[0][0][1]][name].dtype, shape, cuts, copies)
 
     def _copies(
-        self, name: str, place: int, shape: tuple[int, ...], storage: Mapping[str, Any]
+        self, name: str, number: int, shape: tuple[int, ...], storage: Mapping[str, Any]
     ) -> tuple[tuple[int, str], ...]:
-        entries = storage.get(str((name, (place,))), [])
+        entries = storage.get(str((name, (number,))), [])
         if not entries:
             raise CheckpointError(
-                f"{self.folder}: {name}: metadata.json names no file that holds slice {place}; copy the checkpoint "
+                f"{self.folder}: {name}: metadata.json names no file that holds slice {number}; copy the checkpoint "
                 "again"
             )
         for entry in entries:

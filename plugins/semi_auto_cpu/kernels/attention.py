@@ -134,9 +134,9 @@ def _refuse(name: str, **arguments: Any) -> None:
 def _call(
     name: str, tensors: tuple[np.ndarray, ...], mask: Any, ends: tuple[Any, ...], settings: tuple[Any, ...]
 ) -> Call:
-    heads, keep, scale, before, behind, _, layout, sparse = settings
-    if keep != 1:
-        raise NotImplementedError(f"{name}: keep_prob must be 1, not {keep}: this CPU kernel has no dropout")
+    heads, keep_prob, scale, before, behind, _, layout, sparse = settings
+    if keep_prob != 1:
+        raise NotImplementedError(f"{name}: keep_prob must be 1, not {keep_prob}: this CPU kernel has no dropout")
     layout = _layout(name, layout)
     if sparse not in range(5):
         raise NotImplementedError(f"{name}: sparse_mode {sparse} is not supported by this CPU kernel")
