@@ -47,7 +47,7 @@ from tools.weights.hugging_face_names import table
 _LISTED = 3  # tensors in a message
 _HOW_TO_BEGIN = (
     "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
-    'checkpoint) or what tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
+    'checkpoint) or a folder that tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
 )
 Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
 

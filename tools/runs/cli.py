@@ -217,9 +217,7 @@ class Scalars:
         self.event, self.summary = Event, Summary
 
     def add(self, record: dict[str, Any]) -> None:
-        """Write the metrics of one step, as a line in the run's folder metrics/ holds them, as scalars for
-        TensorBoard.
-        """
+        """Write the metrics of one step, given as a line of a file in RUN/metrics, as scalars for TensorBoard."""
         values = [(name, record.get(name)) for name in SCALARS]
         tokens, seconds = record.get("tokens"), record.get("seconds")
         values.append(("tokens_per_second", tokens / seconds if tokens and seconds else None))
