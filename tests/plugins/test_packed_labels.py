@@ -72,7 +72,7 @@ def test_what_cannot_be_learnt_is_left_out():
     columns = pack([long, cut, begun], True, 8, 0, IGNORE)
     assert columns["actual_seq_len"] == [[3]]
     assert columns["labels"] == [[IGNORE, 3, 4] + [IGNORE] * 5]
-    with pytest.raises(DataError, match="no conversation has an answer within 8 tokens"):
+    with pytest.raises(DataError, match="no conversation has an answer within its first 8 tokens"):
         pack([long, cut], True, 8, 0, IGNORE)
 
 
